@@ -1,0 +1,1 @@
+"""Pipeline-parallel fine-tuning of Hugging Face models over slow links."""

@@ -1,0 +1,81 @@
+"""Every error that pipecomp raises on purpose.
+
+    PipecompError
+      ConfigError          a setting: its key, what it got, what is allowed
+      ShapeError           a tensor's shape, dtype or device
+      NonFiniteError       NaN, Inf or a value too large to quantize
+      KernelError          a kernel backend that cannot run here
+      SplitError           a model that cannot be cut as asked
+      DataError            samples, ids or labels
+      WireError            bytes that are not a message of this version
+      StoreError           the message store: damaged, full, or of another run
+      LinkError            the exchange between two stages
+        BaseMismatchError  a delta on a message that the receiver does not hold
+        LinkTimeoutError   nothing arrived within the stated time
+        PeerLostError      a rank is gone; `rank` says which
+"""
+
+from __future__ import annotations
+
+
+class PipecompError(Exception):
+    """Base of all errors that pipecomp raises on purpose."""
+
+
+class ConfigError(PipecompError, ValueError):
+    """A setting is unknown, of the wrong type, out of range, or cannot take effect.
+
+    `key` is dotted ("activations.forward_bits"), `got` the value, `allowed` a sentence or list for people.
+    """
+
+    def __init__(self, key: str, got: object, allowed: str) -> None:
+        super().__init__(f"{key}: got {got!r}, allowed: {allowed}")
+        self.key, self.got, self.allowed = key, got, allowed
+
+
+class ShapeError(PipecompError, ValueError):
+    """A tensor has a shape, dtype or device that the operation does not take."""
+
+
+class NonFiniteError(PipecompError, ArithmeticError):
+    """A tensor holds NaN, Inf, or a value above 2**100; nothing was changed."""
+
+
+class KernelError(PipecompError, RuntimeError):
+    """The named kernel backend cannot run on this machine or for this tensor."""
+
+
+class SplitError(PipecompError, ValueError):
+    """The model cannot be cut as asked."""
+
+
+class DataError(PipecompError, ValueError):
+    """Samples, their ids or their labels are not what training needs."""
+
+
+class WireError(PipecompError, ValueError):
+    """Received bytes are not a whole message of this version and link."""
+
+
+class StoreError(PipecompError, RuntimeError):
+    """The message store is damaged, full, or belongs to another run."""
+
+
+class LinkError(PipecompError, RuntimeError):
+    """The exchange between two stages failed."""
+
+
+class BaseMismatchError(LinkError):
+    """A delta builds on a message version that this end of the link does not hold."""
+
+
+class LinkTimeoutError(LinkError, TimeoutError):
+    """Nothing arrived on the link within the stated time."""
+
+
+class PeerLostError(LinkError, ConnectionError):
+    """A rank is gone. `rank` is the global rank that was lost first, as far as is known."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -1,0 +1,1 @@
+"""Splitting a model into stages, and the links between them."""
