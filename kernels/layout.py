@@ -1,0 +1,137 @@
+"""How a row of values is cut into groups and packed, and what the quantizer's options may be.
+
+H: values in a row. A row is cut into groups of `group_size` values (None: the whole row is one group; the last group
+may be short). Each group's codes are a dense little-endian bit stream of ceil(group * bits / 8) bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import ConfigError, ShapeError
+
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALES = ("max", "rms")
+ROUNDINGS = ("nearest", "stochastic")
+SCALE_DTYPES = (torch.float32, torch.bfloat16)
+MAX_PACK_BITS = 24
+
+SCALE_MIN = 2.0**-100  # a group below counts as zeros
+SCALE_MAX = 2.0**100  # above is an error
+
+# Loading that gives a Gaussian the least squared error with 2**bits equal intervals; index is bits.
+RMS_LOADING = (0.0, 1.596, 1.991, 2.344, 2.682, 3.01, 3.33, 3.64, 3.94)
+
+
+class Segment(NamedTuple):
+    """A run of equally long groups inside a row."""
+
+    value_start: int  # first value of the run in the row
+    byte_start: int  # first code byte of the run in the row's codes
+    group_start: int  # index of the run's first group
+    groups: int
+    group: int  # values in each group
+    group_bytes: int  # code bytes of each group
+
+
+class Options(NamedTuple):
+    """Checked options of one quantizer call."""
+
+    bits: int
+    group_size: int | None
+    scale: str = "max"
+    rounding: str = "nearest"
+    seed: int = 0
+    scale_dtype: torch.dtype = torch.float32
+
+
+def check_bits(bits: int, *, low: int = 1, high: int = 8, key: str = "bits") -> None:
+    """Raise ConfigError unless `bits` is an int in [low, high]."""
+    if not isinstance(bits, int) or isinstance(bits, bool) or not low <= bits <= high:
+        raise ConfigError(key, bits, f"an integer from {low} to {high}")
+
+
+def check_group_size(group_size: int | None) -> None:
+    """Raise ConfigError unless `group_size` is None or a positive int."""
+    if group_size is None:
+        return
+    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1:
+        raise ConfigError("group_size", group_size, "None or an integer of at least 1")
+
+
+def check_options(
+    bits: int,
+    group_size: int | None,
+    scale: str,
+    rounding: str,
+    seed: int = 0,
+    scale_dtype: torch.dtype = torch.float32,
+) -> Options:
+    """Check a quantizer's options together. ConfigError names the one that is wrong."""
+    check_bits(bits)
+    check_group_size(group_size)
+    if scale not in SCALES:
+        raise ConfigError("scale", scale, "max or rms")
+    if rounding not in ROUNDINGS:
+        raise ConfigError("rounding", rounding, "nearest or stochastic")
+    if rounding == "stochastic" and scale != "max":
+        raise ConfigError("scale", scale, "max when rounding is stochastic (clipping is a bias)")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError("seed", seed, "an integer")
+    if scale_dtype not in SCALE_DTYPES:
+        raise ConfigError("scale_dtype", scale_dtype, "torch.float32 or torch.bfloat16")
+    return Options(bits, group_size, scale, rounding, seed, scale_dtype)
+
+
+def check_input(x: Tensor, name: str) -> None:
+    """Raise ShapeError unless x is a float tensor of at least one dimension whose rows are not empty."""
+    if x.dtype not in INPUT_DTYPES:
+        raise ShapeError(f"{name}: dtype {x.dtype}, allowed: float32, float16, bfloat16")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"{name}: shape {tuple(x.shape)}, allowed: at least one dimension, the last one not empty")
+
+
+def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
+    """The one or two runs of equal groups that make up a row of H values at `bits` bits."""
+    group = H if group_size is None else min(group_size, H)
+    full, tail = divmod(H, group)
+    group_bytes = (group * bits + 7) // 8
+    runs = [Segment(0, 0, 0, full, group, group_bytes)]
+    if tail:
+        runs.append(Segment(full * group, full * group_bytes, full, 1, tail, (tail * bits + 7) // 8))
+    return runs
+
+
+def groups(H: int, group_size: int | None = None) -> int:
+    """Number of groups in a row of H values."""
+    check_group_size(group_size)
+    return 1 if group_size is None else -(-H // group_size)
+
+
+def row_bytes(H: int, bits: int, group_size: int | None = None) -> int:
+    """Code bytes of a row of H values: the sum over its groups of ceil(group * bits / 8)."""
+    check_bits(bits, high=MAX_PACK_BITS)
+    check_group_size(group_size)
+    return sum(s.groups * s.group_bytes for s in segments(H, bits, group_size))
+
+
+def scale_shape(shape: tuple[int, ...], group_size: int | None) -> tuple[int, ...]:
+    """Shape of the scales of values of `shape`: [...] without groups, [..., groups] with."""
+    return shape[:-1] if group_size is None else (*shape[:-1], groups(shape[-1], group_size))
+
+
+def check_codes(codes: Tensor, scale: Tensor, bits: int, shape: tuple[int, ...], group_size: int | None) -> None:
+    """Raise ShapeError unless codes (uint8) and scale (float32) belong to values of `shape`."""
+    if not shape or shape[-1] == 0:
+        raise ShapeError(f"shape: {shape}, allowed: at least one dimension, the last one not empty")
+    want_codes = (*shape[:-1], row_bytes(shape[-1], bits, group_size))
+    if codes.dtype != torch.uint8 or tuple(codes.shape) != want_codes:
+        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 {want_codes}")
+    want_scale = scale_shape(shape, group_size)
+    if scale.dtype != torch.float32 or tuple(scale.shape) != want_scale:
+        raise ShapeError(f"scale: {scale.dtype} {tuple(scale.shape)}, allowed: torch.float32 {want_scale}")
+    if codes.device != scale.device:
+        raise ShapeError(f"scale: on {scale.device}, allowed: {codes.device} as codes")

@@ -1,0 +1,214 @@
+"""The operations that codecs, stores and links call: arguments are checked here, then a backend runs them.
+
+`backend`: "torch" runs everywhere, "native" (C++) takes CPU tensors, "triton" takes GPU tensors; "auto" picks. All
+give the same bytes. Codes are uint8, scales float32. H: values in a row (the last dimension); a row is cut into groups
+of `group_size` values, the last may be short; None means one group a row. K: values that top-k keeps in a row.
+Errors of every function: ConfigError for an option, ShapeError for a shape, dtype or device, KernelError for a backend
+that cannot run here, NonFiniteError (with `name`) for NaN, Inf or a value above 2**100.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import ShapeError
+from pipecomp.kernels import bitpack, dispatch, layout, topk
+from pipecomp.kernels.layout import groups, row_bytes
+from pipecomp.kernels.rng import mix_seed
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = [
+    "crc32",
+    "delta_quantize_",
+    "dequantize",
+    "groups",
+    "mix_seed",
+    "pack_bits",
+    "pack_positions",
+    "position_bytes",
+    "quantize",
+    "row_bytes",
+    "top_k_group_size",
+    "top_k_kept",
+    "top_k_scatter",
+    "top_k_select",
+    "unpack_bits",
+    "unpack_positions",
+]
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor,
+    bits: int,
+    *,
+    group_size: int | None = None,
+    scale: str = "max",
+    rounding: str = "nearest",
+    seed: int = 0,
+    scale_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    name: str = "x",
+) -> tuple[Tensor, Tensor]:
+    """Q_b(x) with b = `bits`, 1 to 8.
+
+    x: float32, float16 or bfloat16 [..., H]; not modified. scale: "max", or "rms" (clips; nearest rounding only).
+    rounding: "nearest" or "stochastic" (unbiased; random numbers by `seed` and element index, see `mix_seed`).
+    scale_dtype: bfloat16 rounds scales up to bfloat16 values, so that they can be sent in two bytes.
+    Returns codes uint8 [..., row_bytes(H, bits, group_size)] and the scale float32, [...] without groups,
+    [..., groups(H, group_size)] with.
+    Source: arXiv:2206.01299 (AQ-SGD), section 4.1.
+    """
+    options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
+    layout.check_input(x, name)
+    codes, scales = dispatch.pick(backend, x).quantize(x, options, name)
+    return codes, scales
+
+
+@torch.no_grad()
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    bits: int,
+    shape: Sequence[int],
+    *,
+    group_size: int | None = None,
+    rounding: str = "nearest",
+    add_to: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Decode what `quantize` returned to float32 of `shape` ([..., H]); `rounding` as it was quantized.
+
+    add_to: float32 tensor of `shape`, changed in place to add_to + deq (one multiply and one add a value, each
+    rounded) and returned.
+    """
+    size = tuple(int(n) for n in shape)
+    options = layout.check_options(bits, group_size, "max", rounding)
+    layout.check_codes(codes, scale, bits, size, group_size)
+    tensors = (codes, scale)
+    if add_to is not None:
+        check_message(add_to, size, "add_to")
+        tensors = (*tensors, add_to)
+    out: Tensor = dispatch.pick(backend, *tensors).dequantize(
+        codes, scale, bits, size, options.group_size, options.rounding, add_to
+    )
+    return out
+
+
+@torch.no_grad()
+def delta_quantize_(
+    a: Tensor,
+    m: Tensor,
+    bits: int,
+    *,
+    group_size: int | None = None,
+    scale: str = "max",
+    rounding: str = "nearest",
+    seed: int = 0,
+    scale_dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    name: str = "a - m",
+) -> tuple[Tensor, Tensor]:
+    """Quantize the change since the last visit, Q_b(a - m), and move m to m + deq, in place.
+
+    a: float32, float16 or bfloat16 [..., H]; not modified. m: float32 of the same shape. Options and returned codes
+    and scale as for `quantize`. With NonFiniteError m is as it was before the call.
+    Source: arXiv:2206.01299 (AQ-SGD), Algorithm 1.
+    """
+    options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
+    layout.check_input(a, name)
+    check_message(m, tuple(a.shape), "m")
+    codes, scales = dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
+    return codes, scales
+
+
+def check_message(m: Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Raise ShapeError unless m is float32 of `shape`."""
+    if m.dtype != torch.float32 or tuple(m.shape) != shape:
+        raise ShapeError(f"{name}: {m.dtype} {tuple(m.shape)}, allowed: torch.float32 {shape}")
+
+
+@torch.no_grad()
+def top_k_select(
+    x: Tensor, fraction: float, *, group_size: int | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of each group: max(1, floor(fraction * n + 1/2)) of a group's n values.
+
+    x: float32, float16 or bfloat16 [..., H]. Of equal magnitudes the lowest index is kept; NaN counts as largest.
+    Returns values float32 [..., K] and their positions in the row int32 [..., K], ascending, K = top_k_kept(...).
+    Quantize the values with group_size=top_k_group_size(...), so that each group keeps its own scale.
+    Source: arXiv:2206.01299 (AQ-SGD), appendix H.6.
+    """
+    layout.check_input(x, "x")
+    layout.check_group_size(group_size)
+    topk.check_fraction(fraction)
+    values, index = dispatch.pick(backend, x).select(x, fraction, group_size)
+    return values, index
+
+
+def top_k_kept(H: int, fraction: float, group_size: int | None = None) -> int:
+    """K: how many values of a row of H `top_k_select` keeps."""
+    layout.check_group_size(group_size)
+    return topk.row_kept(H, fraction, group_size)
+
+
+def top_k_group_size(H: int, fraction: float, group_size: int | None = None) -> int | None:
+    """The `group_size` for quantizing kept values, so that what was one group stays one group."""
+    layout.check_group_size(group_size)
+    return topk.kept_group(H, fraction, group_size)
+
+
+@torch.no_grad()
+def top_k_scatter(values: Tensor, index: Tensor, H: int) -> Tensor:
+    """Rows of H zeros with `values` (float32 [..., K]) at positions `index` (int32 [..., K]): float32 [..., H]."""
+    return topk.scatter(values, index, H)
+
+
+def position_bytes(H: int, K: int) -> tuple[str, int]:
+    """The shorter form of K positions in a row of H values, and its bytes a row: ("bitmap" or "indices", bytes)."""
+    return topk.position_form(H, K)
+
+
+def pack_positions(index: Tensor, H: int, *, backend: str = "auto") -> Tensor:
+    """Positions of `top_k_select` in their shorter form: uint8 [..., position_bytes(H, K)[1]].
+
+    A bitmap has bit i set for position i; indices take (H - 1).bit_length() bits each. Both little-endian.
+    """
+    return topk.pack_positions(index, H, dispatch.pick(backend, index).pack_bits)
+
+
+def unpack_positions(packed: Tensor, H: int, K: int, *, backend: str = "auto") -> Tensor:
+    """Undo `pack_positions`: int32 [..., K]. ShapeError if the bytes are not K positions below H a row."""
+    return topk.unpack_positions(packed, H, K, dispatch.pick(backend, packed).unpack_bits)
+
+
+def pack_bits(values: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
+    """Pack rows of unsigned integers, 1 to 24 bits each, as dense little-endian bit streams.
+
+    values: any integer dtype [..., n], each in [0, 2**bits); higher bits are cut off.
+    Returns uint8 [..., ceil(n * bits / 8)]: bit i * bits of a row is the lowest bit of value i, padding bits are zero.
+    """
+    bitpack.check_pack(values, bits)
+    packed: Tensor = dispatch.pick(backend, values).pack_bits(values, bits)
+    return packed
+
+
+def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") -> Tensor:
+    """Undo `pack_bits`: codes uint8 [..., ceil(count * bits / 8)] to int32 [..., count]."""
+    bitpack.check_unpack(codes, bits, count)
+    values: Tensor = dispatch.pick(backend, codes).unpack_bits(codes, bits, count)
+    return values
+
+
+def crc32(data: Tensor | ReadableBuffer, value: int = 0) -> int:
+    """zlib's CRC-32 of a tensor's bytes in row-major order (any dtype) or of a buffer, continuing from `value`."""
+    if isinstance(data, Tensor):
+        data = memoryview(data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(data, value)

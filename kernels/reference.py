@@ -1,0 +1,148 @@
+"""The quantizer Q_b in plain torch: the definition that every other backend matches bit for bit.
+
+R: rows, H: values in a row, G: groups in a run of equal groups, n: values in a group. Every arithmetic step on values
+is one float32 operation, rounded; nothing is contracted to a fused multiply-add.
+Source: arXiv:2206.01299 (AQ-SGD), sections 3 and 4.1; stochastic rounding as Theorem 3.1 assumes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import NonFiniteError
+from pipecomp.kernels import bitpack, layout, rng
+from pipecomp.kernels.layout import Options
+
+RMS_FIXED_POINT = 2.0**30
+
+
+@cache
+def code_values(bits: int, rounding: str) -> tuple[float, ...]:
+    """w_c for every code c, each exactly a float32 value: what a code decodes to in a group of scale 1."""
+    count = 1 << bits
+    if rounding == "nearest":
+        w = torch.tensor([(c + 0.5) / (count / 2) - 1.0 for c in range(count)], dtype=torch.float64)
+    else:
+        w = torch.tensor([-1.0 + 2.0 * c / (count - 1) for c in range(count)], dtype=torch.float64)
+    return tuple(w.to(torch.float32).tolist())
+
+
+def non_finite(name: str, row: int) -> NonFiniteError:
+    """The error for a row that holds NaN, Inf or a value above 2**100."""
+    return NonFiniteError(f"{name}: NaN, Inf or a value above 2**100 in row {row}")
+
+
+def round_up_to_bfloat16(scale: Tensor) -> Tensor:
+    """The smallest bfloat16 value not below each (non-negative, finite) float32 value, as float32."""
+    return ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def group_scales(x_RGn: Tensor, options: Options) -> Tensor:
+    """Scale of each group, float32 [R, G]; NaN, Inf and values above 2**100 stay visible, small ones become 0.
+
+    The mean square is summed in integers (squares relative to the largest value, in units of 2**-30), so that it does
+    not depend on the order of summation, and every backend finds the same scale.
+    """
+    scale_RG = x_RGn.abs().amax(-1)
+    if options.scale == "rms":
+        usable = (scale_RG >= layout.SCALE_MIN) & (scale_RG <= layout.SCALE_MAX)
+        safe_RG = torch.where(usable, scale_RG, 1.0)
+        t_RGn = x_RGn * torch.reciprocal(safe_RG).unsqueeze(-1)
+        square = (t_RGn * t_RGn * RMS_FIXED_POINT).round().to(torch.int64).sum(-1)
+        root = (square.to(torch.float64) / (x_RGn.shape[-1] * RMS_FIXED_POINT)).sqrt()
+        loaded = (safe_RG.to(torch.float64) * layout.RMS_LOADING[options.bits] * root).to(torch.float32)
+        scale_RG = torch.where(usable, torch.minimum(safe_RG, loaded), scale_RG)
+    scale_RG = torch.where(scale_RG < layout.SCALE_MIN, 0.0, scale_RG)
+    if options.scale_dtype == torch.bfloat16:
+        scale_RG = torch.where(scale_RG <= layout.SCALE_MAX, round_up_to_bfloat16(scale_RG), scale_RG)
+    return scale_RG
+
+
+def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: Options, r_RGn: Tensor | None) -> Tensor:
+    """Code of each value, uint8 [R, G, n]. r_RGn: uniform [0, 1) float32 for stochastic rounding, else None."""
+    top = (1 << options.bits) - 1
+    zero_RG1 = (scale_RG == 0).unsqueeze(-1)
+    inv_RG1 = torch.reciprocal(torch.where(scale_RG == 0, 1.0, scale_RG)).unsqueeze(-1)
+    u_RGn = x_RGn * inv_RG1 + 1.0
+    if r_RGn is None:
+        steps = u_RGn * float(1 << (options.bits - 1))
+    else:
+        steps = u_RGn * (top / 2) + r_RGn
+    return steps.floor().clamp(0, top).masked_fill(zero_RG1, 0).to(torch.uint8)
+
+
+def row_random(seed: int, rows: int, H: int, device: torch.device) -> Tensor:
+    """Uniform [0, 1) for every value of [rows, H], by its index in row-major order."""
+    return rng.uniform(seed, 0, rows * H, device).reshape(rows, H)
+
+
+def quantize_rows(x_RH: Tensor, options: Options, name: str) -> tuple[Tensor, Tensor]:
+    """Quantize float32 rows: codes uint8 [R, row_bytes] and scales float32 [R, groups]."""
+    rows, H = x_RH.shape
+    random_RH = row_random(options.seed, rows, H, x_RH.device) if options.rounding == "stochastic" else None
+    codes, scales = [], []
+    for run in layout.segments(H, options.bits, options.group_size):
+        span = slice(run.value_start, run.value_start + run.groups * run.group)
+        x_RGn = x_RH[:, span].reshape(rows, run.groups, run.group)
+        scale_RG = group_scales(x_RGn, options)
+        bad_R = ~(scale_RG <= layout.SCALE_MAX).all(-1)
+        if bool(bad_R.any()):
+            raise non_finite(name, int(bad_R.nonzero()[0]))
+        r_RGn = None if random_RH is None else random_RH[:, span].reshape(rows, run.groups, run.group)
+        packed = bitpack.pack_bits(group_codes(x_RGn, scale_RG, options, r_RGn), options.bits)
+        codes.append(packed.reshape(rows, run.groups * run.group_bytes))
+        scales.append(scale_RG)
+    return torch.cat(codes, 1), torch.cat(scales, 1)
+
+
+def dequantize_rows(
+    codes_Rk: Tensor, scale_RG: Tensor, H: int, bits: int, group_size: int | None, rounding: str
+) -> Tensor:
+    """Decode rows: scale * w_c, float32 [R, H]."""
+    rows = codes_Rk.shape[0]
+    table = torch.tensor(code_values(bits, rounding), dtype=torch.float32, device=codes_Rk.device)
+    parts = []
+    for run in layout.segments(H, bits, group_size):
+        packed = codes_Rk[:, run.byte_start : run.byte_start + run.groups * run.group_bytes]
+        c_RGn = bitpack.unpack_bits(packed.reshape(rows, run.groups, run.group_bytes), bits, run.group)
+        s_RG1 = scale_RG[:, run.group_start : run.group_start + run.groups].unsqueeze(-1)
+        # + 0.0 because code 0 times scale 0 is -0.0, and a group of scale 0 decodes to 0.0.
+        parts.append((table[c_RGn] * s_RG1 + 0.0).reshape(rows, run.groups * run.group))
+    return torch.cat(parts, 1)
+
+
+def quantize(x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
+    """Q_b(x) of a checked input: codes uint8 [..., row_bytes], scale float32 (see `layout.scale_shape`)."""
+    shape = tuple(x.shape)
+    x_RH = x.reshape(-1, shape[-1]).to(torch.float32)
+    codes, scale = quantize_rows(x_RH, options, name)
+    return codes.reshape(*shape[:-1], codes.shape[1]), scale.reshape(layout.scale_shape(shape, options.group_size))
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    bits: int,
+    shape: tuple[int, ...],
+    group_size: int | None,
+    rounding: str,
+    add_to: Tensor | None,
+) -> Tensor:
+    """Decode checked codes to float32 of `shape`; with add_to, add to it in place and return it."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    codes_Rk = codes.reshape(rows, codes.shape[-1])
+    scale_RG = scale.reshape(rows, layout.groups(shape[-1], group_size))
+    deq = dequantize_rows(codes_Rk, scale_RG, shape[-1], bits, group_size, rounding).reshape(shape)
+    return deq if add_to is None else add_to.add_(deq)
+
+
+def delta_quantize_(a: Tensor, m: Tensor, options: Options, name: str = "a - m") -> tuple[Tensor, Tensor]:
+    """Q_b(a - m) of checked inputs; then m += deq, in place. Nothing is changed if it raises NonFiniteError."""
+    codes, scale = quantize(a.to(torch.float32) - m, options, name)
+    dequantize(codes, scale, options.bits, tuple(m.shape), options.group_size, options.rounding, m)
+    return codes, scale
