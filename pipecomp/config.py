@@ -1,0 +1,247 @@
+"""The "pipecomp" section of a DeepSpeed configuration, as frozen dataclasses that are checked once, when they are made.
+
+A key that is unknown, a value of the wrong type or out of range, and a setting that could not take effect beside the
+others (bits for a method that has none, a store for a method that keeps nothing) are all `ConfigError`s that name the
+key, what it got and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pipecomp.errors import ConfigError
+
+BITS = "a whole number from 1 to 8"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(ok: bool, key: str, got: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(key, got, allowed)
+
+
+def _require_choice(key: str, got: object, choices: tuple[str, ...]) -> None:
+    _require(isinstance(got, str) and got in choices, key, got, ", ".join(map(repr, choices)))
+
+
+def _require_bits(key: str, got: Any) -> None:
+    _require(_is_int(got) and 1 <= got <= 8, key, got, BITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What crosses the links between stages (ALGORITHMS: AQ-SGD, arXiv:2206.01299).
+
+    method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
+    "aqsgd" quantizes its change since the sample's last visit.
+    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd".
+    first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8 quantizes it too.
+    rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None for a token's
+    whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
+    eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
+    """
+
+    method: str = "none"
+    forward_bits: int = 4
+    backward_bits: int = 8
+    first_visit: str | int = "full"
+    rounding: str = "nearest"
+    scale: str = "max"
+    group_size: int | None = None
+    backward_top_k: float | None = None
+    eval: str = "full"
+
+    METHODS: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "direct", "aqsgd")
+    QUANTIZED: ClassVar[tuple[str, ...]] = ("direct", "aqsgd")
+
+    def __post_init__(self) -> None:
+        _require_choice("activations.method", self.method, self.METHODS)
+        _require_bits("activations.forward_bits", self.forward_bits)
+        _require_bits("activations.backward_bits", self.backward_bits)
+        if self.first_visit != "full":
+            ok = _is_int(self.first_visit) and 1 <= int(self.first_visit) <= 8
+            _require(ok, "activations.first_visit", self.first_visit, f"'full' or {BITS}")
+        _require_choice("activations.rounding", self.rounding, ("nearest", "stochastic"))
+        _require_choice("activations.scale", self.scale, ("max", "rms"))
+        if self.group_size is not None:
+            _require(
+                _is_int(self.group_size) and self.group_size >= 1,
+                "activations.group_size",
+                self.group_size,
+                "null or a whole number of at least 1",
+            )
+        if self.backward_top_k is not None:
+            k = self.backward_top_k
+            ok = isinstance(k, (int, float)) and not isinstance(k, bool) and 0 < k <= 1
+            _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
+        _require_choice("activations.eval", self.eval, ("full", "fp16", "bf16", "direct"))
+        if self.rounding == "stochastic":
+            _require(
+                self.scale == "max",
+                "activations.scale",
+                self.scale,
+                "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)",
+            )
+
+    def check_given(self, given: Mapping[str, object]) -> None:
+        """Refuse the keys in `given` that `method` gives no effect."""
+        if self.method not in self.QUANTIZED:
+            for key in ("forward_bits", "backward_bits", "rounding", "scale", "group_size", "backward_top_k"):
+                if key == "forward_bits" and self.eval == "direct":
+                    continue
+                _require_unset("activations", key, given, f"only with method 'direct' or 'aqsgd', not {self.method!r}")
+        if self.method != "aqsgd":
+            _require_unset("activations", "first_visit", given, f"only with method 'aqsgd', not {self.method!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """Where both ends of a link keep the messages of "aqsgd".
+
+    backend: "lmdb" (on disk, survives restarts) or "memory". path: folder for "lmdb"; each rank writes below it.
+    bits: 2, 4, 8, 16 or 32 bits a stored value (paper, H.5). max_bytes: budget per link end, None for no limit.
+    prefetch: micro-batches whose messages are loaded ahead, 0 for none.
+    """
+
+    backend: str = "lmdb"
+    path: str = "messages"
+    bits: int = 32
+    max_bytes: int | None = None
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        _require_choice("store.backend", self.backend, ("lmdb", "memory"))
+        _require(isinstance(self.path, str) and self.path != "", "store.path", self.path, "a folder name")
+        _require(_is_int(self.bits) and self.bits in (2, 4, 8, 16, 32), "store.bits", self.bits, "2, 4, 8, 16 or 32")
+        if self.max_bytes is not None:
+            ok = _is_int(self.max_bytes) and self.max_bytes > 0
+            _require(ok, "store.max_bytes", self.max_bytes, "null or a number of bytes above 0")
+        ok = _is_int(self.prefetch) and 0 <= self.prefetch <= 64
+        _require(ok, "store.prefetch", self.prefetch, "a whole number from 0 to 64")
+
+    def check_given(self, given: Mapping[str, object]) -> None:
+        """Refuse a path for the memory backend."""
+        if self.backend == "memory":
+            _require_unset("store", "path", given, "only with backend 'lmdb', not 'memory'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What crosses data-parallel groups: "none" is DeepSpeed's own all-reduce."""
+
+    method: str = "none"
+
+    def __post_init__(self) -> None:
+        _require_choice("gradients.method", self.method, ("none",))
+
+    def check_given(self, given: Mapping[str, object]) -> None:
+        """Nothing to refuse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """How bytes travel between stages.
+
+    backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every message.
+    timeout_s: seconds of silence after which a peer counts as lost (peers send a sign of life four times as often).
+    """
+
+    backend: str = "auto"
+    checksum: bool = True
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        _require_choice("transport.backend", self.backend, ("auto", "gloo"))
+        _require(isinstance(self.checksum, bool), "transport.checksum", self.checksum, "true or false")
+        t = self.timeout_s
+        ok = isinstance(t, (int, float)) and not isinstance(t, bool) and 1 <= t <= 86400
+        _require(ok, "transport.timeout_s", t, "seconds from 1 to 86400")
+
+    def check_given(self, given: Mapping[str, object]) -> None:
+        """Nothing to refuse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole section. seed: for shuffling and stochastic rounding. tie: keep weights tied that the model ties."""
+
+    activations: Activations = field(default_factory=Activations)
+    store: Store = field(default_factory=Store)
+    gradients: Gradients = field(default_factory=Gradients)
+    transport: Transport = field(default_factory=Transport)
+    seed: int = 0
+    tie: bool = True
+
+    def __post_init__(self) -> None:
+        _require(_is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 2**32 - 1")
+        _require(isinstance(self.tie, bool), "tie", self.tie, "true or false")
+
+    @classmethod
+    def from_dict(cls, section: object) -> Config:
+        """Read the value of the "pipecomp" key. Raises ConfigError for anything that is not exactly right."""
+        given = _section("", section, cls)
+        parts: dict[str, Any] = {}
+        for name, kind in (
+            ("activations", Activations),
+            ("store", Store),
+            ("gradients", Gradients),
+            ("transport", Transport),
+        ):
+            if name in given:
+                values = _section(name, given[name], kind)
+                parts[name] = kind(**values)
+                parts[name].check_given(values)
+        config = cls(**{**{k: v for k, v in given.items() if k not in parts}, **parts})
+        if config.activations.method != "aqsgd" and "store" in given:
+            method = config.activations.method
+            raise ConfigError("store", given["store"], f"only with activations.method 'aqsgd', not {method!r}")
+        return config
+
+    def link_settings(self) -> dict[str, Any]:
+        """Everything that both ends of a link must agree on to hold the same messages."""
+        a = self.activations
+        return {
+            "method": a.method,
+            "forward_bits": a.forward_bits,
+            "first_visit": a.first_visit,
+            "rounding": a.rounding,
+            "scale": a.scale,
+            "group_size": a.group_size,
+            "store_bits": self.store.bits,
+            "max_bytes": self.store.max_bytes,
+            "seed": self.seed,
+        }
+
+    def digest(self) -> str:
+        """Short hash of all settings but the store's place, equal on ranks that are configured alike."""
+        values = dataclasses.asdict(self)
+        values["store"].pop("path")
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _require_unset(section: str, key: str, given: Mapping[str, object], allowed: str) -> None:
+    if key in given and given[key] is not None:
+        raise ConfigError(f"{section}.{key}", given[key], allowed)
+
+
+def _section(name: str, value: object, kind: type) -> dict[str, Any]:
+    """`value` as a dict whose keys are all fields of `kind`."""
+    prefix = f"{name}." if name else ""
+    if not isinstance(value, Mapping):
+        raise ConfigError(name or "pipecomp", value, "an object with keys and values")
+    fields = [f.name for f in dataclasses.fields(kind)]
+    for key in value:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(f"{prefix}{key}", value[key], f"no such key{hint}; known: {', '.join(fields)}")
+    return dict(value)

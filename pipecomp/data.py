@@ -1,0 +1,159 @@
+"""Micro-batches with sample ids: AQ-SGD needs to know a sample again when it comes back.
+
+The id of a sample is its place in the dataset. Replicas of a pipeline share the dataset out once and shuffle only
+within their own part, so that a sample stays with the replica that holds its messages. The order of ids follows from
+the seed and the epoch alone; every stage that loads data loads the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pipecomp.errors import DataError
+
+LABEL_KEYS = ("labels", "label")
+ID_KEY = "sample_ids"
+MAX_ID = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """inputs: what the first stage is called with, input_ids [B, S] among it. labels: what the loss takes. ids: B ids."""
+
+    ids: tuple[int, ...]
+    inputs: dict[str, Tensor]
+    labels: Tensor | None
+
+
+def as_micro_batch(batch: Any, ids: Sequence[int] | None = None) -> MicroBatch:
+    """A collated batch as a MicroBatch.
+
+    batch: a mapping with "input_ids" and usually "labels", or DeepSpeed's pair (inputs, labels). Its ids come from
+    `ids` or from the key "sample_ids". Raises DataError for anything else, or without ids.
+    """
+    if isinstance(batch, MicroBatch):
+        return batch
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, labels = batch
+        batch = {**(dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
+    if not isinstance(batch, Mapping):
+        raise DataError(f"a batch is a {type(batch).__name__}; expected a mapping with input_ids, or a pair")
+    fields = dict(batch)
+    found = fields.pop(ID_KEY, None)
+    if ids is None and found is not None:
+        ids = [int(i) for i in found]
+    labels = next((fields.pop(k) for k in LABEL_KEYS if k in fields), None)
+    if "input_ids" not in fields or not isinstance(fields["input_ids"], Tensor):
+        raise DataError(f"a batch has the keys {sorted(batch)}; it needs input_ids as a tensor [B, S]")
+    if ids is None:
+        raise DataError(f"a batch has no {ID_KEY!r}: samples need ids that stay the same over epochs")
+    size = fields["input_ids"].shape[0]
+    if len(ids) != size:
+        raise DataError(f"a batch of {size} samples has {len(ids)} ids")
+    for i in ids:
+        if not 0 <= i <= MAX_ID:
+            raise DataError(f"sample id {i} is out of range: 0 to 2**63 - 1")
+    return MicroBatch(tuple(ids), fields, labels)
+
+
+class ShardedSampler:
+    """Endless micro-batches of sample ids for one replica, and where in them training stands.
+
+    Replica r of n takes the samples r, r + n, r + 2n, …; all replicas take equally many, so up to n − 1 samples at the
+    end of the dataset are left out. An incomplete micro-batch at the end of an epoch is dropped; the shuffled order
+    gives every sample its turn.
+    """
+
+    def __init__(
+        self, samples: int, micro_batch: int, *, replicas: int = 1, replica: int = 0, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        self._own = torch.arange(samples // replicas) * replicas + replica
+        self._micro_batch, self._seed, self._replica, self._shuffle = micro_batch, seed, replica, shuffle
+        self.per_epoch = len(self._own) // micro_batch
+        if self.per_epoch == 0:
+            raise DataError(
+                f"{samples} samples are too few for {replicas} replica(s) with micro-batches of {micro_batch}"
+            )
+        self._cached_epoch = -1
+        self._order = self._own
+
+    def batch(self, number: int) -> list[int]:
+        """The ids of micro-batch `number`, counted from the start of training."""
+        epoch, place = divmod(number, self.per_epoch)
+        if epoch != self._cached_epoch:
+            self._order = self._own
+            if self._shuffle:
+                draw = torch.Generator().manual_seed((self._seed << 24) + (epoch << 10) + self._replica)
+                self._order = self._own[torch.randperm(len(self._own), generator=draw)]
+            self._cached_epoch = epoch
+        start = place * self._micro_batch
+        return self._order[start : start + self._micro_batch].tolist()
+
+
+class _Numbered(Dataset):
+    """Samples with their ids."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.data[index]
+
+
+class _Collate:
+    def __init__(self, collate: Callable[[list], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: list[tuple[int, Any]]) -> MicroBatch:
+        ids = [i for i, _ in items]
+        return as_micro_batch(self.collate([sample for _, sample in items]), ids)
+
+
+def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Stack samples that are mappings of equally long lists, numbers or tensors."""
+    if not isinstance(samples[0], Mapping):
+        raise DataError(f"a sample is a {type(samples[0]).__name__}; expected a mapping, or give a collate_fn")
+    try:
+        return {key: torch.stack([torch.as_tensor(s[key]) for s in samples]) for key in samples[0]}
+    except RuntimeError as error:
+        raise DataError(f"samples of unequal length need a collate_fn that pads them ({error})") from error
+
+
+class TrainLoader:
+    """Endless micro-batches for one replica, from where training stands; knows the ids that come next."""
+
+    def __init__(
+        self, data: Any, sampler: ShardedSampler, collate: Callable[[list], Any] | None = None, *, workers: int = 0
+    ) -> None:
+        self.sampler = sampler
+        self.taken = 0  # micro-batches handed out so far
+        self._data, self._collate, self._workers = _Numbered(data), _Collate(collate or default_collate), workers
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        order = (self.sampler.batch(number) for number in count(self.taken))
+        loader: Iterable[MicroBatch] = DataLoader(
+            self._data, batch_sampler=order, collate_fn=self._collate, num_workers=self._workers
+        )
+        for batch in loader:
+            self.taken += 1
+            yield batch
+
+    def upcoming(self, ahead: int) -> list[int]:
+        """The ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
+        return self.sampler.batch(self.taken + ahead)
+
+
+def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | None = None) -> list[MicroBatch]:
+    """All samples in order, the last micro-batch possibly short; for `engine.eval_batch`."""
+    if not isinstance(data, Sized):
+        raise DataError(f"evaluation data is a {type(data).__name__} without a length")
+    numbered, make = _Numbered(data), _Collate(collate or default_collate)
+    size = len(data)
+    return [make([numbered[i] for i in range(a, min(a + micro_batch, size))]) for a in range(0, size, micro_batch)]

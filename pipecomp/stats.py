@@ -1,0 +1,57 @@
+"""Counters of links: plain numbers, kept where the traffic is, added up by whoever reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(slots=True)
+class Direction:
+    """One direction of one link, or its evaluation traffic.
+
+    bytes_raw: the values in the training dtype, padding not counted. bytes_sent: whole messages, headers included.
+    """
+
+    messages: int = 0
+    bytes_raw: int = 0
+    bytes_sent: int = 0
+
+    def add(self, raw: int, sent: int) -> None:
+        """Count one message."""
+        self.messages += 1
+        self.bytes_raw += raw
+        self.bytes_sent += sent
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """One end of one link since it was opened; both ends count alike.
+
+    wait_seconds: how long this end waited for messages. relative_error: mean over the sampled forward messages (the
+    first micro-batch of each step, known to the sender only) of ‖a − m‖ / ‖a‖.
+    """
+
+    forward: Direction = field(default_factory=Direction)
+    backward: Direction = field(default_factory=Direction)
+    evaluation: Direction = field(default_factory=Direction)
+    full_samples: int = 0
+    delta_samples: int = 0
+    wait_seconds: float = 0.0
+    error_sum: float = 0.0
+    error_count: int = 0
+
+    def as_dict(self) -> dict:
+        """For reports: nested numbers, with the mean error and the share of samples sent as deltas."""
+        out = asdict(self)
+        count, total = out.pop("error_count"), out.pop("error_sum")
+        out["relative_error"] = total / count if count else None
+        samples = self.full_samples + self.delta_samples
+        out["store_hit_rate"] = self.delta_samples / samples if samples else None
+        return out
+
+
+def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:
+    """(raw, sent) of one direction over several links' `as_dict`."""
+    parts = [link[direction] for link in links]
+    return sum(p["bytes_raw"] for p in parts), sum(p["bytes_sent"] for p in parts)

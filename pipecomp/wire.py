@@ -1,0 +1,165 @@
+"""What travels on a link: one versioned little-endian message per micro-batch and direction.
+
+    header   51 bytes   magic "PCMP", format version, kind, flags, method, bits, first-visit bits, dtype, payload dtype,
+                        link, step, micro-batch, samples B, padded tokens S, hidden size H, group size, payload bytes
+    samples  B × 33     id, form, first real token, real tokens n, version it builds on, version it makes
+    payload
+    check    4 bytes    CRC-32 (zlib's) over all before it; zero without the checksum flag
+
+Lengths are checked against the header's own numbers and the caller's limit before anything is allocated. Bytes that
+are not exactly one such message raise `WireError` saying what differed.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipecomp.errors import WireError
+from pipecomp.kernels import ops
+
+MAGIC = b"PCMP"
+VERSION = 1
+MAX_PAYLOAD_BYTES = 1 << 34
+
+_HEADER = struct.Struct("<4sHBBBBBBBHQIIIIIQ")
+_SAMPLE = struct.Struct("<QBIIQQ")
+_CHECK = struct.Struct("<I")
+_FLAG_CHECKSUM = 1
+
+
+class Kind(enum.IntEnum):
+    """What a message is for."""
+
+    ACTIVATION = 1
+    GRADIENT = 2
+    EVAL_ACTIVATION = 3
+    INVENTORY = 4
+
+
+class Method(enum.IntEnum):
+    """How the payload's values are coded."""
+
+    CAST = 1  # plain values of the header's dtype
+    QUANTIZED = 2  # scales, then packed codes
+    TOP_K = 3  # positions, scales, then packed codes of the kept values
+    TABLE = 4  # an inventory
+
+
+class Form(enum.IntEnum):
+    """What a sample's rows are."""
+
+    PLAIN = 0  # no message store behind it
+    FULL = 1  # a first visit: sets m
+    DELTA = 2  # added to the message of version `base`
+
+
+class DType(enum.IntEnum):
+    """Wire name of a floating-point dtype."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample of a micro-batch: `count` real tokens from position `start`."""
+
+    id: int
+    form: Form
+    start: int
+    count: int
+    base: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """All of a message but its payload. `bits` and `first_bits` are 0 where values are not quantized."""
+
+    kind: Kind
+    method: Method
+    link: int
+    step: int
+    micro_batch: int
+    dtype: DType = DType.FLOAT32  # of the stages' computation
+    payload_dtype: DType = DType.FLOAT32  # of plain values
+    bits: int = 0
+    first_bits: int = 0
+    tokens: int = 0  # S, padding included
+    hidden: int = 0
+    group_size: int = 0  # 0: a whole row
+    samples: tuple[Sample, ...] = field(default=())
+
+    def describe(self) -> str:
+        """For error messages."""
+        return f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, step {self.step}, link {self.link}"
+
+
+def message_bytes(samples: int, payload_bytes: int) -> int:
+    """Length of a whole message."""
+    return _HEADER.size + samples * _SAMPLE.size + payload_bytes + _CHECK.size
+
+
+def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) -> np.ndarray:
+    """One message as uint8 [length]; `parts` are uint8 arrays that make the payload, in order."""
+    payload = sum(p.size for p in parts)
+    out = np.empty(message_bytes(len(header.samples), payload), dtype=np.uint8)
+    _HEADER.pack_into(
+        out, 0, MAGIC, VERSION, header.kind, _FLAG_CHECKSUM if checksum else 0, header.method, header.bits,
+        header.first_bits, header.dtype, header.payload_dtype, header.link, header.step, header.micro_batch, len(header.samples),
+        header.tokens, header.hidden, header.group_size, payload,
+    )  # fmt: skip
+    at = _HEADER.size
+    for s in header.samples:
+        _SAMPLE.pack_into(out, at, s.id, s.form, s.start, s.count, s.base, s.version)
+        at += _SAMPLE.size
+    for part in parts:
+        out[at : at + part.size] = part
+        at += part.size
+    _CHECK.pack_into(out, at, ops.crc32(out[:at]) if checksum else 0)
+    return out
+
+
+def decode(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Header, np.ndarray]:
+    """Header and payload (a view into `message`) of uint8 [length]. Raises WireError if it is anything else."""
+    if message.size < _HEADER.size + _CHECK.size:
+        raise WireError(f"message of {message.size} bytes is shorter than a header of {_HEADER.size}")
+    (magic, version, kind, flags, method, bits, first_bits, dtype, payload_dtype, link, step, micro_batch, count,
+     tokens, hidden, group_size, payload) = _HEADER.unpack_from(message, 0)  # fmt: skip
+    if magic != MAGIC:
+        raise WireError(f"message begins with {magic!r}, not {MAGIC!r}: these bytes are not from pipecomp")
+    if version != VERSION:
+        raise WireError(f"message has format version {version}, this rank reads {VERSION}: install the same pipecomp")
+    if payload > max_payload_bytes:
+        raise WireError(f"message claims a payload of {payload} bytes, above the limit of {max_payload_bytes}")
+    expected = message_bytes(count, payload)
+    if message.size != expected:
+        raise WireError(f"message has {message.size} bytes where its header says {expected}")
+    if flags & ~_FLAG_CHECKSUM:
+        raise WireError(f"message has unknown flags {flags:#x}")
+    (sent_check,) = _CHECK.unpack_from(message, message.size - _CHECK.size)
+    check = ops.crc32(message[: -_CHECK.size]) if flags & _FLAG_CHECKSUM else 0
+    if check != sent_check:
+        raise WireError(f"message was changed on the way: CRC-32 {check:#010x}, sent with {sent_check:#010x}")
+    try:
+        samples = tuple(
+            Sample(s[0], Form(s[1]), *s[2:])
+            for s in _SAMPLE.iter_unpack(message[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
+        )
+        header = Header(
+            kind=Kind(kind), method=Method(method), dtype=DType(dtype), payload_dtype=DType(payload_dtype), bits=bits,
+            first_bits=first_bits, link=link, step=step, micro_batch=micro_batch, tokens=tokens, hidden=hidden,
+            group_size=group_size, samples=samples,
+        )  # fmt: skip
+    except ValueError as error:
+        raise WireError(f"message has an unknown code: {error}") from error
+    for s in samples:
+        if s.start + s.count > tokens:
+            raise WireError(f"{header.describe()}: sample {s.id} has tokens {s.start}..{s.start + s.count} of {tokens}")
+    start = _HEADER.size + count * _SAMPLE.size
+    return header, message[start : start + payload]

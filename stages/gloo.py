@@ -1,0 +1,250 @@
+"""A transport over torch.distributed's gloo: host memory, TCP, one process group for each pair of neighbours.
+
+gloo's `send` is a rendezvous: nothing moves until the other side has posted its receive. So every end keeps a ring of
+receives posted ahead of need, each able to take a whole frame (gloo lets a message be shorter than its receive). A
+message travels as frames; between messages, frames of no content say that the sender is alive.
+
+    frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole message u64, content
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.stages.transport import Traffic
+
+FRAME_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 34
+_RING = 4  # receives posted ahead
+_SENDS = 2  # frames handed to gloo and not yet finished
+_PREFIX = struct.Struct("<BxxxIQ")
+_CONTENT = FRAME_BYTES - _PREFIX.size
+_DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
+_CLOSE_SECONDS = 10.0  # how long an orderly end may take
+
+
+class GlooTransport:
+    """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
+
+    group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
+    counts as lost. channel: distinguishes transports that share a group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, channel: int = 0) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) != 2 or dist.get_rank() not in ranks:
+            raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
+        self._group, self._tag = group, channel
+        self._to = 1 - ranks.index(dist.get_rank())
+        self.peer = ranks[self._to]
+        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        self._callback: Callable[[np.ndarray], None] | None = None
+        self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
+        self._outbox: queue.Queue[tuple[int, np.ndarray]] = queue.Queue()
+        self._failure: Exception | None = None
+        self._closing = False
+        self._sent = self._received = 0
+        self._send_s = self._wait_s = 0.0
+        self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
+        self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
+        self._receiver.start()
+        self._sender.start()
+
+    # -- what links call
+
+    def send(self, message: np.ndarray) -> None:
+        self._raise_failure()
+        if self._closing:
+            raise LinkError(f"the connection to rank {self.peer} is closed")
+        self._outbox.put((_DATA, message))
+
+    def recv(self) -> np.ndarray:
+        began = time.perf_counter()
+        item = self._inbox.get()
+        self._wait_s += time.perf_counter() - began
+        if isinstance(item, Exception):
+            self._inbox.put(item)
+            raise item
+        return item
+
+    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
+        self._callback = callback
+
+    def flush(self) -> None:
+        while self._outbox.unfinished_tasks and self._sender.is_alive():
+            time.sleep(0.001)
+        self._raise_failure()
+
+    def abort(self, lost_rank: int, reason: str) -> None:
+        if self._sender.is_alive():
+            note = struct.pack("<i", lost_rank) + reason.encode()[:4096]
+            self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8)))
+            deadline = time.monotonic() + 2.0
+            while self._outbox.unfinished_tasks and self._sender.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.005)
+
+    def traffic(self) -> Traffic:
+        return Traffic(self._sent, self._received, self._send_s, self._wait_s)
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8)))
+        self._sender.join(_CLOSE_SECONDS)
+        self._receiver.join(_CLOSE_SECONDS)
+
+    # -- sending thread
+
+    def _send_all(self) -> None:
+        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        spare = [torch.empty(FRAME_BYTES, dtype=torch.uint8) for _ in range(_SENDS)]
+
+        def finish_one() -> None:
+            work, frame = under_way.popleft()
+            work.wait(self._timeout)
+            spare.append(frame)
+
+        def post(kind: int, content: np.ndarray, total: int) -> None:
+            if not spare:
+                finish_one()
+            frame = spare.pop()
+            view = frame.numpy()
+            _PREFIX.pack_into(view, 0, kind, content.size, total)
+            view[_PREFIX.size : _PREFIX.size + content.size] = content
+            size = _PREFIX.size + content.size
+            under_way.append((self._group.send([frame[:size]], self._to, self._tag), frame))
+            self._sent += size
+
+        try:
+            while True:
+                try:
+                    kind, message = self._outbox.get(timeout=self._timeout_s / 4)
+                except queue.Empty:
+                    post(_ALIVE, np.empty(0, dtype=np.uint8), 0)
+                    while under_way:
+                        finish_one()
+                    continue
+                began = time.perf_counter()
+                for _ in range(_RING if kind == _CLOSE else 1):  # one for each receive that the peer has posted
+                    for at in range(0, max(1, message.size), _CONTENT):
+                        post(kind, message[at : at + _CONTENT], message.size)
+                while under_way and (self._outbox.empty() or kind != _DATA):
+                    finish_one()
+                self._send_s += time.perf_counter() - began
+                self._outbox.task_done()
+                if kind == _CLOSE:
+                    return
+        except RuntimeError as error:
+            # What the receiver reads (the peer's own account of what happened) says more than a failed send.
+            self._receiver.join(1.0)
+            self._fail(self._explain(error))
+
+    # -- receiving thread
+
+    def _receive(self) -> None:
+        posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+        def post(frame: torch.Tensor) -> None:
+            posted.append((self._group.recv([frame], self._to, self._tag), frame))
+
+        try:
+            for _ in range(_RING):
+                post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
+            message, filled = np.empty(0, dtype=np.uint8), 0
+            while True:
+                work, frame = posted.popleft()
+                work.wait(self._timeout)
+                view = frame.numpy()
+                kind, size, total = _PREFIX.unpack_from(view, 0)
+                self._received += _PREFIX.size + size
+                content = view[_PREFIX.size : _PREFIX.size + size]
+                if kind == _DATA:
+                    if filled == 0:
+                        if total > MAX_MESSAGE_BYTES:
+                            raise WireError(f"rank {self.peer} announces a message of {total} bytes")
+                        message = np.empty(total, dtype=np.uint8)
+                    if total != message.size or filled + size > total:
+                        raise WireError(f"rank {self.peer} sent {filled + size} bytes of a message of {message.size}")
+                    message[filled : filled + size] = content
+                    filled += size
+                    if filled == total:
+                        filled = 0
+                        self._deliver(message)
+                elif kind == _ABORT:
+                    (rank,) = struct.unpack_from("<i", content)
+                    raise PeerLostError(f"{bytes(content[4:]).decode()} (told by rank {self.peer})", rank)
+                elif kind == _CLOSE:
+                    while posted:
+                        posted.popleft()[0].wait(self._timeout)
+                    raise PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
+                elif kind != _ALIVE:
+                    raise WireError(f"rank {self.peer} sent a frame of unknown kind {kind}")
+                post(frame)
+        except (LinkError, WireError) as error:
+            self._fail(error)
+        except RuntimeError as error:
+            self._fail(self._explain(error))
+
+    def _deliver(self, message: np.ndarray) -> None:
+        if self._callback is not None:
+            try:
+                self._callback(message)
+            except Exception as error:  # the message itself decides later, on the thread that asks for it
+                self._fail(error)
+                return
+        self._inbox.put(message)
+
+    # -- failures
+
+    def _explain(self, error: RuntimeError) -> LinkError:
+        text = re.sub(r"^\[[^]]*\] |\. This is typically.*$", "", str(error).split("\n")[0])
+        if "imed out" in text:
+            return LinkTimeoutError(
+                f"nothing from rank {self.peer} for {self._timeout_s:g} s: it is stopped, or the link to it is down"
+            )
+        return PeerLostError(f"lost rank {self.peer}: its connection was closed ({text})", self.peer)
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._inbox.put(self._failure)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
+
+    pipelines: for each replica the global ranks of its stages in order.
+    """
+    me = dist.get_rank()
+    mine = {}
+    for ranks in pipelines:
+        for pair in zip(ranks, ranks[1:], strict=False):
+            group = dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
+            if me in pair:
+                mine[pair] = group
+    return mine
+
+
+def close_quietly(transport: GlooTransport) -> None:
+    """For exit handlers: nothing more can be done about a failing end."""
+    with contextlib.suppress(Exception):
+        transport.close()

@@ -1,0 +1,57 @@
+"""The seam between links and networks: whole messages, in order, both directions at once. No implementation here.
+
+A transport joins two ranks. `send` never blocks on the network, `recv` waits; both raise what ended the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Traffic(NamedTuple):
+    """Counters of one end since it was opened."""
+
+    bytes_sent: int
+    bytes_received: int
+    send_seconds: float  # time in which something was being sent
+    wait_seconds: float  # time in which `recv` had to wait
+
+
+class Transport(Protocol):
+    """One end of a connection between two ranks."""
+
+    peer: int  # global rank at the other end
+
+    def send(self, message: np.ndarray) -> None:
+        """Queue uint8 [n] for sending and return; the caller must not change it any more."""
+        ...
+
+    def recv(self) -> np.ndarray:
+        """The next message, uint8 [n].
+
+        Raises LinkTimeoutError after the transport's time of silence, PeerLostError if the peer is gone.
+        """
+        ...
+
+    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
+        """Call `callback` with every message as it arrives, before `recv` hands it out, on another thread."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until everything queued has been handed to the network."""
+        ...
+
+    def abort(self, lost_rank: int, reason: str) -> None:
+        """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Counters so far."""
+        ...
+
+    def close(self) -> None:
+        """End the connection in order; safe to call twice."""
+        ...
