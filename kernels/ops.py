@@ -18,6 +18,19 @@ from torch import Tensor
 
 from pipecomp.errors import ShapeError
 from pipecomp.kernels import bitpack, dispatch, layout, topk
+from pipecomp.kernels.gradient_ops import (
+    exponential_decode,
+    exponential_encode,
+    exponential_levels,
+    exponential_reduce_,
+    kmeans_assign,
+    linear_add_,
+    linear_bits,
+    linear_decode,
+    linear_encode,
+    multiscale_index,
+    tree_depth,
+)
 from pipecomp.kernels.layout import groups, row_bytes
 from pipecomp.kernels.rng import mix_seed
 
@@ -28,8 +41,18 @@ __all__ = [
     "crc32",
     "delta_quantize_",
     "dequantize",
+    "exponential_decode",
+    "exponential_encode",
+    "exponential_levels",
+    "exponential_reduce_",
     "groups",
+    "kmeans_assign",
+    "linear_add_",
+    "linear_bits",
+    "linear_decode",
+    "linear_encode",
     "mix_seed",
+    "multiscale_index",
     "pack_bits",
     "pack_positions",
     "position_bytes",
@@ -39,6 +62,7 @@ __all__ = [
     "top_k_kept",
     "top_k_scatter",
     "top_k_select",
+    "tree_depth",
     "unpack_bits",
     "unpack_positions",
 ]
@@ -68,8 +92,8 @@ def quantize(
     """
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(x, name)
-    codes, scales = dispatch.pick(backend, x).quantize(x, options, name)
-    return codes, scales
+    pair: tuple[Tensor, Tensor] = dispatch.pick(backend, x).quantize(x, options, name)
+    return pair
 
 
 @torch.no_grad()
@@ -92,10 +116,10 @@ def dequantize(
     size = tuple(int(n) for n in shape)
     options = layout.check_options(bits, group_size, "max", rounding)
     layout.check_codes(codes, scale, bits, size, group_size)
-    tensors = (codes, scale)
+    tensors = [codes, scale]
     if add_to is not None:
         check_message(add_to, size, "add_to")
-        tensors = (*tensors, add_to)
+        tensors.append(add_to)
     out: Tensor = dispatch.pick(backend, *tensors).dequantize(
         codes, scale, bits, size, options.group_size, options.rounding, add_to
     )
@@ -125,8 +149,8 @@ def delta_quantize_(
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(a, name)
     check_message(m, tuple(a.shape), "m")
-    codes, scales = dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
-    return codes, scales
+    pair: tuple[Tensor, Tensor] = dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
+    return pair
 
 
 def check_message(m: Tensor, shape: tuple[int, ...], name: str) -> None:
@@ -149,8 +173,8 @@ def top_k_select(
     layout.check_input(x, "x")
     layout.check_group_size(group_size)
     topk.check_fraction(fraction)
-    values, index = dispatch.pick(backend, x).select(x, fraction, group_size)
-    return values, index
+    pair: tuple[Tensor, Tensor] = dispatch.pick(backend, x).select(x, fraction, group_size)
+    return pair
 
 
 def top_k_kept(H: int, fraction: float, group_size: int | None = None) -> int:
@@ -210,5 +234,5 @@ def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") 
 def crc32(data: Tensor | ReadableBuffer, value: int = 0) -> int:
     """zlib's CRC-32 of a tensor's bytes in row-major order (any dtype) or of a buffer, continuing from `value`."""
     if isinstance(data, Tensor):
-        data = memoryview(data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return zlib.crc32(data, value)

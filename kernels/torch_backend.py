@@ -3,7 +3,32 @@
 from __future__ import annotations
 
 from pipecomp.kernels.bitpack import pack_bits, unpack_bits
+from pipecomp.kernels.dithering import (
+    exponential_decode,
+    exponential_encode,
+    exponential_reduce_,
+    kmeans_assign,
+    linear_add_,
+    linear_decode,
+    linear_encode,
+    scale_index,
+)
 from pipecomp.kernels.reference import delta_quantize_, dequantize, quantize
 from pipecomp.kernels.topk import select
 
-__all__ = ["delta_quantize_", "dequantize", "pack_bits", "quantize", "select", "unpack_bits"]
+__all__ = [
+    "delta_quantize_",
+    "dequantize",
+    "exponential_decode",
+    "exponential_encode",
+    "exponential_reduce_",
+    "kmeans_assign",
+    "linear_add_",
+    "linear_decode",
+    "linear_encode",
+    "pack_bits",
+    "quantize",
+    "scale_index",
+    "select",
+    "unpack_bits",
+]

@@ -1,0 +1,238 @@
+"""The data-parallel operations that collectives call: arguments are checked here, then a backend runs them.
+
+d: number of values of a flat bucket, s: levels, n: workers. Inputs g are float32, float16 or bfloat16 of any shape,
+read in row-major order and never modified; codes are uint8 [bytes]. `seed` and the element index decide all random
+numbers (derive it with `mix_seed`), so ranks and backends agree bit for bit. `start` is the index of the first value in
+the whole bucket: encoding chunks with it gives what encoding the bucket would.
+The norm must be finite: look at it before encoding, a NaN or Inf of the gradient is in it.
+Source: arXiv:2305.18627 (Global-QSGD).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
+from pipecomp.kernels import dispatch, dithering, layout
+
+__all__ = [
+    "exponential_decode",
+    "exponential_encode",
+    "exponential_levels",
+    "exponential_reduce_",
+    "kmeans_assign",
+    "linear_add_",
+    "linear_bits",
+    "linear_decode",
+    "linear_encode",
+    "multiscale_index",
+    "tree_depth",
+]
+
+
+def tree_depth(workers: int) -> int:
+    """Depth of a reduction tree over n workers: ceil(log2 n)."""
+    check_workers(workers)
+    return (workers - 1).bit_length()
+
+
+def linear_bits(levels: int, workers: int = 1) -> int:
+    """Bits of an integer in [0, 2 * n * s]: of a code (n = 1), or of a sum of n of them, offset by n * s."""
+    return (2 * levels * workers).bit_length()
+
+
+def exponential_levels(bits: int, workers: int = 1) -> int:
+    """Magnitudes other than zero that 8- or 4-bit exponential codes leave each of n workers for its values."""
+    check_exponential(bits, tree_depth(workers))
+    return dithering.max_exponent(bits) - tree_depth(workers)
+
+
+@torch.no_grad()
+def linear_encode(
+    g: Tensor,
+    norm: float,
+    levels: int | tuple[int, ...],
+    *,
+    bits: int | None = None,
+    scale_index: Tensor | None = None,
+    seed: int = 0,
+    start: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """Linear dithering: y = |g| / norm, l = floor(y * s), up with probability y * s - l; unbiased.
+
+    levels: s, 1 to 127; or several, ascending, of which `scale_index` (uint8 [d], see `multiscale_index`) picks one
+    a value.
+    bits: width of a code, by default the least that holds 2 * min(levels) + 1 values.
+    Returns uint8 [ceil(d * bits / 8)] holding l + min(levels).
+    Source: Global-QSGD section 3; multi-scale: QSGD-MN-TS, ALGORITHMS 2.4.
+    """
+    choices = check_levels(levels, scale_index, g.numel())
+    width = check_width(bits, choices)
+    values = check_gradient(g, norm)
+    picked = None if scale_index is None else scale_index.reshape(-1)
+    tensors = (values,) if picked is None else (values, picked)
+    codes: Tensor = dispatch.pick(backend, *tensors).linear_encode(values, norm, choices, picked, width, seed, start)
+    return codes
+
+
+@torch.no_grad()
+def linear_add_(
+    total: Tensor, codes: Tensor, levels: int, *, bits: int | None = None, backend: str = "auto"
+) -> Tensor:
+    """total += l for the codes of `linear_encode` (levels: the smallest s there): exact, int32 [d], in place."""
+    width = check_width(bits, check_levels(levels, None, 0))
+    if total.dtype != torch.int32 or total.dim() != 1:
+        raise ShapeError(f"total: {total.dtype} {tuple(total.shape)}, allowed: torch.int32 [d]")
+    check_bytes(codes, total.numel(), width)
+    out: Tensor = dispatch.pick(backend, total, codes).linear_add_(total, codes, width, levels)
+    return out
+
+
+@torch.no_grad()
+def linear_decode(
+    total: Tensor,
+    norm: float,
+    levels: int | tuple[int, ...],
+    *,
+    workers: int = 1,
+    scale_index: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """norm / (s * n) * total: the mean over workers, float32 [d]. A norm that is not finite gives NaN or Inf."""
+    check_workers(workers)
+    if total.dtype != torch.int32 or total.dim() != 1:
+        raise ShapeError(f"total: {total.dtype} {tuple(total.shape)}, allowed: torch.int32 [d]")
+    choices = check_levels(levels, scale_index, total.numel())
+    picked = None if scale_index is None else scale_index.reshape(-1)
+    tensors = (total,) if picked is None else (total, picked)
+    out: Tensor = dispatch.pick(backend, *tensors).linear_decode(total, norm, choices, picked, workers)
+    return out
+
+
+@torch.no_grad()
+def multiscale_index(g: Tensor, norm: float, levels: tuple[int, ...], *, backend: str = "auto") -> Tensor:
+    """Index of the largest s with |g| / norm * s <= min(levels), uint8 [d]; levels ascend.
+
+    Workers share the minimum of it, then encode with that.
+    """
+    choices = check_levels(levels, torch.empty(0), 0)
+    values = check_gradient(g, norm)
+    out: Tensor = dispatch.pick(backend, values).scale_index(values, norm, choices)
+    return out
+
+
+@torch.no_grad()
+def exponential_encode(
+    g: Tensor, norm: float, *, bits: int = 8, workers: int = 1, seed: int = 0, start: int = 0, backend: str = "auto"
+) -> Tensor:
+    """Exponential dithering of |g| / (2 * 2**ceil(log2 n) * norm); unbiased.
+
+    bits: 8 (sign and 7-bit exponent) or 4 (sign and 3-bit exponent, two to a byte).
+    Returns uint8 [d] or [ceil(d / 2)]: sign in a code's top bit, exponent e below; e = 0 is zero.
+    Source: Global-QSGD, appendix B.
+    """
+    depth = tree_depth(workers)
+    check_exponential(bits, depth)
+    values = check_gradient(g, norm)
+    codes: Tensor = dispatch.pick(backend, values).exponential_encode(values, norm, bits, depth, seed, start)
+    return codes
+
+
+@torch.no_grad()
+def exponential_reduce_(a: Tensor, b: Tensor, d: int, *, bits: int = 8, seed: int = 0, backend: str = "auto") -> Tensor:
+    """a <- a + b on exponential codes of d values, unbiased, in place. One level of the tree: `seed` of its own.
+
+    Source: Global-QSGD, Algorithm 2.
+    """
+    check_exponential(bits, 0)
+    check_bytes(a, d, bits)
+    check_bytes(b, d, bits)
+    out: Tensor = dispatch.pick(backend, a, b).exponential_reduce_(a, b, d, bits, seed)
+    return out
+
+
+@torch.no_grad()
+def exponential_decode(
+    codes: Tensor, d: int, norm: float, *, bits: int = 8, workers: int = 1, divide: bool = True, backend: str = "auto"
+) -> Tensor:
+    """Values of (reduced) codes, float32 [d]; `workers` as encoded. divide: the mean over workers, not their sum."""
+    depth = tree_depth(workers)
+    check_exponential(bits, depth)
+    check_bytes(codes, d, bits)
+    divisor = workers if divide else 1
+    out: Tensor = dispatch.pick(backend, codes).exponential_decode(codes, d, norm, bits, depth, divisor)
+    return out
+
+
+@torch.no_grad()
+def kmeans_assign(x: Tensor, centers: Tensor, *, backend: str = "auto") -> Tensor:
+    """Nearest center of each value, never across sign: uint8 [d].
+
+    centers: float32 [K], ascending, 1 to 256. Values below zero only get negative centers, others only the rest, unless
+    there is none on that side; halfway between two centers the upper one is taken.
+    """
+    if centers.dtype != torch.float32 or centers.dim() != 1 or not 1 <= centers.numel() <= 256:
+        raise ShapeError(f"centers: {centers.dtype} {tuple(centers.shape)}, allowed: torch.float32 [1 to 256]")
+    if x.dtype not in layout.INPUT_DTYPES:
+        raise ShapeError(f"x: dtype {x.dtype}, allowed: float32, float16, bfloat16")
+    bounds = dithering.boundaries(centers)
+    if not bool((centers[1:] >= centers[:-1]).all()) or not bool(centers.isfinite().all()):
+        raise ConfigError("centers", "unsorted or not finite", "finite values in ascending order")
+    out: Tensor = dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1), bounds)
+    return out
+
+
+def check_workers(workers: int) -> None:
+    """Raise ConfigError unless workers is a positive int."""
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ConfigError("workers", workers, "an integer of at least 1")
+
+
+def check_levels(levels: int | tuple[int, ...], scale_index: Tensor | None, d: int) -> tuple[int, ...]:
+    """Levels as a tuple; ConfigError unless one int, or ascending ints where there is a scale_index (uint8 [d])."""
+    choices = (levels,) if isinstance(levels, int) else tuple(levels)
+    if not choices or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in choices):
+        raise ConfigError("levels", levels, "positive integers")
+    if list(choices) != sorted(set(choices)) or choices[0] > 127 or len(choices) > 256:
+        raise ConfigError("levels", levels, "ascending, at most 256 of them, the smallest at most 127")
+    if (scale_index is None) != isinstance(levels, int):
+        raise ConfigError("levels", levels, "one integer without scale_index, several with it")
+    if scale_index is not None and d and (scale_index.dtype != torch.uint8 or scale_index.numel() != d):
+        raise ShapeError(f"scale_index: {scale_index.dtype} {tuple(scale_index.shape)}, allowed: torch.uint8 [{d}]")
+    return choices
+
+
+def check_width(bits: int | None, choices: tuple[int, ...]) -> int:
+    """Bits of a linear code; ConfigError unless they hold 2 * min(levels) + 1 values and are at most 8."""
+    least = linear_bits(min(choices))
+    width = least if bits is None else bits
+    layout.check_bits(width, low=least, high=8)
+    return width
+
+
+def check_exponential(bits: int, depth: int) -> None:
+    """Raise ConfigError unless bits is 8 or 4 and a tree of this depth leaves an exponent."""
+    if bits not in (4, 8):
+        raise ConfigError("bits", bits, "8 or 4 for exponential levels")
+    if depth >= dithering.max_exponent(bits):
+        raise ConfigError("workers", 1 << depth, f"at most {1 << (dithering.max_exponent(bits) - 1)} at {bits} bits")
+
+
+def check_gradient(g: Tensor, norm: float) -> Tensor:
+    """g as a flat tensor; raises for a dtype that is not taken and for a norm that is not finite or negative."""
+    if g.dtype not in layout.INPUT_DTYPES:
+        raise ShapeError(f"g: dtype {g.dtype}, allowed: float32, float16, bfloat16")
+    if not math.isfinite(norm) or norm < 0:
+        raise NonFiniteError(f"norm: got {norm}, allowed: finite, at least 0")
+    return g.reshape(-1)
+
+
+def check_bytes(codes: Tensor, d: int, bits: int) -> None:
+    """Raise ShapeError unless codes is uint8 [ceil(d * bits / 8)]."""
+    want = (d * bits + 7) // 8
+    if codes.dtype != torch.uint8 or tuple(codes.shape) != (want,):
+        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 [{want}]")
