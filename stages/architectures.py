@@ -1,0 +1,209 @@
+"""How each architecture is cut: where its blocks, embeddings and head are. A few lines each; `register` adds more.
+
+Paths are relative to the base model (`transformer` in GPT2LMHeadModel, `model` in LlamaForCausalLM, `bert`, ...).
+Whatever the top model holds beside its base model is the head, and belongs to the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipecomp.errors import SplitError
+from pipecomp.stages import losses
+from pipecomp.stages.losses import LossFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What the last stage computes after the blocks.
+
+    loss: makes the loss function from the config. per_token: the head multiplies every token (a vocabulary), which
+    counts for the balance of the stages. pools_last_token: the model picks the last real token by looking for
+    `pad_token_id` in input_ids; a last stage has none, so it takes the position from the attention mask, applies
+    `score` and picks.
+    """
+
+    loss: Callable[[Any], LossFn]
+    per_token: bool = False
+    pools_last_token: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How to cut the models of one `config.model_type`.
+
+    model_type: the config's. heads: the model classes that can be cut, by class name. default_head: the class for a
+    config that names none. blocks: path of the list of blocks. before: modules that only the first stage has, with
+    what replaces each of them later (a class without arguments; None leaves the place empty). after: modules that
+    only the last stage has. shared: modules that every stage has; their gradients are summed over the stages.
+    optional: those of `after` that a checkpoint of the plain encoder lacks, and that are then new, like a head.
+    block_returns_tuple: whether a block returns `(hidden_states, ...)` rather than `hidden_states`.
+    extra_inputs: inputs that only the embeddings use. forward_options: passed to every forward call.
+    """
+
+    model_type: str
+    heads: Mapping[str, Head]
+    default_head: str
+    blocks: str
+    before: Mapping[str, type[nn.Module] | None]
+    after: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    block_returns_tuple: bool = False
+    extra_inputs: tuple[str, ...] = ()
+    forward_options: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": False, "return_dict": True})
+
+
+class SkippedBlock(nn.Module):
+    """Stands at the place of another stage's block and returns what it gets.
+
+    The list of blocks keeps its length, so each own block keeps its index: in its parameters' names, and wherever the
+    model's loop looks something up by it (`layer_types[i]`, DeBERTa's convolution after block 0).
+    """
+
+    def __init__(self, returns_tuple: bool) -> None:
+        super().__init__()
+        self.returns_tuple = returns_tuple
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None) if self.returns_tuple else hidden_states
+
+
+class NoPositions(nn.Module):
+    """Replaces GPT-2's `wpe` past the first stage: the model adds what it returns."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        # x + (-0.0) is x for every x, -0.0 included; without dimensions it leaves the dtype of x alone.
+        return torch.full((), -0.0, device=position_ids.device)
+
+
+class PassedEmbeddings(nn.Module):
+    """Replaces the `embeddings` module of BERT and its kin past the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Identity()  # get_input_embeddings(), which activation checkpointing calls
+
+    def forward(self, *, inputs_embeds: Tensor, **kwargs: Any) -> Tensor:
+        return inputs_embeds
+
+
+_REGISTRY: dict[str, Architecture] = {}
+
+
+def register(architecture: Architecture) -> None:
+    """Make `split`, `plan` and `build_stage` know another architecture, or replace a known one."""
+    if architecture.default_head not in architecture.heads:
+        raise SplitError(
+            f"{architecture.model_type}: default_head {architecture.default_head!r} is not among its heads "
+            f"{sorted(architecture.heads)}"
+        )
+    _REGISTRY[architecture.model_type] = architecture
+
+
+def architecture_of(config: Any) -> Architecture:
+    """The entry for `config.model_type`; SplitError says what to provide where there is none."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in _REGISTRY:
+        raise SplitError(
+            f"model_type {model_type!r} cannot be split; known: {', '.join(sorted(_REGISTRY))}. For another one call "
+            "pipecomp.stages.register(Architecture(model_type=..., heads={class name: Head(loss=...)}, "
+            "default_head=..., blocks=path of the block list, before={module: replacement past stage 0}, "
+            "after=(final norm, ...)))"
+        )
+    return _REGISTRY[str(model_type)]
+
+
+def head_name(architecture: Architecture, model_class: type) -> str:
+    """The name among `architecture.heads` that `model_class` is or derives from."""
+    for base in model_class.__mro__:
+        if base.__name__ in architecture.heads:
+            return base.__name__
+    raise SplitError(
+        f"{model_class.__name__} cannot be split; for {architecture.model_type} these can: "
+        f"{', '.join(sorted(architecture.heads))}"
+    )
+
+
+def default_loss(config: Any) -> LossFn:
+    """`loss(logits, labels) -> scalar`: what the Hugging Face model that `config.architectures` names computes.
+
+    Causal and masked language models ignore labels of -100; the causal loss shifts the labels itself.
+    """
+    architecture = architecture_of(config)
+    names = getattr(config, "architectures", None) or [architecture.default_head]
+    if names[0] not in architecture.heads:
+        raise SplitError(f"config.architectures: got {names[0]!r}, allowed: {', '.join(sorted(architecture.heads))}")
+    return architecture.heads[names[0]].loss(config)
+
+
+def _decoder(model_type: str, name: str) -> Architecture:
+    """Llama and its kin: one embedding, rotary positions made anew by every stage, a final norm."""
+    return Architecture(
+        model_type=model_type,
+        heads={
+            f"{name}ForCausalLM": Head(loss=losses.causal_lm, per_token=True),
+            f"{name}ForSequenceClassification": Head(loss=losses.classification, pools_last_token=True),
+        },
+        default_head=f"{name}ForCausalLM",
+        blocks="layers",
+        before={"embed_tokens": nn.Identity},
+        after=("norm",),
+    )
+
+
+def _encoder(model_type: str, name: str) -> Architecture:
+    """BERT and its kin; only the pooler and the head come after the blocks."""
+    return Architecture(
+        model_type=model_type,
+        heads={
+            f"{name}ForSequenceClassification": Head(loss=losses.classification),
+            f"{name}ForMaskedLM": Head(loss=losses.masked_lm, per_token=True),
+        },
+        default_head=f"{name}ForSequenceClassification",
+        blocks="encoder.layer",
+        before={"embeddings": PassedEmbeddings},
+        after=("pooler",),
+        optional=("pooler",),
+        extra_inputs=("token_type_ids",),
+    )
+
+
+register(
+    Architecture(
+        model_type="gpt2",
+        heads={
+            "GPT2LMHeadModel": Head(loss=losses.causal_lm, per_token=True),
+            "GPT2ForSequenceClassification": Head(loss=losses.classification, pools_last_token=True),
+        },
+        default_head="GPT2LMHeadModel",
+        blocks="h",
+        before={"wte": nn.Identity, "wpe": NoPositions, "drop": nn.Identity},
+        after=("ln_f",),
+        extra_inputs=("token_type_ids",),
+    )
+)
+register(_decoder("llama", "Llama"))
+register(_decoder("qwen2", "Qwen2"))
+register(_decoder("qwen3", "Qwen3"))
+register(_decoder("mistral", "Mistral"))
+register(_encoder("bert", "Bert"))
+register(_encoder("roberta", "Roberta"))
+register(
+    Architecture(
+        model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code
+        heads={"DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification)},
+        default_head="DebertaV2ForSequenceClassification",
+        blocks="encoder.layer",
+        before={"embeddings": PassedEmbeddings, "encoder.conv": None},
+        shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
+        block_returns_tuple=True,
+        extra_inputs=("token_type_ids",),
+        forward_options={"return_dict": True},
+    )
+)

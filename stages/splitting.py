@@ -1,0 +1,286 @@
+"""A stage is the Hugging Face model with the other stages' blocks taken out, called through its own forward.
+
+So masks, rotary embeddings and relative positions come from the model's own code, and every parameter keeps Hugging
+Face's name. B micro-batch, S tokens, H hidden size, V vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipecomp.errors import DataError, SplitError
+from pipecomp.stages.architectures import Architecture, SkippedBlock, architecture_of, head_name
+from pipecomp.stages.planning import SplitPlan, TiedGroup, aliases, block_count, plan_model
+
+
+class Stage(nn.Module):
+    """One stage of a split model; make it with `split` or `build_stage`.
+
+    Its parameters, buffers and state_dict have Hugging Face's names, without a prefix.
+    index, num_stages: its place. lo, hi: its blocks are lo to hi - 1. hidden_size: H. config: the whole model's
+    config, a copy of its own. plan: the split that it is part of. newly_initialized: parameters that its checkpoint
+    lacked (a new classification head).
+    """
+
+    _model: Any
+    plan: SplitPlan
+    config: Any
+
+    def __init__(self, model: Any, plan: SplitPlan, index: int) -> None:
+        """model: already cut to this stage (see `cut`). The stage takes over its children."""
+        super().__init__()
+        architecture = architecture_of(model.config)
+        # The same dictionaries, so that both see a parameter that .to() or an optimizer wrapper replaces; not a
+        # child, because a child's name would become a prefix of every parameter's.
+        for shared in ("_modules", "_parameters", "_buffers"):
+            object.__setattr__(self, shared, getattr(model, shared))
+        object.__setattr__(self, "_model", model)
+        self.training = model.training
+        self.plan = plan
+        self.index = index
+        self.num_stages = plan.num_stages
+        self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
+        self.config = model.config
+        self.hidden_size = int(model.config.hidden_size)
+        self.generation_config = getattr(model, "generation_config", None)
+        self.newly_initialized: tuple[str, ...] = ()
+        self._head = architecture.heads[plan.model_class]
+        self._options = dict(architecture.forward_options)
+        self._extras = architecture.extra_inputs
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @property
+    def tied_groups(self) -> tuple[TiedGroup, ...]:
+        """The plan's groups that this stage is part of."""
+        return tuple(group for group in self.plan.tied if self.index in group.stages)
+
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        """This stage's copy of each tied weight, by the group's name; none with one stage or `tie=False`."""
+        return {
+            group.name: self.get_parameter(group.parameters[group.stages.index(self.index)])
+            for group in self.tied_groups
+        }
+
+    def train(self, mode: bool = True) -> Stage:
+        self.training = mode
+        self._model.train(mode)
+        return self
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute each block's activations in the backward pass instead of keeping them.
+
+        gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; default `{"use_reentrant": False}`.
+        """
+        options = gradient_checkpointing_kwargs or {"use_reentrant": False}
+        if hasattr(self._model, "activation_checkpointing_enable"):  # the older name warns since transformers 5.2x
+            self._model.activation_checkpointing_enable(options)
+        else:
+            self._model.gradient_checkpointing_enable(options)
+
+    def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
+        """Run this stage's part of the model.
+
+        inputs: on the first stage `input_ids` int64 [B, S], perhaps `attention_mask` [B, S] (1 for real tokens, 0 for
+        padding) and inputs that only the embeddings use (`token_type_ids`); on later stages exactly what the stage
+        before returned.
+        Returns `{"hidden_states": [B, S, H], "attention_mask": the mask or None}`, on the last stage the logits,
+        [B, S, V] or [B, C]. Raises DataError on other inputs.
+        """
+        given = self._checked(inputs)
+        mask_BS = given.get("attention_mask")
+        if self.is_first:
+            call: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+            if self._head.pools_last_token and not self.is_last:
+                self._check_last_tokens(given)
+        else:
+            call = {"inputs_embeds": given["hidden_states"], "attention_mask": mask_BS}
+
+        if not self.is_last:
+            hidden_BSH = self._model.base_model(**call, **self._options).last_hidden_state
+            return {"hidden_states": hidden_BSH, "attention_mask": mask_BS}
+        if self._head.pools_last_token and not self.is_first:
+            hidden_BSH = self._model.base_model(**call, **self._options).last_hidden_state
+            logits_BSC = self._model.score(hidden_BSH)
+            rows_B = torch.arange(logits_BSC.shape[0], device=logits_BSC.device)
+            return logits_BSC[rows_B, self._last_token(logits_BSC, mask_BS)]
+        logits: Tensor = self._model(**call, **self._options).logits
+        return logits
+
+    def _checked(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        main = "input_ids" if self.is_first else "hidden_states"
+        allowed = (main, "attention_mask", *(self._extras if self.is_first else ()))
+        if not isinstance(inputs, Mapping):
+            raise DataError(f"stage {self.index}: got {type(inputs).__name__}, needs a dict with {main}")
+        for key in inputs:
+            if key not in allowed:
+                raise DataError(f"stage {self.index}: input {key!r} is not supported, allowed: {', '.join(allowed)}")
+        tensor = inputs.get(main)
+        dims = 2 if self.is_first else 3
+        if tensor is None or tensor.dim() != dims:
+            got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise DataError(f"stage {self.index}: {main} has {dims} dimensions, got {got}")
+        for key, value in inputs.items():
+            if key != main and value is not None and value.shape != tensor.shape[:2]:
+                raise DataError(
+                    f"stage {self.index}: {key} has shape {tuple(value.shape)}, {main} needs {tuple(tensor.shape[:2])}"
+                )
+        return dict(inputs)
+
+    def _last_token(self, like_BS: Tensor, mask_BS: Tensor | None) -> Tensor | int:
+        """Index of each sample's last real token [B]; -1, the last token, where nothing tells more."""
+        if mask_BS is None or self.config.pad_token_id is None:
+            return -1
+        places_S = torch.arange(mask_BS.shape[1], device=like_BS.device, dtype=torch.int32)
+        return (places_S * (mask_BS != 0).to(like_BS.device, torch.int32)).argmax(-1)
+
+    def _check_last_tokens(self, given: Mapping[str, Tensor | None]) -> None:
+        """The last stage pools by the mask, the unsplit model by `pad_token_id`: both must name the same token."""
+        ids_BS, pad = given["input_ids"], self.config.pad_token_id
+        assert ids_BS is not None, "checked before"
+        if pad is None:
+            if ids_BS.shape[0] != 1:
+                raise DataError(f"{self.plan.model_class} needs config.pad_token_id for more than one sample at a time")
+            return
+        places_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
+        by_pad_B = (places_S * (ids_BS != pad).to(torch.int32)).argmax(-1)
+        by_mask = self._last_token(ids_BS, given.get("attention_mask"))
+        by_mask_B = by_mask if isinstance(by_mask, Tensor) else torch.full_like(by_pad_B, ids_BS.shape[1] - 1)
+        if not torch.equal(by_pad_B, by_mask_B.to(by_pad_B.dtype)):
+            row = int((by_pad_B != by_mask_B).nonzero()[0])
+            raise DataError(
+                f"sample {row}: by attention_mask its last token is {int(by_mask_B[row])}, by pad_token_id {pad} it is "
+                f"{int(by_pad_B[row])}; {self.plan.model_class} classifies the last token, so give a mask that is 0 "
+                "exactly on padding, and a pad_token_id that no sample ends with"
+            )
+
+
+def split(
+    model: Any,
+    num_stages: int | None = None,
+    cuts: Sequence[int] | None = None,
+    *,
+    block_seconds: Sequence[float] | None = None,
+    tie: bool = True,
+) -> list[Stage]:
+    """Split a Hugging Face model into stages, each of which is called with what the one before it returned.
+
+    num_stages: K, cut where the stages are balanced (see `plan`). cuts: instead, the first block of each stage, with
+    or without the number of blocks at the end: [0, 2, 4]. block_seconds: measured time per block, for the balance.
+    tie: False gives up the tie of input and output embeddings.
+
+    The stages hold the model's own parameters and modules, so training or moving them trains or moves the model's;
+    only the copies of tied weights are new. The model keeps its structure and still works as a whole.
+    Raises SplitError if the model's class is unknown or the cuts are impossible.
+    """
+    plan = plan_model(model, num_stages, cuts, block_seconds, tie=tie)
+    return [take_stage(model, plan, index) for index in range(plan.num_stages)]
+
+
+def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
+    """Stage `index` of a plan, made of the model's own modules; other stages' weights are neither held nor copied."""
+    architecture = architecture_of(model.config)
+    found = (head_name(architecture, type(model)), block_count(model, architecture))
+    if found != (plan.model_class, plan.blocks):
+        raise SplitError(
+            f"the plan is for {plan.model_class} with {plan.blocks} blocks, the model is {found[0]} with {found[1]}"
+        )
+    if not 0 <= index < plan.num_stages:
+        raise SplitError(f"index: got {index}, allowed: 0 to {plan.num_stages - 1}")
+    return Stage(cut(model, architecture, plan, index), plan, index)
+
+
+def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> Any:
+    """A model of the same class that has only what stage `index` needs, sharing modules and weights with `model`.
+
+    Every module on the way to something that is taken out is copied without its contents, so `model` itself does not
+    change. Tied weights whose original is another stage's become parameters of their own, with equal values.
+    """
+    lo, hi = plan.cuts[index], plan.cuts[index + 1]
+    top: Any = _shallow(model)
+    base = model.base_model_prefix
+    tied_names = [names for names in aliases(model) if len(names) > 1]
+    top.config = _own_config(model, plan, bool(tied_names))
+
+    own = list(top.get_submodule(f"{base}.{architecture.blocks}"))
+    skip = SkippedBlock(architecture.block_returns_tuple)
+    blocks = nn.ModuleList(block if lo <= i < hi else skip for i, block in enumerate(own))
+    _graft(top, f"{base}.{architecture.blocks}", blocks)
+    if index > 0:
+        for path, replacement in architecture.before.items():
+            _graft(top, f"{base}.{path}", None if replacement is None else replacement())
+    if index < plan.num_stages - 1:
+        for path in architecture.after:
+            _graft(top, f"{base}.{path}", nn.Identity())
+        for name in [name for name in top._modules if name != base]:
+            _graft(top, name, nn.Identity())
+
+    held = dict(top.named_parameters(remove_duplicate=False))
+    for group in plan.tied:
+        if index in group.stages[1:]:
+            name = group.parameters[group.stages.index(index)]
+            fresh = _copy_of(held[name])
+            for alias in [alias for alias, p in held.items() if p is held[name]]:
+                _graft_parameter(top, alias, fresh)
+    if not plan.tie:
+        for names in tied_names:
+            for name in names[1:]:
+                if name in held:
+                    _graft_parameter(top, name, _copy_of(held[name]))
+    return top
+
+
+def _own_config(model: Any, plan: SplitPlan, has_ties: bool) -> Any:
+    config = copy.deepcopy(model.config)
+    config.architectures = [plan.model_class]
+    expects_ties = bool(getattr(type(model), "_tied_weights_keys", None))
+    if not plan.tie or (expects_ties and not has_ties):
+        config.tie_word_embeddings = False
+    return config
+
+
+def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """A module of the same class with the same contents, whose tables can change without changing the original's."""
+    other = module.__class__.__new__(module.__class__)
+    other.__dict__ = {
+        key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
+        for key, value in module.__dict__.items()
+    }
+    return other
+
+
+def _graft(top: nn.Module, path: str, module: nn.Module | None) -> None:
+    """Put `module` at `path`, which the model may lack; the modules on the way are copied, not changed."""
+    *way, leaf = path.split(".")
+    for name in way:
+        if top._modules.get(name) is None:
+            return
+        inner = _shallow(top._modules[name])  # type: ignore[arg-type]
+        top._modules[name] = inner
+        top = inner
+    if top._modules.get(leaf) is not None:
+        top._modules[leaf] = module
+
+
+def _graft_parameter(top: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    *way, leaf = path.split(".")
+    for name in way:
+        inner = _shallow(top._modules[name])  # type: ignore[arg-type]
+        top._modules[name] = inner
+        top = inner
+    top._parameters[leaf] = parameter

@@ -1,0 +1,550 @@
+"""Splitting: the stages together compute what the unsplit Hugging Face model computes, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecomp.errors import DataError, SplitError
+from pipecomp.stages import Architecture, Head, Stage, default_loss, register, split
+from pipecomp.stages.losses import causal_lm
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, PAD = 61, 0
+COMMON = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 40, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 40,
+}
+BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "type_vocab_size": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
+DEBERTA_V3 = {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "pooler_dropout": 0.0,
+    "pooler_hidden_size": 32,
+}
+DEBERTA_V2 = {**DEBERTA_V3, "conv_kernel_size": 3, "type_vocab_size": 2, "position_biased_input": True}
+
+# name: (class, config class, settings)
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt2-by-layer": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-classes": ("GPT2ForSequenceClassification", "GPT2Config", {**GPT2, "num_labels": 3}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
+    "llama-classes": ("LlamaForSequenceClassification", "LlamaConfig", {**LLAMA, "num_labels": 3}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, **SLIDING}),
+    "qwen2-classes": ("Qwen2ForSequenceClassification", "Qwen2Config", {**LLAMA, "num_labels": 3}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, **SLIDING, "head_dim": 8}),
+    "qwen3-classes": ("Qwen3ForSequenceClassification", "Qwen3Config", {**LLAMA, "num_labels": 3, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": 3}),
+    "mistral-classes": ("MistralForSequenceClassification", "MistralConfig", {**LLAMA, "num_labels": 3}),
+    "bert-classes": ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": 3}),
+    "bert-masked": ("BertForMaskedLM", "BertConfig", BERT),
+    "roberta-classes": ("RobertaForSequenceClassification", "RobertaConfig", {**BERT, "num_labels": 3}),
+    "roberta-masked": ("RobertaForMaskedLM", "RobertaConfig", BERT),
+    "deberta-v2": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V2, "num_labels": 3}),
+    "deberta-v3": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V3, "num_labels": 2}),
+}
+FOUR_BLOCKS = [[0, 4], [0, 1, 4], [0, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4]]
+
+
+def make_config(name: str, blocks: int = 4, **changes: Any) -> Any:
+    _, config_class, settings = MODELS[name]
+    attention = changes.pop("attention", None)
+    config = getattr(transformers, config_class)(**{**COMMON, **settings, "num_hidden_layers": blocks, **changes})
+    if attention is not None:
+        config._attn_implementation = attention
+    return config
+
+
+def make_model(name: str, blocks: int = 4, **changes: Any) -> Any:
+    config = make_config(name, blocks, **changes)
+    torch.manual_seed(7)
+    model = getattr(transformers, MODELS[name][0])(config)
+    with torch.no_grad():  # a fresh model's biases are 0 and its norms 1: a stage could lose them unnoticed
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def batch(name: str, padding: str, *, sizes: Sequence[int] = (9, 5, 7)) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids_BS = torch.randint(3, VOCABULARY, (len(sizes), max(sizes)), generator=generator)
+    inputs: dict[str, Tensor] = {"input_ids": ids_BS}
+    if padding != "none":
+        mask_BS = torch.ones_like(ids_BS)
+        for row, size in enumerate(sizes):
+            mask_BS[row, slice(size, None) if padding == "right" else slice(0, max(sizes) - size)] = 0
+        inputs |= {"input_ids": ids_BS.masked_fill(mask_BS == 0, PAD), "attention_mask": mask_BS}
+    if "bert" in name and name != "deberta-v3" and "roberta" not in name:
+        inputs["token_type_ids"] = (torch.arange(max(sizes)) % 2).repeat(len(sizes), 1)
+    return inputs
+
+
+def labels_for(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    if "Classification" in type(model).__name__:
+        return torch.arange(len(inputs["input_ids"])) % model.config.num_labels
+    return inputs["input_ids"].masked_fill(inputs["input_ids"] == PAD, -100)
+
+
+def run(stages: Sequence[Stage], inputs: dict[str, Tensor]) -> Tensor:
+    message: Any = inputs
+    for stage in stages:
+        message = stage(message)
+    assert isinstance(message, Tensor)
+    return message
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def added_up(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """Gradients by the whole model's names, those of tied copies summed, in the stages' order."""
+    total: dict[str, Tensor] = {}
+    for stage in stages:
+        names = {id(p): group for group, p in stage.tied_parameters().items()}
+        for name, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                key = names.get(id(parameter), name)
+                total[key] = total[key] + parameter.grad if key in total else parameter.grad.clone()
+    return total
+
+
+def check_equal(name: str, cuts: Sequence[int], padding: str, **changes: Any) -> None:
+    """Logits, loss and every gradient of the split model against the unsplit one."""
+    model = make_model(name, cuts[-1], **changes)
+    inputs = batch(name, padding)
+    labels = labels_for(model, inputs)
+    whole = model(**inputs, labels=labels, use_cache=False)  # keys that pass through a cache round differently
+    whole.loss.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+
+    stages = split(model, cuts=cuts)
+    assert len(stages) == len(cuts) - 1
+    logits = run(stages, inputs)
+    assert torch.equal(logits, whole.logits)
+    loss = default_loss(stages[-1].config)(logits, labels)
+    assert torch.equal(loss, whole.loss)
+    loss.backward()
+    found = added_up(stages)
+    assert found.keys() == expected.keys()
+    for key, gradient in found.items():
+        if "rel_embeddings" in key or "encoder.LayerNorm" in key:  # a sum over the blocks, in another order
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(gradient, expected[key]), key
+
+
+class TestEqualToUnsplit:
+    @pytest.mark.parametrize("cuts", FOUR_BLOCKS, ids=str)
+    @pytest.mark.parametrize("name", MODELS)
+    def test_any_cut(self, name: str, cuts: list[int]) -> None:
+        check_equal(name, cuts, "right")
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize("padding", ["none", "right", "left"])
+    @pytest.mark.parametrize("name", [name for name in MODELS if "deberta" not in name])
+    def test_padding_and_attention(self, name: str, padding: str, attention: str) -> None:
+        check_equal(name, [0, 1, 3], padding, attention=attention)
+
+    @pytest.mark.parametrize("padding", ["none", "left"])
+    @pytest.mark.parametrize("name", ["deberta-v2", "deberta-v3"])
+    def test_padding_of_deberta(self, name: str, padding: str) -> None:
+        check_equal(name, [0, 1, 3], padding)  # it has one attention implementation only
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_eval_mode(self, name: str) -> None:
+        model = make_model(name, 3).eval()
+        inputs = batch(name, "left")
+        stages = split(model, num_stages=3)
+        assert not any(stage.training for stage in stages)
+        with torch.no_grad():
+            assert torch.equal(run(stages, inputs), model(**inputs, use_cache=False).logits)
+
+    def test_dropout_is_applied_once(self) -> None:
+        """With dropout the random numbers of stage after stage are those of the whole model's one pass."""
+        for name, changes in {
+            "gpt2": {"embd_pdrop": 0.3, "resid_pdrop": 0.2},
+            "bert-classes": {"hidden_dropout_prob": 0.3},
+            "deberta-v2": {"hidden_dropout_prob": 0.3},
+        }.items():
+            model, inputs = make_model(name, 3, **changes), batch(name, "right")
+            torch.manual_seed(1)
+            expected = model(**inputs, use_cache=False).logits
+            torch.manual_seed(1)
+            assert torch.equal(run(split(model, cuts=[0, 1, 2]), inputs), expected), name
+
+    @pytest.mark.parametrize("name", ["gpt2", "llama", "deberta-v2"])
+    def test_bfloat16(self, name: str) -> None:
+        model = make_model(name, 2).to(torch.bfloat16)
+        inputs = batch(name, "right")
+        stages = split(model, num_stages=2)
+        message = stages[0](inputs)
+        assert isinstance(message, dict)
+        assert message["hidden_states"].dtype == torch.bfloat16
+        assert torch.equal(stages[1](message), model(**inputs, use_cache=False).logits)
+
+    def test_token_types_of_gpt2(self) -> None:
+        model = make_model("gpt2", 2)
+        inputs = {**batch("gpt2", "none"), "token_type_ids": torch.full((3, 9), 5)}
+        assert torch.equal(run(split(model, num_stages=2), inputs), model(**inputs, use_cache=False).logits)
+
+    def test_config_that_asks_for_tuples_and_hidden_states(self) -> None:
+        model = make_model("deberta-v2", 2, return_dict=False, output_hidden_states=True, output_attentions=True)
+        inputs = batch("deberta-v2", "right")
+        assert torch.equal(run(split(model, num_stages=2), inputs), model(**inputs)[0])
+
+
+class TestStage:
+    def test_message_between_stages(self) -> None:
+        inputs = batch("gpt2", "right")
+        first, second = split(make_model("gpt2"), num_stages=2)
+        message = first(inputs)
+        assert isinstance(message, dict)
+        assert set(message) == {"hidden_states", "attention_mask"}
+        assert message["attention_mask"] is inputs["attention_mask"]
+        assert message["hidden_states"].shape == (3, 9, 32)
+        bare = first({"input_ids": inputs["input_ids"]})
+        assert isinstance(bare, dict)
+        assert bare["attention_mask"] is None
+        assert isinstance(second(bare), Tensor)
+
+    def test_attributes(self) -> None:
+        stages = split(make_model("gpt2", 5), cuts=[0, 2, 3])
+        assert [(s.index, s.num_stages, s.lo, s.hi) for s in stages] == [(0, 3, 0, 2), (1, 3, 2, 3), (2, 3, 3, 5)]
+        assert [s.is_first for s in stages] == [True, False, False]
+        assert [s.is_last for s in stages] == [False, False, True]
+        assert all(s.hidden_size == 32 and s.config.architectures == ["GPT2LMHeadModel"] for s in stages)
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_names_and_counts_are_the_models(self, name: str) -> None:
+        model = make_model(name)
+        stages = split(model, cuts=[0, 1, 3])
+        whole = {n: p.shape for n, p in model.named_parameters(remove_duplicate=False)}
+        seen: set[str] = set()
+        for stage in stages:
+            names = dict(stage.named_parameters(remove_duplicate=False))
+            assert all(whole[n] == p.shape for n, p in names.items())
+            assert set(stage.state_dict()) == set(names)
+            assert sum(p.numel() for p in stage.parameters()) == stage.plan.parameters[stage.index]
+            path = block_path(name)
+            assert {int(n.split(path)[1].split(".")[0]) for n in names if path in n} == set(range(stage.lo, stage.hi))
+            seen |= set(names)
+        assert seen == set(whole)
+
+    def test_known_names(self) -> None:
+        first, second = split(make_model("gpt2"), cuts=[0, 3, 4])
+        assert "transformer.h.2.attn.c_attn.weight" in first.state_dict()
+        assert "transformer.wpe.weight" in first.state_dict()
+        assert "transformer.h.3.attn.c_attn.weight" in second.state_dict()
+        assert "transformer.ln_f.bias" in second.state_dict()
+        assert "transformer.wte.weight" not in second.state_dict()
+
+    def test_state_dict_round_trip(self) -> None:
+        _, second = split(make_model("gpt2"), num_stages=2)
+        state = {name: tensor + 1 for name, tensor in second.state_dict().items()}
+        second.load_state_dict(state)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in second.state_dict().items())
+
+    def test_moves_as_one_module(self) -> None:
+        """What an engine does to its module reaches everything that forward uses."""
+        stage = split(make_model("gpt2", 2), num_stages=2)[1]
+        stage.to(torch.float64)
+        message = {"hidden_states": torch.randn(2, 4, 32, dtype=torch.float64), "attention_mask": None}
+        assert stage(message).dtype == torch.float64
+        stage.eval()
+        assert not any(module.training for module in stage.modules())
+        assert not stage._model.training
+
+    @pytest.mark.parametrize("name", ["gpt2", "llama", "bert-classes", "deberta-v2"])
+    def test_gradient_checkpointing(self, name: str) -> None:
+        model, inputs = make_model(name, 4), batch(name, "right")
+        labels = labels_for(model, inputs)
+        plain = split(model, cuts=[0, 1, 3])
+        loss_fn = default_loss(plain[-1].config)
+        loss_fn(run(plain, inputs), labels).backward()
+        expected = [gradients(stage) for stage in plain]
+        for stage in plain:
+            stage.zero_grad(set_to_none=True)
+        calls = count_block_calls(plain[1])
+        for stage in plain:
+            stage.gradient_checkpointing_enable()
+        loss = loss_fn(run(plain, inputs), labels)
+        assert calls() == 2
+        loss.backward()
+        assert calls() == 4  # each of the two blocks ran again
+        for stage, grads in zip(plain, expected, strict=True):
+            found = gradients(stage)
+            assert found.keys() == grads.keys()
+            assert all(torch.equal(found[n], grads[n]) for n in grads)
+
+    def test_bad_inputs_name_the_key(self) -> None:
+        first, second = split(make_model("llama"), num_stages=2)
+        inputs = batch("llama", "right")
+        with pytest.raises(DataError, match="token_type_ids"):
+            first({**inputs, "token_type_ids": torch.zeros(3, 9, dtype=torch.long)})
+        with pytest.raises(DataError, match="position_ids"):
+            first({**inputs, "position_ids": torch.zeros(3, 9, dtype=torch.long)})
+        with pytest.raises(DataError, match="input_ids"):
+            first({"attention_mask": inputs["attention_mask"]})
+        with pytest.raises(DataError, match="input_ids"):
+            second(inputs)
+        with pytest.raises(DataError, match="hidden_states"):
+            second({"attention_mask": inputs["attention_mask"]})
+        with pytest.raises(DataError, match="attention_mask has shape"):
+            first({**inputs, "attention_mask": inputs["attention_mask"][:, :-1]})
+        with pytest.raises(DataError, match="dict"):
+            first(inputs["input_ids"])
+
+
+def block_path(name: str) -> str:
+    return ".h." if "gpt2" in name else ".layer." if "bert" in name else ".layers."
+
+
+def count_block_calls(stage: Stage) -> Any:
+    """Count how often a stage's own blocks run, recomputation included: hooks on a linear layer inside each block."""
+    count = [0]
+
+    def seen(*_: Any) -> None:
+        count[0] += 1
+
+    ending = (".mlp.c_fc", ".mlp.up_proj", ".intermediate.dense")
+    for name, module in stage.named_modules():
+        if name.endswith(ending):
+            module.register_forward_hook(seen)
+    return lambda: count[0]
+
+
+class TestLastTokenPooling:
+    """GPT-2's and Llama's classification heads look for pad tokens in input_ids, which a last stage does not have."""
+
+    def test_mask_that_disagrees_with_the_pad_token(self) -> None:
+        for name in ("gpt2-classes", "llama-classes"):
+            stages = split(make_model(name), num_stages=2)
+            inputs = batch(name, "right")
+            with pytest.raises(DataError, match="sample 1: by attention_mask its last token is 8"):
+                run(stages, {"input_ids": inputs["input_ids"]})
+
+    def test_pad_token_unset(self) -> None:
+        model = make_model("gpt2-classes", pad_token_id=None)
+        stages = split(model, num_stages=2)
+        with pytest.raises(DataError, match="pad_token_id"):
+            run(stages, batch("gpt2-classes", "right"))
+        one = batch("gpt2-classes", "none", sizes=(6,))
+        assert torch.equal(run(stages, one), model(**one, use_cache=False).logits)
+
+    def test_one_stage_looks_at_input_ids_itself(self) -> None:
+        model = make_model("gpt2-classes")
+        ids = batch("gpt2-classes", "right")["input_ids"]
+        assert torch.equal(run(split(model, num_stages=1), {"input_ids": ids}), model(ids, use_cache=False).logits)
+
+
+class TestTiedWeights:
+    def test_copies_with_equal_values(self) -> None:
+        model = make_model("gpt2")
+        stages = split(model, num_stages=3)
+        first, last = stages[0].tied_parameters(), stages[2].tied_parameters()
+        name = "transformer.wte.weight"
+        assert set(first) == set(last) == {name}
+        assert stages[1].tied_parameters() == {}
+        assert first[name] is model.transformer.wte.weight
+        assert last[name] is dict(stages[2].named_parameters())["lm_head.weight"]
+        assert last[name] is not first[name]
+        assert torch.equal(last[name], first[name])
+        (group,) = stages[0].plan.tied
+        assert (group.name, group.stages, group.parameters) == (name, (0, 2), (name, "lm_head.weight"))
+
+    def test_one_stage_has_one_parameter(self) -> None:
+        (stage,) = split(make_model("gpt2"), num_stages=1)
+        assert stage.tied_parameters() == {}
+        assert stage.get_parameter("lm_head.weight") is stage.get_parameter("transformer.wte.weight")
+
+    def test_deberta_shares_relative_embeddings_over_all_stages(self) -> None:
+        stages = split(make_model("deberta-v3"), num_stages=3)
+        names = {f"deberta.encoder.{n}" for n in ("rel_embeddings.weight", "LayerNorm.weight", "LayerNorm.bias")}
+        copies = [stage.tied_parameters() for stage in stages]
+        assert all(set(c) == names for c in copies)
+        assert all(torch.equal(copies[0][n], c[n]) for n in names for c in copies)
+        assert len({id(c[n]) for n in names for c in copies}) == 9
+        assert all(group.stages == (0, 1, 2) for group in stages[0].plan.tied)
+
+    def test_masked_lm_keeps_the_bias_tied_inside_the_last_stage(self) -> None:
+        stages = split(make_model("bert-masked"), num_stages=2)
+        last = stages[-1]
+        assert last.get_parameter("cls.predictions.bias") is last.get_parameter("cls.predictions.decoder.bias")
+        assert set(last.tied_parameters()) == {"bert.embeddings.word_embeddings.weight"}
+
+    def test_untied(self) -> None:
+        for count in (1, 2):
+            model = make_model("gpt2")
+            stages = split(model, num_stages=count, tie=False)
+            assert all(stage.tied_parameters() == {} and stage.plan.tied == () for stage in stages)
+            assert all(stage.config.tie_word_embeddings is False for stage in stages)
+            head = stages[-1].get_parameter("lm_head.weight")
+            assert head is not model.lm_head.weight
+            assert torch.equal(head, model.lm_head.weight)
+            assert sum(stages[-1].plan.parameters) == sum(p.numel() for p in model.parameters()) + head.numel()
+            assert model.config.tie_word_embeddings is True
+
+    def test_deberta_cannot_be_untied(self) -> None:
+        with pytest.raises(SplitError, match="rel_embeddings"):
+            split(make_model("deberta-v3"), num_stages=2, tie=False)
+        assert len(split(make_model("deberta-v3"), num_stages=1, tie=False)) == 1
+
+    def test_a_model_whose_head_is_its_own_is_saved_untied(self) -> None:
+        model = make_model("gpt2")
+        model.lm_head.weight = nn.Parameter(torch.randn(VOCABULARY, 32))
+        stages = split(model, num_stages=2)
+        assert stages[0].plan.tied == ()
+        assert stages[1].config.tie_word_embeddings is False
+        assert stages[1].get_parameter("lm_head.weight") is model.lm_head.weight
+
+    def test_frozen_stays_frozen(self) -> None:
+        model = make_model("gpt2").requires_grad_(False)
+        assert not any(p.requires_grad for stage in split(model, num_stages=2) for p in stage.parameters())
+
+
+class TestTheCallersModel:
+    @pytest.mark.parametrize("name", ["gpt2", "llama-classes", "bert-classes", "deberta-v2"])
+    def test_is_not_damaged(self, name: str) -> None:
+        model, inputs = make_model(name), batch(name, "right")
+        before = model(**inputs, use_cache=False).logits
+        modules = {n: id(m) for n, m in model.named_modules()}
+        parameters = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+        config = model.config.to_dict()
+        stages = split(model, cuts=[0, 1, 2])
+        run(stages, inputs)
+        assert {n: id(m) for n, m in model.named_modules()} == modules
+        assert {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)} == parameters
+        assert model.config.to_dict() == config
+        assert torch.equal(model(**inputs, use_cache=False).logits, before)
+
+    def test_weights_are_shared_not_copied(self) -> None:
+        model = make_model("llama")
+        own = {id(p) for p in model.parameters()}
+        assert all(id(p) in own for stage in split(model, num_stages=4) for p in stage.parameters())
+
+    def test_other_stages_weights_are_freed(self) -> None:
+        model = make_model("gpt2")
+        first_block, last_block = weakref.ref(model.transformer.h[0]), weakref.ref(model.transformer.h[3])
+        stage = split(model, num_stages=2)[1]
+        del model
+        gc.collect()
+        assert first_block() is None
+        assert last_block() is not None
+        assert stage.is_last
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({}, "num_stages"),
+            ({"num_stages": 0}, "num_stages: got 0"),
+            ({"num_stages": 5}, "num_stages: got 5"),
+            ({"num_stages": True}, "num_stages: got True"),
+            ({"num_stages": 2.0}, "num_stages: got 2.0"),
+            ({"cuts": []}, "cuts"),
+            ({"cuts": [1, 4]}, "cuts"),
+            ({"cuts": [0, 2, 2, 4]}, "cuts"),
+            ({"cuts": [0, 3, 2, 4]}, "cuts"),
+            ({"cuts": [0, 5]}, "cuts"),
+            ({"cuts": [0, 2.0, 4]}, "cuts"),
+            ({"cuts": [0, 2, 4], "num_stages": 3}, "num_stages is 3"),
+            ({"num_stages": 2, "block_seconds": [1.0, 2.0]}, "block_seconds"),
+            ({"num_stages": 2, "block_seconds": [1.0, 2.0, 0.0, 1.0]}, "block_seconds"),
+        ],
+    )
+    def test_impossible_cuts(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(SplitError, match=message):
+            split(make_model("gpt2"), **arguments)
+
+    def test_cuts_with_and_without_the_end(self) -> None:
+        model = make_model("gpt2")
+        assert [s.plan.cuts for s in split(model, cuts=[0, 1])] == [(0, 1, 4)] * 2
+        assert [s.plan.cuts for s in split(model, cuts=(0, 1, 4))] == [(0, 1, 4)] * 2
+
+    def test_unknown_architecture(self) -> None:
+        config = transformers.OPTConfig(
+            hidden_size=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20
+        )
+        with pytest.raises(SplitError, match=r"'opt' cannot be split; known: .*gpt2.*register\(Architecture"):
+            split(transformers.OPTForCausalLM(config), num_stages=2)
+
+    def test_head_that_cannot_be_split(self) -> None:
+        with pytest.raises(SplitError, match=r"GPT2Model cannot be split.*GPT2LMHeadModel"):
+            split(transformers.GPT2Model(make_config("gpt2")), num_stages=2)
+
+
+class TestRegister:
+    def test_another_architecture(self) -> None:
+        entry = Architecture(
+            model_type="olmo",
+            heads={"OlmoForCausalLM": Head(loss=causal_lm, per_token=True)},
+            default_head="OlmoForCausalLM",
+            blocks="layers",
+            before={"embed_tokens": nn.Identity},
+            after=("norm",),
+        )
+        register(entry)
+        torch.manual_seed(0)
+        model = transformers.OlmoForCausalLM(
+            transformers.OlmoConfig(**COMMON, **{**LLAMA, "num_key_value_heads": 4}, num_hidden_layers=3)
+        )
+        inputs = batch("olmo", "right")
+        assert torch.equal(run(split(model, num_stages=3), inputs), model(**inputs, use_cache=False).logits)
+
+    def test_incomplete_entry(self) -> None:
+        register(
+            Architecture(
+                model_type="olmo2",
+                heads={"Olmo2ForCausalLM": Head(loss=causal_lm)},
+                default_head="Olmo2ForCausalLM",
+                blocks="layers",
+                before={},
+                after=("norm",),
+            )
+        )
+        model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**COMMON, **LLAMA, num_hidden_layers=2))
+        with pytest.raises(SplitError, match=r"does not say which stages have model\.embed_tokens\.weight"):
+            split(model, num_stages=2)
+
+    def test_wrong_path_and_wrong_default(self) -> None:
+        with pytest.raises(SplitError, match="default_head"):
+            register(Architecture(model_type="x", heads={}, default_head="X", blocks="h", before={}))
+
+
+def test_import_is_light() -> None:
+    """Importing the package must not import transformers: the command line starts with it."""
+    code = "import sys, pipecomp, pipecomp.stages; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
