@@ -51,13 +51,13 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     parts = []
     for run in layout.segments(H, 1, group_size):
         span = slice(run.value_start, run.value_start + run.groups * run.group)
-        order = order_RH[:, span].reshape(-1, run.groups, run.group)
+        order = order_RH[:, span].reshape(x_RH.shape[0], run.groups, run.group)
         first = order.sort(dim=-1, descending=True, stable=True).indices[..., : kept(run.group, fraction)]
         start = torch.arange(run.groups, device=x.device) * run.group + run.value_start
         parts.append((first.sort(dim=-1).values + start.unsqueeze(-1)).flatten(1))
     index_RK = torch.cat(parts, 1)
-    values = x_RH.gather(1, index_RK).reshape(*x.shape[:-1], -1)
-    return values, index_RK.to(torch.int32).reshape(*x.shape[:-1], -1)
+    shape = (*x.shape[:-1], index_RK.shape[1])
+    return x_RH.gather(1, index_RK).reshape(shape), index_RK.to(torch.int32).reshape(shape)
 
 
 def scatter(values: Tensor, index: Tensor, H: int) -> Tensor:
@@ -90,7 +90,8 @@ def pack_positions(index: Tensor, H: int, pack: Callable[[Tensor, int], Tensor] 
     index_RK = index.reshape(-1, index.shape[-1]).to(torch.int64)
     flags_RH = torch.zeros((index_RK.shape[0], H), dtype=torch.uint8, device=index.device)
     flags_RH.scatter_(1, index_RK, 1)
-    return pack(flags_RH, 1).reshape(*index.shape[:-1], -1)
+    packed_RB = pack(flags_RH, 1)
+    return packed_RB.reshape(*index.shape[:-1], packed_RB.shape[-1])
 
 
 def unpack_positions(

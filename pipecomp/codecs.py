@@ -41,6 +41,8 @@ def to_bytes(x: Tensor) -> np.ndarray:
 
 def from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A new tensor with the bytes of uint8 [n]."""
+    if data.size == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(data.copy()).view(dtype).reshape(shape).to(device)
 
 

@@ -32,11 +32,12 @@ class MicroBatch:
     labels: Tensor | None
 
 
-def as_micro_batch(batch: Any, ids: Sequence[int] | None = None) -> MicroBatch:
+def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from: int | None = None) -> MicroBatch:
     """A collated batch as a MicroBatch.
 
     batch: a mapping with "input_ids" and usually "labels", or DeepSpeed's pair (inputs, labels). Its ids come from
-    `ids` or from the key "sample_ids". Raises DataError for anything else, or without ids.
+    `ids`, else from the key "sample_ids", else they are numbers from `number_from` on, where nothing needs to know a
+    sample again. Raises DataError for anything else, or without ids.
     """
     if isinstance(batch, MicroBatch):
         return batch
@@ -52,9 +53,11 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None) -> MicroBatch:
     labels = next((fields.pop(k) for k in LABEL_KEYS if k in fields), None)
     if "input_ids" not in fields or not isinstance(fields["input_ids"], Tensor):
         raise DataError(f"a batch has the keys {sorted(batch)}; it needs input_ids as a tensor [B, S]")
-    if ids is None:
-        raise DataError(f"a batch has no {ID_KEY!r}: samples need ids that stay the same over epochs")
     size = fields["input_ids"].shape[0]
+    if ids is None and number_from is not None:
+        ids = range(number_from, number_from + size)
+    if ids is None:
+        raise DataError(f"a batch has no {ID_KEY!r}: 'aqsgd' needs ids that stay the same over epochs")
     if len(ids) != size:
         raise DataError(f"a batch of {size} samples has {len(ids)} ids")
     for i in ids:

@@ -51,6 +51,33 @@ class LinkStats:
         return out
 
 
+@dataclass(slots=True)
+class GroupStats:
+    """Gradients of one group of ranks, summed over the steps so far, for this rank.
+
+    bytes_raw: what a ring all-reduce of n ranks puts on this rank's link, 2 (n − 1) / n of the gradients' bytes.
+    bytes_sent: what was put there.
+    wait_seconds: time in the reduction, waiting for the other ranks included.
+    """
+
+    calls: int = 0
+    bytes_raw: int = 0
+    bytes_sent: int = 0
+    wait_seconds: float = 0.0
+
+    def add(self, raw: int, ranks: int, seconds: float) -> None:
+        """Count one reduction of `raw` bytes over `ranks` ranks."""
+        ring = 2 * raw * (ranks - 1) // ranks
+        self.calls += 1
+        self.bytes_raw += ring
+        self.bytes_sent += ring
+        self.wait_seconds += seconds
+
+    def as_dict(self) -> dict:
+        """For reports."""
+        return asdict(self)
+
+
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:
     """(raw, sent) of one direction over several links' `as_dict`."""
     parts = [link[direction] for link in links]

@@ -125,8 +125,22 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
     return out
 
 
+def peek(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
+    """The header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
+    return _parse(message, max_payload_bytes)[0]
+
+
 def decode(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Header, np.ndarray]:
     """Header and payload (a view into `message`) of uint8 [length]. Raises WireError if it is anything else."""
+    header, payload, checked = _parse(message, max_payload_bytes)
+    (sent_check,) = _CHECK.unpack_from(message, message.size - _CHECK.size)
+    check = ops.crc32(message[: -_CHECK.size]) if checked else 0
+    if check != sent_check:
+        raise WireError(f"message was changed on the way: CRC-32 {check:#010x}, sent with {sent_check:#010x}")
+    return header, payload
+
+
+def _parse(message: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarray, bool]:
     if message.size < _HEADER.size + _CHECK.size:
         raise WireError(f"message of {message.size} bytes is shorter than a header of {_HEADER.size}")
     (magic, version, kind, flags, method, bits, first_bits, dtype, payload_dtype, link, step, micro_batch, count,
@@ -142,10 +156,6 @@ def decode(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -
         raise WireError(f"message has {message.size} bytes where its header says {expected}")
     if flags & ~_FLAG_CHECKSUM:
         raise WireError(f"message has unknown flags {flags:#x}")
-    (sent_check,) = _CHECK.unpack_from(message, message.size - _CHECK.size)
-    check = ops.crc32(message[: -_CHECK.size]) if flags & _FLAG_CHECKSUM else 0
-    if check != sent_check:
-        raise WireError(f"message was changed on the way: CRC-32 {check:#010x}, sent with {sent_check:#010x}")
     try:
         samples = tuple(
             Sample(s[0], Form(s[1]), *s[2:])
@@ -162,4 +172,4 @@ def decode(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -
         if s.start + s.count > tokens:
             raise WireError(f"{header.describe()}: sample {s.id} has tokens {s.start}..{s.start + s.count} of {tokens}")
     start = _HEADER.size + count * _SAMPLE.size
-    return header, message[start : start + payload]
+    return header, message[start : start + payload], bool(flags & _FLAG_CHECKSUM)

@@ -97,6 +97,11 @@ class GlooTransport:
             while self._outbox.unfinished_tasks and self._sender.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.005)
 
+    def failure(self, wait_s: float = 0.0) -> Exception | None:
+        if self._failure is None:
+            self._receiver.join(wait_s)
+        return self._failure
+
     def traffic(self) -> Traffic:
         return Traffic(self._sent, self._received, self._send_s, self._wait_s)
 

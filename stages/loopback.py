@@ -54,6 +54,10 @@ class LoopbackTransport:
     def abort(self, lost_rank: int, reason: str) -> None:
         self._outbox.put(PeerLostError(reason, lost_rank))
 
+    def failure(self, wait_s: float = 0.0) -> Exception | None:
+        """Nothing but a closed end can fail, and `recv` says that."""
+        return None
+
     def traffic(self) -> Traffic:
         return Traffic(self._sent, self._received, 0.0, self._wait_s)
 

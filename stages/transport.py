@@ -48,6 +48,10 @@ class Transport(Protocol):
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""
         ...
 
+    def failure(self, wait_s: float = 0.0) -> Exception | None:
+        """What ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
+        ...
+
     def traffic(self) -> Traffic:
         """Counters so far."""
         ...

@@ -1,0 +1,336 @@
+"""A DeepSpeed PipelineEngine whose sends and receives go through compressed links.
+
+DeepSpeed keeps what it is good at (optimizers, precision, data-parallel reduction, checkpoints); this subclass replaces
+its instructions for loading, sending and receiving, its schedule, the reduction of tied weights and the global norm.
+
+Shapes: B samples, S tokens with padding, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import engine as deepspeed_pipe
+from deepspeed.runtime.pipe import schedule as ds_schedule
+from torch import Tensor
+
+from pipecomp.buffers import StoreEnvironment
+from pipecomp.config import Config
+from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
+from pipecomp.errors import DataError, LinkError, PeerLostError, PipecompError
+from pipecomp.schedule import EvalSchedule, TrainSchedule
+from pipecomp.stages.boundary import Layout
+from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
+from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.saving import save_stages
+from pipecomp.stages.splitting import Stage
+from pipecomp.stats import GroupStats
+from pipecomp.wire import Kind, peek
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """This rank's ends of its links (None at the ends of the pipeline) and where their messages are kept."""
+
+    to_next: UpstreamEnd | None = None
+    to_previous: DownstreamEnd | None = None
+    environment: StoreEnvironment | None = None
+
+    def __iter__(self) -> Iterator[UpstreamEnd | DownstreamEnd]:
+        return (end for end in (self.to_previous, self.to_next) if end is not None)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One micro-batch between its forward and its backward."""
+
+    layout: Layout | None = None
+    inputs: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+class PipelineEngine(deepspeed_pipe.PipelineEngine):
+    """Train with `train_batch`, evaluate with `eval_batch`; made by `pipecomp.initialize`.
+
+    DeepSpeed's own signatures hold: see `deepspeed.runtime.pipe.engine.PipelineEngine`.
+    """
+
+    def __init__(self, *, pipecomp_config: Config, plan: SplitPlan, tied_groups: dict[str, Any], **ds: Any) -> None:
+        """tied_groups: process group of each tied weight that this stage holds, by the name in `plan`."""
+        self._tied_groups = tied_groups
+        self.pipecomp_config, self.plan = pipecomp_config, plan
+        self.links = Links()
+        self._slots: dict[int, _Slot] = {}
+        self._loader: TrainLoader | None = None
+        self._step_number = 0
+        self._evaluations = 0
+        self._reductions: dict[str, GroupStats] = {}
+        super().__init__(**ds)
+        stage = self.stage
+        first_holder = {g.name: g.stages[0] == stage.index for g in plan.tied}
+        self._tied = stage.tied_parameters()
+        for name, parameter in self._tied.items():
+            parameter.ds_pipe_replicated = not first_holder[name]
+
+    @property
+    def stage(self) -> Stage:
+        """The part of the model that this rank trains."""
+        return self.module.forward_funcs[0]
+
+    def open_links(self, links: Links) -> None:
+        """Use these links; called once by `initialize`."""
+        self.links = links
+        prefetching = self.pipecomp_config.store.prefetch > 0
+        if links.to_previous is not None and links.environment is not None and prefetching:
+            links.to_previous.transport.on_arrival(self._prefetch_arrived)
+
+    def set_loader(self, loader: TrainLoader) -> None:
+        """Train on this loader's micro-batches."""
+        self._loader = loader
+        self.set_dataloader(loader)
+
+    # -- the calls of DeepSpeed's engine
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """One optimizer step over `gradient_accumulation_steps` micro-batches of each replica; the mean loss.
+
+        data_iter: batches for the first and the last stage, with "sample_ids"; the training data otherwise. Raises
+        PeerLostError if another rank is gone, and this project's other errors; after any of them the run is over.
+        """
+        self._step_number = self.global_steps
+        with self._telling_others():
+            loss = super().train_batch(data_iter)
+            if self.links.environment is not None:
+                self.links.environment.commit()
+        return loss
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Mean loss over batches, without touching the message stores; arguments and result as DeepSpeed's."""
+        with self._telling_others():
+            result = super().eval_batch(data_iter, *args, **kwargs)
+        self._evaluations += 1
+        return result
+
+    def _train_schedule(self) -> TrainSchedule:
+        return TrainSchedule(micro_batches=self.micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
+    def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
+        return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
+    # -- instructions
+
+    def _at(self, micro_batch: int) -> Position:
+        return Position(self._step_number if self.module.training else self._evaluations, micro_batch)
+
+    def _exec_load(self, buffer_id: int, micro_batch: int) -> None:
+        batch = self._load(micro_batch)
+        if self.is_first_stage():
+            mask_BS = batch.inputs.get("attention_mask")
+            layout = Layout.of_mask(batch.ids, mask_BS, batch.inputs["input_ids"].shape[1])
+            inputs = {key: value.to(self.device) for key, value in batch.inputs.items() if value is not None}
+            self._slots[buffer_id] = _Slot(layout, inputs)
+            self._prefetch_next()
+        if self.is_last_stage():
+            layout = self._slots[buffer_id].layout
+            assert layout is not None
+            if layout.ids != batch.ids:
+                raise DataError(
+                    f"step {self._step_number}, micro-batch {micro_batch}: the first stage sent samples "
+                    f"{list(layout.ids)}, the labels here are of samples {list(batch.ids)}: give every rank the same "
+                    "data in the same order"
+                )
+            if batch.labels is None and self._compute_loss:
+                raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
+            self.pipe_buffers["labels"][buffer_id] = None if batch.labels is None else batch.labels.to(self.device)
+
+    def _load(self, micro_batch: int) -> MicroBatch:
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            raise DataError(f"the data ended before micro-batch {micro_batch} of this step") from None
+        if batch is None:
+            raise DataError("no data: give training_data to initialize, or data_iter to this call")
+        known = self.module.training and self.pipecomp_config.activations.method == "aqsgd"
+        return as_micro_batch(batch, number_from=None if known else micro_batch << 32)
+
+    def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
+        self.tput_timer.start()
+        outputs = DeepSpeedEngine.forward(self, self._slots[buffer_id].inputs)
+        if not self.is_last_stage():
+            self.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]
+            return
+        if self._compute_loss and self.module.loss_fn is not None:
+            self.loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
+        else:
+            self.loss = outputs
+        if self.eval_return_logits:
+            self.outputs = outputs
+        self.fwd_outputs.append(self.loss.detach())
+        if self.total_loss is None:
+            self.total_loss = torch.zeros_like(self.loss.detach())
+        self.total_loss += self.loss.detach()
+
+    def _exec_send_activation(self, buffer_id: int, micro_batch: int) -> None:
+        assert self.links.to_next is not None
+        training = self.module.training
+        layout = self._slots[buffer_id].layout
+        x_BSH = self.pipe_buffers["outputs"][buffer_id]
+        self.links.to_next.send_activation(x_BSH, layout, self._at(micro_batch), training=training)
+
+    def _exec_recv_activation(self, buffer_id: int, micro_batch: int) -> None:
+        assert self.links.to_previous is not None
+        training = self.module.training
+        x_BSH, layout = self.links.to_previous.recv_activation(self._at(micro_batch), training=training)
+        if x_BSH.shape[-1] != self.stage.hidden_size:
+            raise LinkError(
+                f"link {self.links.to_previous.index}: activations of width {x_BSH.shape[-1]} for a stage of width "
+                f"{self.stage.hidden_size}: the ranks have different models"
+            )
+        x_BSH.requires_grad_(training)
+        inputs = {"hidden_states": x_BSH, "attention_mask": layout.mask_BS(self.device)}
+        self._slots[buffer_id] = _Slot(layout, inputs)
+
+    def _exec_send_grad(self, buffer_id: int, micro_batch: int) -> None:
+        assert self.links.to_previous is not None
+        slot = self._slots.pop(buffer_id)
+        x_BSH = slot.inputs["hidden_states"]
+        assert x_BSH is not None and x_BSH.grad is not None and slot.layout is not None
+        self.links.to_previous.send_gradient(x_BSH.grad, slot.layout, self._at(micro_batch))
+
+    def _exec_recv_grad(self, buffer_id: int, micro_batch: int) -> None:
+        assert self.links.to_next is not None
+        layout = self._slots[buffer_id].layout
+        assert layout is not None
+        self.grad_layer = self.links.to_next.recv_gradient(layout, self._at(micro_batch))
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Sum the gradients of tied weights over the stages that hold them."""
+        for name, parameter in self._tied.items():
+            grad = parameter._hp_grad if self.using_bf16_optimizer else parameter.grad
+            if grad is None:
+                raise PipecompError(f"tied weight {name} has no gradient on stage {self.stage_id}")
+            with self._counted(f"tied {name}", [grad], dist.get_world_size(self._tied_groups[name])):
+                dist.all_reduce(grad, group=self._tied_groups[name])
+
+    def _exec_reduce_grads(self) -> None:
+        """DeepSpeed's own reduction over the data-parallel group, counted."""
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        with self._counted("data parallel", grads, self.dp_world_size):
+            super()._exec_reduce_grads()
+
+    @contextlib.contextmanager
+    def _counted(self, group: str, grads: list[Tensor], ranks: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if ranks > 1:
+            raw = sum(g.numel() * g.element_size() for g in grads)
+            self._reductions.setdefault(group, GroupStats()).add(raw, ranks, time.perf_counter() - began)
+
+    _INSTRUCTION_MAP = {  # noqa: RUF012 (DeepSpeed's name and form)
+        **deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP,
+        ds_schedule.LoadMicroBatch: _exec_load,
+        ds_schedule.ForwardPass: _exec_forward_pass,
+        ds_schedule.SendActivation: _exec_send_activation,
+        ds_schedule.RecvActivation: _exec_recv_activation,
+        ds_schedule.SendGrad: _exec_send_grad,
+        ds_schedule.RecvGrad: _exec_recv_grad,
+        ds_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        ds_schedule.ReduceGrads: _exec_reduce_grads,
+    }
+
+    # -- the global norm
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm over all stages, tied weights counted once (DeepSpeed counts the first stage only)."""
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        counted = [
+            p.grad for p in self.module.parameters() if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
+        ]
+        norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=self.device)
+        square = norms.double().square().sum()
+        dist.all_reduce(square, group=self.grid.get_pipe_parallel_group())
+        norm = square.sqrt()
+        self._global_grad_norm = float(norm)
+        scale = self.gradient_clipping() / (norm + 1e-6)
+        if float(scale) < 1:
+            torch._foreach_mul_(grads, float(scale))
+
+    # -- message stores
+
+    def _prefetch_next(self) -> None:
+        """On the first stage: load the messages of the micro-batches that come next."""
+        store = self.links.to_next.store if self.links.to_next is not None else None
+        if store is None or self._loader is None or not self.module.training:
+            return
+        for ahead in range(self.pipecomp_config.store.prefetch):
+            store.prefetch(self._loader.upcoming(ahead))
+
+    def _prefetch_arrived(self, message: Any) -> None:
+        """On the receiving thread: load the messages of a micro-batch that has arrived before its turn."""
+        header = peek(message)
+        if header.kind is Kind.ACTIVATION:
+            for end in self.links:
+                if end.store is not None:
+                    end.store.prefetch([sample.id for sample in header.samples])
+
+    # -- saving
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this."""
+        save_stages(self.stage, folder, write=self.grid.data_parallel_id == 0, barrier=dist.barrier)
+
+    def comm_stats(self) -> dict[str, Any]:
+        """This rank's traffic so far: for every link "k->k+1" and every group bytes raw and sent, waiting, error, hits."""
+        links = {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links}
+        groups = {name: stats.as_dict() for name, stats in self._reductions.items()}
+        return {"rank": self.global_rank, "replica": self.grid.data_parallel_id, "links": links, "groups": groups}
+
+    def gather_comm_stats(self) -> list[dict[str, Any]]:
+        """`comm_stats` of all ranks, on every rank; all ranks must call this."""
+        out: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(out, self.comm_stats())
+        return out
+
+    # -- the end
+
+    @contextlib.contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Whatever ends a step here, the neighbours learn of it, and the first lost rank is what is raised."""
+        try:
+            yield
+        except Exception as error:
+            cause = self._first_cause(error)
+            lost = cause.rank if isinstance(cause, PeerLostError) else self.global_rank
+            reason = str(cause) if isinstance(cause, PeerLostError) else (
+                f"rank {self.global_rank} stopped: {type(cause).__name__}: {cause}"
+            )
+            for end in self.links:
+                end.transport.abort(lost, reason)
+            if cause is not error:
+                raise cause from error
+            raise
+
+    def _first_cause(self, error: Exception) -> Exception:
+        """A failed collective says little; the links know who was lost."""
+        if isinstance(error, PipecompError) or not isinstance(error, RuntimeError):
+            return error
+        for end in self.links:
+            failure = end.transport.failure(wait_s=2.0)
+            if failure is not None:
+                return failure
+        return error
+
+    def close(self) -> None:
+        """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
+        for end in self.links:
+            with contextlib.suppress(PipecompError):
+                end.transport.close()
+        if self.links.environment is not None:
+            self.links.environment.close()
+

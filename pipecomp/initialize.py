@@ -1,0 +1,256 @@
+"""`pipecomp.initialize`: from a Hugging Face model and a configuration to an engine that trains.
+
+Everything that has to be made in the same order on every rank is made here: process groups, stages, links, stores.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import json
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+
+from pipecomp.buffers import open_environment
+from pipecomp.data import ShardedSampler, TrainLoader
+from pipecomp.engine import Links, PipelineEngine
+from pipecomp.stages import build_stage, default_loss, plan
+from pipecomp.stages.gloo import GlooTransport, neighbour_groups
+from pipecomp.stages.link import DownstreamEnd, UpstreamEnd
+from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.resume import agree
+from pipecomp.stages.splitting import Stage
+
+SECTION = "pipecomp"
+
+
+def initialize(
+    model: Any,
+    num_stages: int | None = None,
+    config: str | os.PathLike | dict[str, Any] | None = None,
+    training_data: Any = None,
+    collate_fn: Callable[[list], Any] | None = None,
+    *,
+    cuts: Sequence[int] | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    shuffle: bool = True,
+) -> PipelineEngine:
+    """Make the engine of this rank; every rank of the run calls this with the same arguments.
+
+    model: a Hugging Face model, a folder that `from_pretrained` reads, or a hub name; of a folder each rank reads only
+    its own stage. num_stages: K; the world size is K × replicas. cuts: K + 1 block numbers where the model is cut,
+    instead of num_stages. config: DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file.
+    training_data: samples with a length; collate_fn: samples to a batch with input_ids and labels. loss_fn(logits,
+    labels): the model's own loss by default. optimizer: a torch optimizer or a callable that makes one from
+    parameters; by default the configuration's. shuffle: a new order every epoch, by the section's seed.
+
+    Raises ConfigError for settings, SplitError for the model, LinkError where ranks are configured differently,
+    DataError for the data.
+    """
+    ds_config = _read_config(config)
+    settings = Config.from_dict(ds_config.get(SECTION, {}))
+    _join_processes()
+    split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
+    stages, world = split_plan.num_stages, dist.get_world_size()
+    if world % stages:
+        raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
+    if stages == 1 and settings.activations.method != "none":
+        raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
+    _complete(ds_config)
+
+    module = _pipeline_module(model, split_plan, ds_config, loss_fn)
+    ds = DeepSpeedConfig(ds_config, module.mpu())
+    engine = PipelineEngine(
+        pipecomp_config=settings,
+        plan=split_plan,
+        tied_groups=_tied_groups(split_plan, module.mpu()),
+        args=None,
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        mpu=module.mpu(),
+        config=ds_config,
+        config_class=ds,
+        dist_init_required=False,
+    )
+    engine.open_links(_open_links(engine, settings))
+    _at_exit(engine)
+    if training_data is not None:
+        sampler = ShardedSampler(
+            len(training_data),
+            engine.micro_batch_size,
+            replicas=engine.grid.data_parallel_size,
+            replica=engine.grid.data_parallel_id,
+            seed=settings.seed,
+            shuffle=shuffle,
+        )
+        engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
+    return engine
+
+
+def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        raise ConfigError("config", config, "a dict or the path of a JSON file")
+    if isinstance(config, dict):
+        return copy.deepcopy(config)
+    try:
+        found = json.loads(Path(config).read_text())
+    except OSError as error:
+        raise ConfigError("config", str(config), f"a file that can be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError("config", str(config), f"valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError("config", str(config), "a JSON object")
+    return found
+
+
+def _complete(ds_config: dict[str, Any]) -> None:
+    """Settings that DeepSpeed needs on this machine and nobody would write down."""
+    optimizer = ds_config.get("optimizer", {})
+    if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
+        # DeepSpeed's own CPU Adam compiles at first use; torch's is there.
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+
+
+def _join_processes() -> None:
+    """Initialize torch.distributed as the launcher says, or for this process alone."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
+    accelerator = get_accelerator()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
+    backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+class _StageSpec(LayerSpec):
+    """Builds a stage only on the rank that owns it."""
+
+    def __init__(self, build: Callable[[], Stage]) -> None:
+        super().__init__(Stage)
+        self._build = build
+
+    def build(self, log: bool = False) -> Stage:
+        return self._build()
+
+
+def _pipeline_module(
+    model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None
+) -> PipelineModule:
+    half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+    dtype = torch.float32 if isinstance(model, (str, os.PathLike)) and not half else None
+    loss: list[Callable] = []
+
+    def builder(index: int) -> Callable[[], Stage]:
+        def build() -> Stage:
+            stage = build_stage(model, split_plan, index, dtype=dtype)
+            loss.append(loss_fn or default_loss(stage.config))
+            return stage
+
+        return build
+
+    specs = [_StageSpec(builder(index)) for index in range(split_plan.num_stages)]
+    module = PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
+    module.loss_fn = loss[0]
+    return module
+
+
+def _pipelines(grid: Any) -> list[list[int]]:
+    """For each replica the global ranks of its stages."""
+    return [
+        [grid._topo.get_rank(pipe=stage, data=replica) for stage in range(grid.pipe_parallel_size)]
+        for replica in range(grid.data_parallel_size)
+    ]
+
+
+def _tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
+    """A process group for each tied weight of this rank; made by all ranks in the same order."""
+    mine = {}
+    for tied in split_plan.tied:
+        for ranks in _pipelines(grid):
+            members = [ranks[stage] for stage in tied.stages]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine[tied.name] = group
+    return mine
+
+
+def _open_links(engine: PipelineEngine, settings: Config) -> Links:
+    grid, stage = engine.grid, engine.stage_id
+    timeout_s = settings.transport.timeout_s
+    pipelines = _pipelines(grid)
+    groups = neighbour_groups(pipelines, timeout_s)
+    ranks = pipelines[grid.data_parallel_id]
+    environment = None
+    if settings.activations.method == "aqsgd":
+        store = settings.store
+        environment = open_environment(
+            store.backend,
+            store.path,
+            engine.global_rank,
+            bits=store.bits,
+            group_size=settings.activations.group_size,
+            max_bytes=store.max_bytes,
+            prefetch=store.prefetch,
+        )
+    ends: dict[str, Any] = {}
+    for name, kind, index in (("to_previous", DownstreamEnd, stage - 1), ("to_next", UpstreamEnd, stage)):
+        if 0 <= index < grid.pipe_parallel_size - 1:
+            described = {
+                **settings.link_settings(),
+                "cut": engine.plan.cuts[index + 1],
+                "hidden_size": engine.stage.hidden_size,
+                "replicas": grid.data_parallel_size,
+            }
+            ends[name] = kind(
+                index,
+                settings,
+                GlooTransport(groups[ranks[index], ranks[index + 1]], timeout_s=timeout_s),
+                None if environment is None else environment.link(f"link-{index}", described),
+                replica=grid.data_parallel_id,
+                device=engine.device,
+                pass_nonfinite=engine.fp16_enabled(),
+            )
+            agree(ends[name], {**described, "settings": settings.digest()})
+    return Links(environment=environment, **ends)
+
+
+def _at_exit(engine: PipelineEngine) -> None:
+    """Close in order when the interpreter ends, so that no rank aborts in a half-closed process group."""
+    reference = weakref.ref(engine)
+
+    def finish() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(finish)

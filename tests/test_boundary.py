@@ -1,0 +1,51 @@
+"""Which tokens cross a link."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipecomp.errors import DataError
+from pipecomp.stages.boundary import Layout, gather, scatter
+
+
+@given(st.data())
+def test_gather_and_scatter_keep_real_tokens_and_zero_the_rest(data):
+    S = data.draw(st.integers(1, 9))
+    spans = data.draw(
+        st.lists(
+            st.integers(0, S).flatmap(lambda n: st.tuples(st.integers(0, S - n), st.just(n))), min_size=1, max_size=4
+        )
+    )
+    mask_BS = torch.zeros(len(spans), S, dtype=torch.int64)
+    for row, (start, n) in zip(mask_BS, spans, strict=True):
+        row[start : start + n] = 1
+    x_BSH = torch.randn(len(spans), S, 3)
+    layout = Layout.of_mask(tuple(range(len(spans))), mask_BS, S)
+    rows_TH = gather(x_BSH, layout)
+    assert rows_TH.shape == (int(mask_BS.sum()), 3)
+    assert torch.equal(rows_TH, x_BSH[mask_BS.bool()])
+    assert torch.equal(scatter(rows_TH, layout), x_BSH * mask_BS[:, :, None])
+    if layout.full:
+        assert layout.mask_BS(torch.device("cpu")) is None
+    else:
+        assert torch.equal(layout.mask_BS(torch.device("cpu")), mask_BS)
+
+
+def test_no_mask_means_all_real_and_no_copy():
+    x_BSH = torch.randn(2, 4, 3)
+    layout = Layout.of_mask((3, 9), None, 4)
+    assert layout.full
+    assert layout.total == 8
+    assert gather(x_BSH, layout).data_ptr() == x_BSH.data_ptr()
+
+
+def test_padding_between_real_tokens_is_refused_by_sample():
+    mask_BS = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    with pytest.raises(DataError, match="sample 9 has padding between"):
+        Layout.of_mask((3, 9), mask_BS, 3)
+
+
+def test_mask_of_another_shape_is_refused():
+    with pytest.raises(DataError, match=r"shape \(1, 3\), expected \(2, 3\)"):
+        Layout.of_mask((3, 9), torch.ones(1, 3), 3)

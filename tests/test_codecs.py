@@ -1,0 +1,134 @@
+"""Codecs against plain references written here, and byte counts that follow from shapes alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipecomp.codecs import Cast, Quantized, TopK
+from pipecomp.errors import NonFiniteError, WireError
+
+CPU = torch.device("cpu")
+
+
+def quantize_reference(x_TH: torch.Tensor, bits: int) -> torch.Tensor:
+    """deq(Q_b(x)) per row, nearest, ALGORITHMS §1.2, one float32 operation at a time."""
+    out = np.zeros(x_TH.shape, dtype=np.float32)
+    for row, x in enumerate(x_TH.numpy()):
+        scale = np.float32(np.abs(x).max(initial=0))
+        if scale < 2.0**-100:
+            continue
+        u = x * (np.float32(1) / scale) + np.float32(1)
+        c = np.clip(np.floor(u * np.float32(2 ** (bits - 1))), 0, 2**bits - 1)
+        out[row] = scale * ((c.astype(np.float32) + np.float32(0.5)) / np.float32(2 ** (bits - 1)) - np.float32(1))
+    return torch.from_numpy(out)
+
+
+def payload(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
+
+
+shapes = st.tuples(st.integers(0, 5), st.integers(1, 40))
+codecs = st.one_of(
+    st.sampled_from([Cast(torch.float32), Cast(torch.float16), Cast(torch.bfloat16)]),
+    st.builds(
+        Quantized, st.integers(1, 8), st.sampled_from(["nearest", "stochastic"]), st.just("max"),
+        st.none() | st.integers(1, 50),
+    ),
+    st.builds(
+        TopK, st.integers(1, 8), st.floats(0.01, 1), st.sampled_from(["nearest", "stochastic"]), st.just("max"),
+        st.none() | st.integers(1, 50),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(codecs, shapes, st.integers(0, 2**31))
+def test_length_follows_from_the_shape_and_decoding_repeats(codec, shape, seed):
+    x_TH = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    data = payload(codec.encode(x_TH, seed))
+    assert data.size == codec.payload_bytes(*shape)
+    once, again = (codec.decode(data, *shape, CPU) for _ in range(2))
+    assert once.shape == shape
+    assert torch.equal(once, again)
+    for wrong in (data[:-1], np.append(data, np.uint8(0))):
+        if wrong.size != data.size:
+            with pytest.raises(WireError, match="expected"):
+                codec.decode(wrong, *shape, CPU)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), shapes, st.integers(0, 2**31))
+def test_quantized_matches_the_definition(bits, shape, seed):
+    x_TH = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    codec = Quantized(bits)
+    assert torch.equal(codec.decode(payload(codec.encode(x_TH)), *shape, CPU), quantize_reference(x_TH, bits))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("group_size", [None, 7])
+def test_delta_leaves_the_same_message_at_both_ends(bits, rounding, group_size):
+    codec = Quantized(bits, rounding, "max", group_size)
+    sender = torch.randn(5, 20)
+    receiver = sender.clone()
+    for visit in range(4):
+        x_TH = torch.randn(5, 20)
+        data = payload(codec.encode_delta_(x_TH, sender, seed=visit))
+        codec.decode_delta_(data, receiver)
+        assert torch.equal(sender, receiver)
+        assert not torch.equal(sender, x_TH)
+
+
+def test_repeated_deltas_converge_on_a_fixed_activation():
+    codec = Quantized(2)
+    x_TH, m_TH = torch.randn(3, 50), torch.zeros(3, 50)
+    errors = []
+    for _ in range(8):
+        codec.encode_delta_(x_TH, m_TH)
+        errors.append(float((x_TH - m_TH).norm()))
+    assert errors[-1] < 1e-3 * errors[0]
+
+
+def test_top_k_keeps_the_largest_and_zeroes_the_rest():
+    x_TH = torch.tensor([[0.1, -5.0, 0.2, 3.0, -0.3, 0.0, 0.0, 4.0, 0.1, 0.1]])
+    codec = TopK(8, 0.3)
+    y_TH = codec.decode(payload(codec.encode(x_TH)), 1, 10, CPU)
+    assert y_TH.nonzero()[:, 1].tolist() == [1, 3, 7]
+    assert torch.equal(y_TH[:, [1, 3, 7]], quantize_reference(x_TH[:, [1, 3, 7]], 8))
+
+
+def test_top_k_bytes_at_a_fifth_of_the_values():
+    # 20 % of 256 values at 8 bits: 51 codes, a bitmap of 32 bytes, one scale
+    assert TopK(8, 0.2).payload_bytes(1, 256) == 51 + 32 + 4
+
+
+def test_a_damaged_bitmap_is_refused():
+    codec = TopK(8, 0.3)
+    data = payload(codec.encode(torch.randn(1, 10)))
+    data[0] ^= 1
+    with pytest.raises(WireError):
+        codec.decode(data, 1, 10, CPU)
+
+
+def test_fp16_refuses_what_does_not_fit():
+    with pytest.raises(NonFiniteError, match="7e\\+04 do not fit float16"):
+        Cast(torch.float16).encode(torch.tensor([[1.0, 7e4]]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**101])
+def test_nothing_that_cannot_be_quantized_becomes_a_code(bad):
+    x_TH, m_TH = torch.randn(2, 8), torch.randn(2, 8)
+    x_TH[1, 3] = bad
+    before = m_TH.clone()
+    with pytest.raises(NonFiniteError):
+        Quantized(4).encode(x_TH)
+    with pytest.raises(NonFiniteError):
+        Quantized(4).encode_delta_(x_TH, m_TH)
+    assert torch.equal(m_TH, before)
+
+
+def test_real_bits_on_the_wire():
+    for bits in range(1, 9):
+        assert Quantized(bits).payload_bytes(10, 256) == 10 * (256 * bits // 8 + 4)

@@ -1,0 +1,104 @@
+"""The configuration section: defaults, every refusal, and that each error names key, value and what is allowed."""
+
+import dataclasses
+
+import pytest
+
+from pipecomp.config import Activations, Config
+from pipecomp.errors import ConfigError
+
+DESIGN_EXAMPLE = {
+    "activations": {
+        "method": "aqsgd",
+        "forward_bits": 4,
+        "backward_bits": 8,
+        "first_visit": "full",
+        "rounding": "nearest",
+        "scale": "max",
+        "group_size": None,
+        "backward_top_k": None,
+        "eval": "full",
+    },
+    "store": {"backend": "lmdb", "path": "messages", "bits": 32, "max_bytes": None, "prefetch": 2},
+    "transport": {"backend": "auto", "checksum": True},
+}
+
+
+def test_documented_example_is_accepted_and_read():
+    config = Config.from_dict(DESIGN_EXAMPLE)
+    assert config.activations == Activations(method="aqsgd")
+    assert config.store.path == "messages"
+    assert config.transport.checksum is True
+
+
+def test_empty_section_compresses_nothing():
+    config = Config.from_dict({})
+    assert config.activations.method == "none"
+    assert config.gradients.method == "none"
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().seed = 1
+
+
+BAD = [
+    ({"activatons": {}}, "activatons", "activations"),
+    ({"activations": {"methd": "none"}}, "activations.methd", "method"),
+    ({"activations": {"method": "zip"}}, "activations.method", "aqsgd"),
+    ({"activations": []}, "activations", "object"),
+    ({"activations": {"method": "aqsgd", "forward_bits": 9}}, "activations.forward_bits", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "forward_bits": True}}, "activations.forward_bits", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "forward_bits": "4"}}, "activations.forward_bits", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "backward_bits": 0}}, "activations.backward_bits", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "first_visit": "half"}}, "activations.first_visit", "full"),
+    ({"activations": {"method": "aqsgd", "first_visit": 9}}, "activations.first_visit", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "rounding": "up"}}, "activations.rounding", "stochastic"),
+    ({"activations": {"method": "aqsgd", "scale": "mean"}}, "activations.scale", "rms"),
+    ({"activations": {"method": "aqsgd", "group_size": 0}}, "activations.group_size", "at least 1"),
+    ({"activations": {"method": "aqsgd", "backward_top_k": 0}}, "activations.backward_top_k", "above 0"),
+    ({"activations": {"method": "aqsgd", "backward_top_k": 1.5}}, "activations.backward_top_k", "at most 1"),
+    ({"activations": {"method": "aqsgd", "eval": "delta"}}, "activations.eval", "full"),
+    ({"activations": {"method": "aqsgd", "rounding": "stochastic", "scale": "rms"}}, "activations.scale", "max"),
+    # settings that could not take effect
+    ({"activations": {"method": "none", "forward_bits": 4}}, "activations.forward_bits", "only with"),
+    ({"activations": {"method": "fp16", "backward_bits": 8}}, "activations.backward_bits", "only with"),
+    ({"activations": {"method": "direct", "first_visit": 8}}, "activations.first_visit", "only with"),
+    ({"activations": {"method": "none", "backward_top_k": 0.2}}, "activations.backward_top_k", "only with"),
+    ({"activations": {"method": "direct"}, "store": {"backend": "memory"}}, "store", "aqsgd"),
+    ({"activations": {"method": "aqsgd"}, "store": {"backend": "memory", "path": "x"}}, "store.path", "lmdb"),
+    ({"activations": {"method": "aqsgd"}, "store": {"backend": "redis"}}, "store.backend", "lmdb"),
+    ({"activations": {"method": "aqsgd"}, "store": {"bits": 3}}, "store.bits", "2, 4, 8, 16 or 32"),
+    ({"activations": {"method": "aqsgd"}, "store": {"max_bytes": -1}}, "store.max_bytes", "above 0"),
+    ({"activations": {"method": "aqsgd"}, "store": {"prefetch": -1}}, "store.prefetch", "0 to 64"),
+    ({"activations": {"method": "aqsgd"}, "store": {"path": ""}}, "store.path", "folder"),
+    ({"gradients": {"method": "magic"}}, "gradients.method", "none"),
+    ({"transport": {"backend": "mpi"}}, "transport.backend", "gloo"),
+    ({"transport": {"checksum": 1}}, "transport.checksum", "true or false"),
+    ({"transport": {"timeout_s": 0}}, "transport.timeout_s", "1 to 86400"),
+    ({"seed": -1}, "seed", "0 to"),
+    ({"tie": "yes"}, "tie", "true or false"),
+    ("aqsgd", "pipecomp", "object"),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "allowed"), BAD, ids=[f"{b[1]}-{i}" for i, b in enumerate(BAD)])
+def test_refusals_name_key_value_and_allowed(section, key, allowed):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(section)
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"{key}: got {caught.value.got!r}, allowed: ")
+    assert allowed in str(caught.value)
+
+
+def test_direct_evaluation_may_set_forward_bits_without_a_quantized_method():
+    config = Config.from_dict({"activations": {"method": "none", "eval": "direct", "forward_bits": 3}})
+    assert config.activations.forward_bits == 3
+
+
+def test_digest_differs_with_any_setting_but_the_stores_place():
+    base = Config.from_dict(DESIGN_EXAMPLE)
+    elsewhere = {**DESIGN_EXAMPLE, "store": {**DESIGN_EXAMPLE["store"], "path": "/other"}}
+    assert Config.from_dict(elsewhere).digest() == base.digest()
+    other = {**DESIGN_EXAMPLE, "activations": {**DESIGN_EXAMPLE["activations"], "forward_bits": 3}}
+    assert Config.from_dict(other).digest() != base.digest()

@@ -1,0 +1,97 @@
+"""Micro-batches, their ids, and the order of training data."""
+
+import pytest
+import torch
+
+from pipecomp.data import ShardedSampler, TrainLoader, as_micro_batch, default_collate, eval_batches
+from pipecomp.errors import DataError
+
+DATA = [{"input_ids": [i, i + 1], "labels": [i, i]} for i in range(23)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_every_sample_stays_with_its_replica_and_comes_once_an_epoch(replicas):
+    seen: dict[int, set[int]] = {}
+    for replica in range(replicas):
+        sampler = ShardedSampler(23, 2, replicas=replicas, replica=replica, seed=5)
+        assert sampler.per_epoch == 23 // replicas // 2
+        for epoch in range(4):
+            ids = [i for n in range(sampler.per_epoch) for i in sampler.batch(epoch * sampler.per_epoch + n)]
+            assert len(set(ids)) == len(ids) == 2 * sampler.per_epoch
+            for i in ids:
+                seen.setdefault(i, set()).add(replica)
+    assert all(len(owners) == 1 for owners in seen.values())
+
+
+def test_order_follows_from_seed_and_epoch_alone_and_leaves_the_global_generator():
+    before = torch.get_rng_state()
+    a, b = ShardedSampler(23, 2, seed=1), ShardedSampler(23, 2, seed=1)
+    late = b.batch(25)  # asked out of order
+    assert [a.batch(n) for n in range(30)][25] == late
+    assert a.batch(0) == b.batch(0)
+    assert ShardedSampler(23, 2, seed=2).batch(0) != a.batch(0)
+    assert a.batch(0) != a.batch(11)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_unshuffled_order():
+    assert ShardedSampler(6, 2, shuffle=False).batch(4) == [2, 3]
+
+
+def test_too_few_samples():
+    with pytest.raises(DataError, match="3 samples are too few for 2 replica"):
+        ShardedSampler(3, 2, replicas=2)
+
+
+def test_loader_gives_ids_with_their_samples_and_knows_what_comes_next():
+    loader = TrainLoader(DATA, ShardedSampler(23, 2, seed=1))
+    batches = iter(loader)
+    for _ in range(15):
+        expected = loader.upcoming(0)
+        after = loader.upcoming(1)
+        batch = next(batches)
+        assert list(batch.ids) == expected
+        assert batch.inputs["input_ids"][:, 0].tolist() == expected
+        assert loader.upcoming(0) == after
+    resumed = TrainLoader(DATA, ShardedSampler(23, 2, seed=1))
+    resumed.taken = 15
+    assert next(iter(resumed)).ids == next(batches).ids
+
+
+def test_batches_may_be_mappings_pairs_or_carry_their_ids():
+    ids_BS = torch.ones(2, 3, dtype=torch.int64)
+    labels = torch.zeros(2)
+    from_pair = as_micro_batch((ids_BS, labels), [4, 5])
+    assert from_pair.inputs.keys() == {"input_ids"}
+    assert from_pair.labels is labels
+    carried = as_micro_batch({"input_ids": ids_BS, "sample_ids": torch.tensor([2**40, 1]), "label": labels})
+    assert carried.ids == (2**40, 1)
+    assert carried.labels is labels
+    assert as_micro_batch({"input_ids": ids_BS}, number_from=7).ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ids", "match"),
+    [
+        ({"input_ids": torch.ones(2, 3)}, None, "sample_ids"),
+        ({"pixels": torch.ones(2, 3)}, [1, 2], "input_ids"),
+        ({"input_ids": torch.ones(2, 3)}, [1], "2 samples has 1 ids"),
+        ({"input_ids": torch.ones(1, 3)}, [-1], "out of range"),
+        ({"input_ids": torch.ones(1, 3)}, [2**63], "out of range"),
+        (torch.ones(2, 3), [1, 2], "mapping"),
+    ],
+)
+def test_what_is_not_a_batch(batch, ids, match):
+    with pytest.raises(DataError, match=match):
+        as_micro_batch(batch, ids)
+
+
+def test_unequal_lengths_ask_for_a_collate_fn():
+    with pytest.raises(DataError, match="collate_fn"):
+        default_collate([{"input_ids": [1, 2]}, {"input_ids": [1]}])
+
+
+def test_evaluation_takes_every_sample_once():
+    batches = eval_batches(DATA, 4)
+    assert [i for b in batches for i in b.ids] == list(range(23))
+    assert len(batches[-1].ids) == 3

@@ -1,0 +1,351 @@
+"""Both ends of a link over a loopback transport: Algorithm 1, padding, options, and every refusal."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from pipecomp import wire
+from pipecomp.buffers import MemoryStore
+from pipecomp.codecs import Quantized
+from pipecomp.config import Config
+from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
+from pipecomp.stages.boundary import Layout
+from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
+from pipecomp.stages.loopback import loopback_pair
+from pipecomp.stages.resume import agree
+
+B, S, H = 3, 8, 16
+
+
+def link(activations: dict, *, store: dict | None = None, seed: int = 0, timeout_s: float = 0.2, **ends):
+    config = Config.from_dict({"activations": activations, "seed": seed, **({"store": store} if store else {})})
+    a, b = loopback_pair(timeout_s=timeout_s)
+    stores: list = [None, None]
+    if config.activations.method == "aqsgd":
+        stores = [MemoryStore("link-0", bits=config.store.bits, group_size=config.activations.group_size) for _ in "ab"]
+    return UpstreamEnd(0, config, a, stores[0], **ends), DownstreamEnd(0, config, b, stores[1], **ends)
+
+
+def layout(ids=(1, 2, 3), counts=(S, S, S)) -> Layout:
+    return Layout(tuple(ids), (0,) * len(ids), tuple(counts), S)
+
+
+def pass_over(up, down, x_BSH, where, step, micro_batch=0):
+    up.send_activation(x_BSH, where, Position(step, micro_batch))
+    y_BSH, seen = down.recv_activation(Position(step, micro_batch))
+    assert seen == where
+    return y_BSH
+
+
+def held(end):
+    ids = [h.sample for h in end.store.inventory()]
+    return dict(zip(ids, end.store.get(ids), strict=True))
+
+
+def assert_same_messages(up, down):
+    ours, theirs = held(up), held(down)
+    assert ours.keys() == theirs.keys()
+    for sample, message in ours.items():
+        assert message.version == theirs[sample].version
+        assert torch.equal(message.m_nH, theirs[sample].m_nH)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_algorithm_1(bits):
+    """First visit whole; then m ← m + deq(Q(a − m)) at both ends, and stage k + 1 computes with m."""
+    up, down = link({"method": "aqsgd", "forward_bits": bits})
+    codec = Quantized(bits)
+    m = {}
+    for step in range(5):
+        x_BSH = torch.randn(B, S, H)
+        y_BSH = pass_over(up, down, x_BSH, layout(), step)
+        for i, sample in enumerate((1, 2, 3)):
+            if sample in m:
+                delta = x_BSH[i] - m[sample]
+                data = np.concatenate(codec.encode(delta))
+                m[sample] = m[sample] + codec.decode(data, S, H, torch.device("cpu"))
+            else:
+                m[sample] = x_BSH[i].clone()
+            assert torch.equal(y_BSH[i], m[sample])
+        assert_same_messages(up, down)
+    assert up.stats.as_dict()["store_hit_rate"] == pytest.approx(12 / 15)
+
+
+def test_first_visit_is_per_sample():
+    up, down = link({"method": "aqsgd"})
+    pass_over(up, down, torch.randn(2, S, H), layout((1, 2), (S, S)), 0)
+    pass_over(up, down, torch.randn(2, S, H), layout((2, 9), (S, S)), 1)
+    assert (up.stats.full_samples, up.stats.delta_samples) == (3, 1)
+    assert (down.stats.full_samples, down.stats.delta_samples) == (3, 1)
+    assert_same_messages(up, down)
+
+
+@pytest.mark.parametrize("repeated", [(1, 1, 1), (1, 2, 1)])
+def test_a_sample_twice_in_a_micro_batch(repeated):
+    up, down = link({"method": "aqsgd"})
+    for step in range(3):
+        x_BSH = torch.randn(B, S, H)
+        pass_over(up, down, x_BSH, layout(repeated), step)
+        assert_same_messages(up, down)
+    assert up.stats.full_samples == len(set(repeated))
+
+
+@pytest.mark.parametrize("options", [
+    {"first_visit": 8}, {"first_visit": 1}, {"rounding": "stochastic"}, {"scale": "rms"}, {"group_size": 5},
+    {"backward_top_k": 0.2}, {"rounding": "stochastic", "group_size": 3, "first_visit": 4},
+])  # fmt: skip
+@pytest.mark.parametrize("bits", [32, 16, 8, 2])
+def test_options_keep_both_ends_equal(options, bits):
+    up, down = link({"method": "aqsgd", **options}, store={"backend": "memory", "bits": bits})
+    errors = []
+    base = torch.randn(B, S, H)
+    for step in range(4):
+        x_BSH = base + 0.01 * torch.randn(B, S, H)
+        y_BSH = pass_over(up, down, x_BSH, layout(), step)
+        errors.append(float((x_BSH - y_BSH).norm() / x_BSH.norm()))
+        assert_same_messages(up, down)
+    assert errors[-1] < 0.2
+
+
+def test_stochastic_rounding_draws_anew_each_step_and_follows_the_seed():
+    x_BSH = torch.randn(B, S, H)
+
+    def run(seed):
+        up, down = link({"method": "direct", "rounding": "stochastic"}, seed=seed)
+        return [pass_over(up, down, x_BSH, layout(), step) for step in range(2)]
+
+    state = torch.get_rng_state()
+    one, same, other = run(1), run(1), run(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(one[0], same[0])
+    assert torch.equal(one[1], same[1])
+    assert not torch.equal(one[0], one[1])
+    assert not torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["none", "bf16", "fp16", "direct", "aqsgd"])
+def test_training_dtype_arrives(method, dtype):
+    up, down = link({"method": method})
+    x_BSH = torch.randn(B, S, H).to(dtype)
+    y_BSH = pass_over(up, down, x_BSH, layout(), 0)
+    assert y_BSH.dtype == dtype
+    if method == "none" or (method == "aqsgd"):
+        assert torch.equal(x_BSH, y_BSH)
+    g_BSH = torch.randn(B, S, H).to(dtype)
+    down.send_gradient(g_BSH, layout(), Position(0, 0))
+    back_BSH = up.recv_gradient(layout(), Position(0, 0))
+    assert back_BSH.dtype == dtype
+    assert float((back_BSH - g_BSH).float().norm() / g_BSH.float().norm()) < 0.03
+
+
+def test_padding_costs_nothing():
+    full_up, full_down = link({"method": "aqsgd"})
+    padded_up, padded_down = link({"method": "aqsgd"})
+    x_BSH = torch.randn(2, S, H)
+    short = Layout((1, 2), (0, S - 3), (5, 3), S)
+    for step in range(2):
+        pass_over(full_up, full_down, x_BSH[:1], layout((1,), (S,)), step)
+        y_BSH = pass_over(padded_up, padded_down, x_BSH, short, step)
+    assert y_BSH[0, 5:].abs().max() == 0
+    assert y_BSH[1, : S - 3].abs().max() == 0
+    full, padded = full_up.stats.forward, padded_up.stats.forward
+    assert full.bytes_raw == padded.bytes_raw == 2 * 8 * H * 4
+    assert padded.bytes_sent == full.bytes_sent + 2 * 33  # one more sample's header a message
+    assert held(padded_up)[2].m_nH.shape == (3, H)
+
+
+def test_a_sample_that_changes_its_length_is_a_first_visit_again():
+    up, down = link({"method": "aqsgd"})
+    for step, count in enumerate((5, 5, 6, 6)):
+        pass_over(up, down, torch.randn(1, S, H), Layout((1,), (0,), (count,), S), step)
+    assert (up.stats.full_samples, up.stats.delta_samples) == (2, 2)
+    assert_same_messages(up, down)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_empty_and_one_token_samples(count):
+    up, down = link({"method": "aqsgd"})
+    where = Layout((1, 2), (0, 0), (count, S), S)
+    for step in range(3):
+        pass_over(up, down, torch.randn(2, S, H), where, step)
+    assert_same_messages(up, down)
+
+
+@pytest.mark.parametrize("mode", ["full", "fp16", "bf16", "direct"])
+def test_evaluation_does_not_touch_the_store(mode):
+    up, down = link({"method": "aqsgd", "eval": mode})
+    x_BSH = torch.randn(B, S, H)
+    up.send_activation(x_BSH, layout(), Position(0, 0), training=False)
+    y_BSH, _ = down.recv_activation(Position(0, 0), training=False)
+    assert torch.equal(x_BSH, y_BSH) == (mode == "full")
+    assert up.store.inventory() == down.store.inventory() == []
+    assert up.stats.forward.messages == 0
+    assert up.stats.evaluation.messages == 1
+
+
+def test_a_delta_on_a_message_that_the_receiver_lacks_is_refused():
+    up, down = link({"method": "aqsgd"})
+    pass_over(up, down, torch.randn(B, S, H), layout(), 0)
+    down.store.drop([2])
+    up.send_activation(torch.randn(B, S, H), layout(), Position(1, 0))
+    before = held(down)
+    with pytest.raises(BaseMismatchError, match=r"link 0, step 1.*sample 2: delta on message version 2.*holds none"):
+        down.recv_activation(Position(1, 0))
+    after = held(down)
+    assert all(torch.equal(before[i].m_nH, after[i].m_nH) for i in before), "nothing may have changed"
+
+
+def test_a_delta_on_another_version_is_refused():
+    up, down = link({"method": "aqsgd"})
+    pass_over(up, down, torch.randn(B, S, H), layout(), 0)
+    down.store.put(3, 77, torch.randn(S, H))
+    up.send_activation(torch.randn(B, S, H), layout(), Position(1, 0))
+    with pytest.raises(BaseMismatchError, match="sample 3: delta on message version 3, this end holds version 77"):
+        down.recv_activation(Position(1, 0))
+
+
+def test_nan_is_an_error_before_any_message_changes():
+    up, down = link({"method": "aqsgd"})
+    pass_over(up, down, torch.randn(B, S, H), layout(), 0)
+    x_BSH = torch.randn(B, S, H)
+    x_BSH[2, 1, 1] = float("nan")
+    before = held(up)
+    with pytest.raises(NonFiniteError, match="link 0, step 1, micro-batch 4, activations"):
+        up.send_activation(x_BSH, layout(), Position(1, 4))
+    assert all(torch.equal(before[i].m_nH, m.m_nH) for i, m in held(up).items())
+
+
+@pytest.mark.parametrize("first_visit", ["full", 8])
+def test_nan_on_a_first_visit(first_visit):
+    up, _ = link({"method": "aqsgd", "first_visit": first_visit})
+    with pytest.raises(NonFiniteError):
+        up.send_activation(torch.full((B, S, H), float("inf")), layout(), Position(0, 0))
+    assert up.store.inventory() == []
+
+
+def test_overflowed_gradients_pass_where_loss_scaling_must_see_them():
+    g_BSH = torch.randn(B, S, H).half()
+    g_BSH[0, 0, 0] = float("inf")
+    _, down = link({"method": "direct"})
+    with pytest.raises(NonFiniteError, match="gradients"):
+        down.send_gradient(g_BSH, layout(), Position(0, 0))
+    up, down = link({"method": "direct"}, pass_nonfinite=True)
+    down.send_gradient(g_BSH, layout(), Position(0, 0))
+    assert torch.equal(up.recv_gradient(layout(), Position(0, 0)), g_BSH)
+
+
+def tampered(up, change):
+    """Send through `up` with the header changed by `change`."""
+    sent = up.transport.send
+
+    def send(message):
+        header, data = wire.decode(message)
+        sent(wire.encode(change(header), [data]))
+
+    up.transport.send = send
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"step": 5}, "micro-batch 0, step 5.*expected the activation of micro-batch 0, step 0"),
+    ({"micro_batch": 3}, "micro-batch 3"),
+    ({"link": 1}, "link 1"),
+    ({"kind": wire.Kind.GRADIENT}, "sent the gradient"),
+    ({"bits": 3}, "3 bits.*configurations differ"),
+    ({"group_size": 4}, "group_size 4, this rank None"),
+    ({"first_bits": 8}, "first visits at 8 bits"),
+])  # fmt: skip
+def test_what_was_not_expected_is_named(change, match):
+    up, down = link({"method": "aqsgd"})
+    tampered(up, lambda header: dataclasses.replace(header, **change))
+    up.send_activation(torch.randn(B, S, H), layout(), Position(0, 0))
+    with pytest.raises(LinkError, match=match):
+        down.recv_activation(Position(0, 0))
+    assert down.store.inventory() == []
+
+
+def test_damaged_bytes_change_nothing():
+    up, down = link({"method": "aqsgd"})
+    sent = up.transport.send
+
+    def send(message):
+        message[200] ^= 4
+        sent(message)
+
+    up.transport.send = send
+    up.send_activation(torch.randn(B, S, H), layout(), Position(0, 0))
+    with pytest.raises(WireError, match="link 0, from rank 0: message was changed on the way"):
+        down.recv_activation(Position(0, 0))
+    assert down.store.inventory() == []
+
+
+def test_gradient_of_other_samples_is_refused():
+    up, down = link({"method": "none"})
+    down.send_gradient(torch.randn(B, S, H), layout((1, 2, 4)), Position(0, 0))
+    with pytest.raises(LinkError, match=r"gradient for samples \[1, 2, 4\]"):
+        up.recv_gradient(layout(), Position(0, 0))
+
+
+def test_silence_is_an_error():
+    _, down = link({"method": "none"})
+    with pytest.raises(LinkTimeoutError, match=r"nothing from rank 0 for 0\.2 s"):
+        down.recv_activation(Position(0, 0))
+
+
+def test_a_store_where_none_is_used():
+    config = Config.from_dict({"activations": {"method": "direct"}})
+    with pytest.raises(ConfigError, match="aqsgd"):
+        UpstreamEnd(0, config, loopback_pair()[0], MemoryStore("link-0", bits=32))
+
+
+class TestAgreement:
+    def both(self, up, down, settings=({}, {})):
+        import threading
+
+        results = {}
+
+        def run(name, end, setting):
+            try:
+                results[name] = agree(end, setting)
+            except Exception as error:
+                results[name] = error
+
+        threads = [
+            threading.Thread(target=run, args=a) for a in (("up", up, settings[0]), ("down", down, settings[1]))
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(5)
+        return results["up"], results["down"]
+
+    def trained(self):
+        up, down = link({"method": "aqsgd"}, timeout_s=3)
+        for step in range(2):
+            pass_over(up, down, torch.randn(B, S, H), layout(), step)
+        return up, down
+
+    def test_equal_stores_drop_nothing(self):
+        up, down = self.trained()
+        assert self.both(up, down) == (0, 0)
+        pass_over(up, down, torch.randn(B, S, H), layout(), 2)
+        assert up.stats.full_samples == B
+
+    def test_what_differs_is_sent_whole_once(self):
+        up, down = self.trained()
+        up.store.put(1, 99, torch.randn(S, H))  # newer here
+        down.store.drop([2])  # lost there
+        down.store.put(3, held(down)[3].version, torch.randn(S, H))  # same version, other values
+        assert self.both(up, down) == (3, 2)
+        assert held(up) == held(down) == {}
+        pass_over(up, down, torch.randn(B, S, H), layout(), 2)
+        assert_same_messages(up, down)
+        assert min(m.version for m in held(up).values()) > 99
+
+    def test_different_settings_are_refused_at_both_ends(self):
+        up, down = self.trained()
+        for error in self.both(up, down, ({"bits": 3}, {"bits": 4})):
+            assert isinstance(error, LinkError)
+            assert "configured otherwise" in str(error)
