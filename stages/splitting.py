@@ -208,7 +208,7 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
     change. Tied weights whose original is another stage's become parameters of their own, with equal values.
     """
     lo, hi = plan.cuts[index], plan.cuts[index + 1]
-    top: Any = _shallow(model)
+    top: Any = shallow(model)
     base = model.base_model_prefix
     tied_names = [names for names in aliases(model) if len(names) > 1]
     top.config = _own_config(model, plan, bool(tied_names))
@@ -232,12 +232,12 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
             name = group.parameters[group.stages.index(index)]
             fresh = _copy_of(held[name])
             for alias in [alias for alias, p in held.items() if p is held[name]]:
-                _graft_parameter(top, alias, fresh)
+                replace_parameter(top, alias, fresh)
     if not plan.tie:
         for names in tied_names:
             for name in names[1:]:
                 if name in held:
-                    _graft_parameter(top, name, _copy_of(held[name]))
+                    replace_parameter(top, name, _copy_of(held[name]))
     return top
 
 
@@ -254,7 +254,7 @@ def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def shallow(module: nn.Module) -> nn.Module:
     """A module of the same class with the same contents, whose tables can change without changing the original's."""
     other = module.__class__.__new__(module.__class__)
     other.__dict__ = {
@@ -270,17 +270,18 @@ def _graft(top: nn.Module, path: str, module: nn.Module | None) -> None:
     for name in way:
         if top._modules.get(name) is None:
             return
-        inner = _shallow(top._modules[name])  # type: ignore[arg-type]
+        inner = shallow(top._modules[name])  # type: ignore[arg-type]
         top._modules[name] = inner
         top = inner
     if top._modules.get(leaf) is not None:
         top._modules[leaf] = module
 
 
-def _graft_parameter(top: nn.Module, path: str, parameter: nn.Parameter) -> None:
+def replace_parameter(top: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    """Put a parameter at `path`; the modules on the way are copied, so that the model they come from keeps its own."""
     *way, leaf = path.split(".")
     for name in way:
-        inner = _shallow(top._modules[name])  # type: ignore[arg-type]
+        inner = shallow(top._modules[name])  # type: ignore[arg-type]
         top._modules[name] = inner
         top = inner
     top._parameters[leaf] = parameter

@@ -1,0 +1,166 @@
+"""Reading single tensors of a Hugging Face checkpoint: safetensors or PyTorch, one file or many, folder or hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import SplitError
+
+# In transformers' own order: a single file is taken even if an index lies beside it.
+SINGLE_AND_INDEX = (
+    ("model.safetensors", False),
+    ("model.safetensors.index.json", True),
+    ("pytorch_model.bin", False),
+    ("pytorch_model.bin.index.json", True),
+)
+OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
+IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that older versions saved
+
+
+class Checkpoint:
+    """The tensors of a `from_pretrained` folder or hub name; each is read on its own, and only when asked for.
+
+    `files` maps each tensor's name, as the checkpoint has it, to its file. Opened files are kept; use it as a context
+    manager. `bytes_read` counts what was read of tensors.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.bytes_read = 0
+        self._open: dict[str, Any] = {}
+        for name, is_index in SINGLE_AND_INDEX:
+            path = find_file(source, name)
+            if path is None:
+                continue
+            if is_index:
+                self.files: dict[str, str] = dict(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
+            else:
+                self.files = dict.fromkeys(self._names_in(name), name)
+            return
+        allowed = ", ".join(name for name, _ in SINGLE_AND_INDEX)
+        raise SplitError(f"{source}: no weights found, looked for {allowed}")
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            if not isinstance(file, dict):
+                file.__exit__(None, None, None)
+        self._open.clear()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file = self._file_of(name)
+        return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in memory of its own, in the checkpoint's dtype."""
+        file = self._file_of(name)
+        tensor: Tensor = file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def dtype(self) -> torch.dtype:
+        """Of the first floating-point tensor: the checkpoint's dtype where the config names none."""
+        for name in self.files:
+            file = self._file_of(name)
+            sample = file[name] if isinstance(file, dict) else file.get_slice(name)[0:0]
+            if sample.is_floating_point():
+                return sample.dtype
+        return torch.float32
+
+    def _names_in(self, file_name: str) -> list[str]:
+        file = self._file(file_name)
+        return list(file) if isinstance(file, dict) else list(file.keys())
+
+    def _file_of(self, name: str) -> Any:
+        file = self._file(self.files[name])
+        names = file if isinstance(file, dict) else file.keys()
+        if name not in names:
+            raise SplitError(f"{name}: the index of {self.source} says {self.files[name]}, which does not hold it")
+        return file
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = find_file(self.source, name)
+            if path is None:
+                raise SplitError(f"{self.source}: {name} is missing")
+            self._open[name] = _open(path)
+        return self._open[name]
+
+
+def _open(path: str) -> Any:
+    """A safetensors reader, or for a PyTorch file the dictionary of its (memory-mapped) tensors."""
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors import safe_open
+
+            # pread rather than mmap: a mapped file's pages count as this process's memory until it is closed.
+            return safe_open(path, framework="pt", backend="pread")
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # both libraries raise their own kinds, and plain RuntimeError
+        raise SplitError(f"{path} cannot be read as a checkpoint: {error}") from error
+
+
+def find_file(source: str, name: str) -> str | None:
+    """Path of a file in a folder, or of a hub repository, from its cache if possible; None if it has no such file."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return str(path) if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found: str | None = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return found
+
+
+def match_names(
+    files: Mapping[str, str],
+    known: Iterable[str],
+    *,
+    source: str,
+    base: str,
+    optional: Iterable[str],
+    ignored: Iterable[str] = (),
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Which tensor of a checkpoint is which of the model's.
+
+    files: see Checkpoint. known: the model's names. base: the name of the base model (`transformer`), which names
+    lack in the checkpoint of a base model. optional: modules of the base model that this model may lack.
+    ignored: patterns of tensors that the model's class does not want.
+    Returns {model's name: checkpoint's name}, and the checkpoint's names that belong to another head. Raises
+    SplitError if the base model has no place for a tensor: then the checkpoint is of another model or size.
+    """
+    known = set(known)
+    found: dict[str, str] = {}
+    strange: dict[str, str] = {}
+    for raw in files:
+        name = raw
+        for old, new in OLD_NAMES:
+            name = name.replace(old, new)
+        match = next((n for n in (name, f"{base}.{name}") if n in known), None)
+        if match is None:
+            strange[raw] = name
+        else:
+            found[match] = raw
+
+    is_bare = not any(raw.startswith(base + ".") for raw in files)
+    patterns = [*IGNORED, *ignored]
+    inner = tuple(f"{base}.{path}." for path in optional)
+    others: list[str] = []
+    for raw, name in strange.items():
+        full = f"{base}.{name}" if is_bare else name
+        if any(re.search(pattern, full) for pattern in patterns):
+            continue
+        if full.startswith(base + ".") and not full.startswith(inner or ("\0",)):
+            raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
+        others.append(raw)
+    return found, tuple(others)

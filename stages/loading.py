@@ -1,0 +1,289 @@
+"""Building one stage without the others: only its own tensors are read, the rest of the model is never allocated."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipecomp.errors import SplitError
+from pipecomp.stages.architectures import Architecture, architecture_of, head_name
+from pipecomp.stages.checkpoints import Checkpoint, find_file, match_names
+from pipecomp.stages.planning import SplitPlan, aliases, part_of, plan_model
+from pipecomp.stages.splitting import Stage, replace_parameter, shallow, take_stage
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a model's weights come from; `pretrained` makes one.
+
+    config: the model's. model_class: Hugging Face's class. weights: a folder or hub name; None for random weights.
+    model: a model in memory, whose modules the stages take; then the other fields only describe it.
+    """
+
+    config: Any
+    model_class: type
+    weights: str | None = None
+    model: Any = None
+
+
+def pretrained(path: str, *, model_class: str | type | None = None, **settings: Any) -> Source:
+    """A `from_pretrained` folder or hub name, with another head or other settings than its config says.
+
+    model_class: a class or its name, also an Auto class (`"AutoModelForSequenceClassification"`); default: the first
+    of `config.architectures`. settings: override the config (num_labels, attn_implementation, dropouts, ...).
+    Raises SplitError for a setting that the config does not have, or a class that cannot be split.
+    """
+    from transformers import AutoConfig
+
+    config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
+    if unused:
+        raise SplitError(f"{type(config).__name__} has no setting {', '.join(sorted(unused))}")
+    return Source(config=config, model_class=_class_for(config, model_class), weights=str(path))
+
+
+def resolve(source: Any) -> Source:
+    """A Source from what users give: a model, a config, a folder or hub name, or a Source."""
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, nn.Module):
+        return Source(config=getattr(source, "config", None), model_class=type(source), model=source)
+    if hasattr(source, "model_type"):
+        return Source(config=source, model_class=_class_for(source, None))
+    if isinstance(source, str) or hasattr(source, "__fspath__"):
+        return pretrained(str(source))
+    raise SplitError(f"model: got {type(source).__name__}, allowed: a Hugging Face model, config, folder or hub name")
+
+
+def plan(
+    model_or_config_or_path: Any,
+    num_stages: int | None = None,
+    cuts: Sequence[int] | None = None,
+    block_seconds: Sequence[float] | None = None,
+    *,
+    tie: bool = True,
+) -> SplitPlan:
+    """Plan a split without allocating the model: a model, a config, a `from_pretrained` folder or hub name, a Source.
+
+    num_stages: K, cut so that the most expensive stage is as cheap as possible, by the multiply-adds of the blocks and
+    of a vocabulary-sized head, and a little for the embeddings. cuts: instead, the first block of each stage, with or
+    without the number of blocks at the end. block_seconds: measured seconds of each block (forward and backward),
+    used for the balance in place of its parameters. tie: False gives up tied weights.
+    Raises SplitError if the architecture is unknown or the cuts are impossible.
+    """
+    found = resolve(model_or_config_or_path)
+    model = found.model if found.model is not None else skeleton(found)
+    return plan_model(model, num_stages, cuts, block_seconds, tie=tie)
+
+
+def build_stage(
+    source: Any,
+    plan: SplitPlan,
+    index: int,
+    *,
+    dtype: torch.dtype | str | None = None,
+    tie: bool = True,
+    seed: int = 0,
+) -> Stage:
+    """Stage `index` of a plan, on the CPU.
+
+    source: as for `plan`, and the same one.
+    - A model in memory: the stage takes its modules and parameters (see `split`); copies are made of tied weights only,
+      and of what has another dtype. Drop the model afterwards, and the other stages' weights are freed.
+    - A folder or hub name: only the stage's own tensors are read. A head that the checkpoint lacks is initialized as
+      Hugging Face does, and named in `stage.newly_initialized`. The stage is in training mode.
+    - A config: random weights as Hugging Face initializes them. Each depends on `seed` and its module's name alone, so
+      they are the same for every number of stages; they are not those of the whole model built under that seed.
+    dtype: of the parameters; default: the model's, else the config's, else the checkpoint's. tie: False gives up tied
+    weights, as with a plan made so. seed: for what is initialized.
+    Raises SplitError naming tensor and file if one is missing, does not belong, or has another shape.
+    """
+    if plan.tie and not tie:
+        plan = replace(plan, tied=(), tie=False)
+    found = resolve(source)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if found.model is not None:
+        stage = take_stage(found.model, plan, index)
+        for names in aliases(stage) if wanted is not None else ():
+            old = stage.get_parameter(names[0])
+            if old.is_floating_point() and old.dtype != wanted:
+                cast = nn.Parameter(old.detach().to(wanted), requires_grad=old.requires_grad)
+                for name in names:
+                    replace_parameter(stage, name, cast)
+        return stage
+    if found.weights is None:
+        whole = skeleton(found, wanted)
+        stage = take_stage(whole, plan, index)
+        _initialize(stage, whole, aliases(whole), {names[0] for names in aliases(stage)}, seed)
+        return stage
+    with Checkpoint(found.weights) as checkpoint:
+        whole = skeleton(found, wanted or found.config.dtype or checkpoint.dtype())
+        return _read_stage(whole, take_stage(whole, plan, index), checkpoint, seed)
+
+
+def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
+    """The whole model on the meta device: names, shapes and settings, no memory."""
+    config = copy.deepcopy(source.config)
+    wanted = dtype or config.dtype or torch.float32
+    with torch.device("meta"):
+        model = source.model_class._from_config(config, dtype=wanted)  # type: ignore[attr-defined]
+    generates = source.weights is not None and getattr(model, "generation_config", None) is not None
+    if generates and find_file(str(source.weights), "generation_config.json") is not None:
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(str(source.weights))
+    return model
+
+
+def _class_for(config: Any, model_class: str | type | None) -> type:
+    import transformers
+
+    architecture = architecture_of(config)
+    if model_class is None:
+        model_class = (getattr(config, "architectures", None) or [architecture.default_head])[0]
+    found = getattr(transformers, model_class, None) if isinstance(model_class, str) else model_class
+    mapping = getattr(found, "_model_mapping", None)
+    if mapping is not None:
+        found = mapping.get(type(config), None)
+    if not isinstance(found, type):
+        raise SplitError(
+            f"model_class: got {model_class!r}, allowed for {config.model_type}: "
+            f"{', '.join(sorted(architecture.heads))}"
+        )
+    head_name(architecture, found)
+    return found
+
+
+def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, seed: int) -> Stage:
+    """Fill a stage on the meta device from a checkpoint."""
+    architecture = architecture_of(whole.config)
+    base = whole.base_model_prefix
+    found, others = match_names(
+        checkpoint.files,
+        whole.state_dict().keys(),
+        source=checkpoint.source,
+        base=base,
+        optional=architecture.optional,
+        ignored=getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or (),
+    )
+    groups = aliases(whole)
+    same = {name: names for names in groups for name in names}
+    new: set[str] = set()
+    for names in aliases(stage):
+        like = stage.get_parameter(names[0])
+        # The original before its copies, so that every stage reads the same tensor.
+        candidates = same[names[0]] if stage.plan.tie else [names[0], *same[names[0]]]
+        origin = next((name for name in candidates if name in found), None)
+        if origin is None:
+            _allow_new(whole, architecture, names[0], found, checkpoint)
+            new.add(names[0])
+            continue
+        tensor = _read(checkpoint, found[origin], like)
+        for other in names if stage.plan.tie else ():
+            if other != origin and other in found and not torch.equal(_read(checkpoint, found[other], like), tensor):
+                raise SplitError(
+                    f"{found[origin]} and {found[other]} in {checkpoint.source} are tied by the config but differ; "
+                    "tie=False loads both"
+                )
+        _put(stage, names, nn.Parameter(tensor, requires_grad=like.requires_grad))
+    _initialize(stage, whole, groups, new, seed)
+    stage.newly_initialized = tuple(sorted(new))
+    if new:
+        _log.warning(
+            "%s lacks %s: initialized anew%s",
+            checkpoint.source,
+            ", ".join(sorted(new)),
+            f"; it has, of another head, {', '.join(sorted(others))}" if others else "",
+        )
+    return stage
+
+
+def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
+    shape = checkpoint.shape(raw)
+    if shape != tuple(like.shape):
+        raise SplitError(
+            f"{raw} in {checkpoint.source}/{checkpoint.files[raw]}: its shape is {shape}, the model's is "
+            f"{tuple(like.shape)}"
+        )
+    return checkpoint.read(raw).to(like.dtype)
+
+
+def _allow_new(whole: Any, architecture: Architecture, name: str, found: dict[str, str], source: Checkpoint) -> None:
+    """A head may be new as a whole; anything else that is missing is an error."""
+    base = whole.base_model_prefix
+    module = name.rpartition(".")[0]
+    beside = [n for n in found if n.rpartition(".")[0] == module]
+    optional = any(name.startswith(f"{base}.{path}.") for path in architecture.optional)
+    if beside or not (optional or part_of(architecture, base, name) == "head"):
+        raise SplitError(f"{name} is missing in {source.source}")
+
+
+def _put(stage: Stage, names: Sequence[str], parameter: nn.Parameter) -> None:
+    """Set a parameter under all its names, in a stage made from a skeleton: its modules are nobody else's."""
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        stage.get_submodule(module)._parameters[leaf] = parameter
+
+
+def _initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str], seed: int) -> None:
+    """Give the parameters in `new`, and every buffer still on the meta device, the values Hugging Face gives them.
+
+    whole, groups: the skeleton and its `aliases`. The generator is seeded by (seed, module name) for each module, and
+    the global one left as it was.
+    """
+    from transformers.initialization import guard_torch_init_functions
+
+    originals = {name: names[0] for names in groups for name in names if len(names) > 1} if stage.plan.tie else {}
+    tied: list[tuple[str, nn.Parameter]] = []
+    for names in aliases(stage):
+        parameter = stage.get_parameter(names[0])
+        if names[0] in new:
+            # NaN, so that a weight which no initializer touches is noticed below.
+            empty = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
+            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            _put(stage, names, parameter)
+            if names[0] in originals:
+                tied.append((originals[names[0]], parameter))
+        else:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    todo: set[str] = set()
+    for module_name, module in stage.named_modules():
+        for buffer_name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
+                todo.add(module_name)
+    for name in new:
+        parts = name.split(".")[:-1]
+        todo |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
+    # Innermost first, as Hugging Face does: GPT-2's attention scales its projection's weights once more.
+    modules = [(name, module) for name, module in stage.named_modules() if name in todo and module is not stage]
+    modules.sort(key=lambda item: -item[0].count("."))
+
+    with torch.no_grad(), guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
+        for name, parameter in tied:  # each copy as the original's module would, and no other module after it
+            owner, _, leaf = name.rpartition(".")
+            alone = shallow(whole.get_submodule(owner))
+            alone._parameters[leaf] = parameter
+            _seeded(stage, owner, alone, seed)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        for name, module in modules:
+            _seeded(stage, name, module, seed)
+    for name, parameter in stage.named_parameters():
+        if name in new and bool(parameter.isnan().any()):
+            raise SplitError(f"{name}: {type(stage._model).__name__} does not say how to initialize it")
+        if hasattr(parameter, "_is_hf_initialized"):
+            del parameter._is_hf_initialized
+
+
+def _seeded(stage: Stage, name: str, module: nn.Module, seed: int) -> None:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    stage._model._init_weights(module)

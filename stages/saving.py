@@ -1,0 +1,148 @@
+"""Saving the stages as one Hugging Face folder: each rank writes its own shard, one of them the index and the config.
+
+    every rank:  write_shard(stage, folder)
+    barrier
+    one rank:    write_index(stage, folder)
+
+Until `write_index` runs, the shards have provisional names and the folder is what it was before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import SplitError
+from pipecomp.stages.loading import Source, skeleton
+from pipecomp.stages.planning import aliases
+from pipecomp.stages.splitting import Stage
+
+INDEX = "model.safetensors.index.json"
+PART = ".part"
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.part)?|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+)
+
+
+def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor] | None = None) -> Path:
+    """Write a stage's tensors into `folder`, which every rank must see. Returns the file, still without its last name.
+
+    state: values by Hugging Face's names, in place of the stage's own (say, float32 masters of bfloat16 weights); it
+    must have every one of them. Tied weights are written by the first stage that has them, and there once.
+    Raises SplitError naming a tensor that `state` lacks or has too much of.
+    """
+    from safetensors.torch import save_file
+
+    names = _names_to_write(stage)
+    values = stage.state_dict() if state is None else state
+    missing = [name for name in names if name not in values]
+    unknown = [name for name in values if name not in stage.state_dict()]
+    if missing or unknown:
+        wrong = f"it lacks {missing[0]}" if missing else f"the stage has no {unknown[0]}"
+        raise SplitError(f"state for stage {stage.index}: {wrong}")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = Path(folder) / (shard_name(stage.index, stage.num_stages) + PART)
+    tensors = {name: values[name].detach().to("cpu").contiguous() for name in names}
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    return path
+
+
+def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = None) -> Path:
+    """Make one model of the shards that all stages have written; call it on one rank, after a barrier.
+
+    stage: any of them. generation_config: default, the one of the model that was split. Weights of an earlier save,
+    whatever their number of files, are removed. Returns the index.
+    Raises SplitError, before it changes anything, if a shard or tensor is missing or comes twice.
+    """
+    folder = Path(folder)
+    shards = [shard_name(index, stage.num_stages) for index in range(stage.num_stages)]
+    weight_map, total_size, dtype = _read_headers(folder, shards)
+    whole = skeleton(Source(config=stage.config, model_class=type(stage._model)))
+    again = {name for names in aliases(whole) for name in names[1:]}
+    missing = sorted(set(whole.state_dict()) - again - set(weight_map))
+    if missing:
+        raise SplitError(f"{folder}: no shard has {missing[0]}")
+
+    (folder / INDEX).unlink(missing_ok=True)  # so that a crash from here on leaves no mixture that could be loaded
+    for shard in shards:
+        os.replace(folder / (shard + PART), folder / shard)
+    for path in folder.iterdir():
+        if _WEIGHTS.fullmatch(path.name) and path.name not in shards:
+            path.unlink()
+
+    config = copy.deepcopy(stage.config)
+    config.dtype = dtype
+    config.save_pretrained(str(folder))
+    generation_config = generation_config if generation_config is not None else stage.generation_config
+    if generation_config is not None:
+        generation_config.save_pretrained(str(folder))
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    provisional = folder / (INDEX + ".tmp")
+    provisional.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    os.replace(provisional, folder / INDEX)
+    return folder / INDEX
+
+
+def save_pretrained(stages: Sequence[Stage], folder: str | Path) -> None:
+    """Save all stages of one process as one Hugging Face folder."""
+    for stage in stages:
+        write_shard(stage, folder)
+    write_index(stages[0], folder)
+
+
+def shard_name(index: int, num_stages: int) -> str:
+    """`model-00001-of-00004.safetensors` for stage 0 of 4."""
+    return f"model-{index + 1:05d}-of-{num_stages:05d}.safetensors"
+
+
+def _names_to_write(stage: Stage) -> list[str]:
+    """The stage's names, each weight once, without the tied ones that an earlier stage writes."""
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    elsewhere = {
+        id(parameter)
+        for group in stage.tied_groups
+        for parameter in [stage.tied_parameters()[group.name]]
+        if group.stages[0] != stage.index
+    }
+    seen: set[int] = set()
+    names: list[str] = []
+    for name in stage.state_dict():
+        parameter = held.get(name)
+        if parameter is not None and (id(parameter) in elsewhere or id(parameter) in seen):
+            continue
+        if parameter is not None:
+            seen.add(id(parameter))
+        names.append(name)
+    return names
+
+
+def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, str], int, torch.dtype]:
+    """Name to file, the bytes of all tensors, and the dtype of the first floating-point one."""
+    from safetensors import safe_open
+
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    dtype: torch.dtype | None = None
+    for shard in shards:
+        path = folder / (shard + PART)
+        if not path.is_file():
+            raise SplitError(f"{path} is missing: each stage's write_shard comes before write_index, in one folder")
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name in weight_map:
+                    raise SplitError(f"{name} is in both {weight_map[name]} and {shard}")
+                weight_map[name] = shard
+                part = file.get_slice(name)
+                sample = part[0:0] if part.get_shape() else part[()]
+                total_size += sample.element_size() * int(torch.Size(part.get_shape()).numel())
+                if dtype is None and sample.is_floating_point():
+                    dtype = sample.dtype
+    return weight_map, total_size, dtype or torch.float32
