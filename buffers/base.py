@@ -1,22 +1,23 @@
-"""The seam between links and message stores: no implementation here.
+"""The seams between links and message stores: no implementation here.
 
-One store serves one link end: it maps a sample id to the message `m` that both ends hold, with its version.
+One store serves one link end: it maps a sample id to the message `m` that both ends hold, with its version. One
+environment serves one rank: it makes the stores of all its links, and ends a training step for all of them together.
 Shapes: n tokens of the sample, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 
 class Message(NamedTuple):
-    """What one link end holds for one sample."""
+    """What one link end holds for one sample. m_nH: float32 [n, H] on the CPU; the caller owns it and may change it."""
 
     version: int
-    m_nH: Tensor  # float32 [n, H]; the caller owns it and may change it
+    m_nH: Tensor  # noqa: N815
 
 
 class Held(NamedTuple):
@@ -30,29 +31,38 @@ class Held(NamedTuple):
 class MessageStore(Protocol):
     """Messages of one link end, by sample id.
 
-    `put` is visible to `get` at once and durable after `commit`. Both ends of a link make the same calls in the same
-    order, so whatever a store forgets (`max_bytes`) it must choose from ids, sizes and capacity alone: then both
-    ends forget the same samples.
+    `put` is visible to `get` at once and durable after `commit`. What a store forgets for `max_bytes` it chooses at
+    `commit`, from ids, sizes and capacity alone: two ends whose steps put the same samples forget the same samples,
+    in whatever order the puts of a step came. Any method may be called from any thread.
+
+    Errors of every method: StoreError if the store is closed or a background write failed earlier.
     """
 
     def get(self, samples: Sequence[int]) -> list[Message | None]:
-        """The message of each sample, or None where it was never put or was evicted. Waits for a running prefetch."""
+        """The message of each sample, or None where it was never put or was forgotten. Waits for a running prefetch.
+
+        With fewer than 32 bits it is what was decoded from the stored value, also before that value was written.
+        """
         ...
 
     def put(self, sample: int, version: int, m_nH: Tensor) -> None:
-        """Replace the message of a sample. The store owns `m_nH` (float32 [n, H]) from here on."""
+        """Replace the message of a sample. The store owns `m_nH` (float32 [n, H], any device) from here on."""
         ...
 
     def prefetch(self, samples: Sequence[int]) -> None:
-        """Start loading these samples in the background; a later `get` takes them from memory. Returns at once."""
+        """Start loading a micro-batch in the background; a later `get` takes it from memory. Returns at once."""
         ...
 
     def commit(self) -> None:
-        """End a training step: everything put since the last commit becomes durable together, in the background."""
+        """End a training step of this link; a rank with several links calls its environment's `commit` instead.
+
+        Everything put or dropped since the last commit becomes durable together, in the background. Waits while two
+        earlier steps are still unwritten.
+        """
         ...
 
     def flush(self) -> None:
-        """Wait until every commit so far is durable."""
+        """Wait until every commit so far is on disk, safe from a power cut too."""
         ...
 
     def inventory(self) -> list[Held]:
@@ -64,9 +74,37 @@ class MessageStore(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """`samples`, `stored_bytes`, `hits`, `misses`, `evictions`, `wait_seconds`."""
+        """`samples`, `stored_bytes`, `hits`, `misses`, `evictions`, `declined`, `wait_seconds`.
+
+        evictions: held samples that were forgotten for `max_bytes`; declined: samples that never fitted.
+        wait_seconds: how long `get` and `commit` kept their callers.
+        """
         ...
 
     def close(self) -> None:
-        """Flush and release; safe to call twice."""
+        """Flush and release; safe to call twice. What was put after the last commit is dropped: it is half a step."""
+        ...
+
+
+class StoreEnvironment(Protocol):
+    """All message stores of one rank."""
+
+    def link(self, name: str, settings: Mapping[str, Any]) -> MessageStore:
+        """The store of one link end. StoreError if `settings` (JSON values) differ from what is kept there."""
+        ...
+
+    def commit(self) -> None:
+        """End a training step of the rank: the changes of all its links become durable in one transaction."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until every commit so far is on disk, safe from a power cut too."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release everything; safe to call twice."""
+        ...
+
+    def size_bytes(self) -> int:
+        """What the stores of this rank take: bytes of the file, or of the stored values in memory."""
         ...

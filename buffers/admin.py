@@ -1,0 +1,293 @@
+"""Looking at message stores on disk and cleaning them up: what `pipecomp store info`, `verify` and `prune` call.
+
+PATH is the `store.path` of a run, with a folder `rank-<r>` per rank, or one such folder. A store that another process
+uses is refused. `info` and `verify` write nothing. All raise StoreError where there is no store or it cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipecomp.buffers.budget import sample_hash
+from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
+from pipecomp.buffers.lmdb_file import ValueFile
+from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
+from pipecomp.buffers.value import read_header, stored_size
+from pipecomp.errors import ConfigError, StoreError
+
+_RANK = re.compile(r"rank-(\d+)")
+_COPY = "compacted"
+_COPY_BYTES = 32 << 20  # values in one transaction while a file is copied
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkInfo:
+    """One link of one rank. sizes in bytes; versions: lowest and highest, None without samples; settings: as given.
+
+    file_bytes is the size of the rank's file, which its links share.
+    """
+
+    rank: int | None
+    link: str
+    folder: str
+    samples: int
+    stored_bytes: int
+    file_bytes: int
+    bits: int | None
+    group_size: int | None
+    versions: tuple[int, int] | None
+    settings: dict[str, Any]
+
+
+class Damaged(NamedTuple):
+    """A sample whose value is not what was stored; sample None: the file as a whole, its values were not read."""
+
+    rank: int | None
+    link: str | None
+    sample: int | None
+    problem: str
+
+
+@dataclass(kw_only=True)
+class VerifyReport:
+    """checked: values that were read."""
+
+    checked: int = 0
+    damaged: list[Damaged] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class PruneReport:
+    """Samples over all ranks and links, `damaged` among the `removed`, and what the files took before and after."""
+
+    kept: int = 0
+    removed: int = 0
+    damaged: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
+    """The ranks' folders in `path`, by rank, or `path` itself if it is one."""
+    top = Path(path)
+    if (top / DATA_FILE).is_file():
+        match = _RANK.fullmatch(top.resolve().name)
+        return [(int(match[1]) if match else None, top)]
+    found = []
+    if top.is_dir():
+        found = [(int(m[1]), p) for p in top.iterdir() if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
+    if not found:
+        raise StoreError(f"{top}: no message store here: no {DATA_FILE}, and no folders rank-0, rank-1, … with one")
+    return sorted(found)
+
+
+def info(path: str | os.PathLike[str]) -> list[LinkInfo]:
+    """What is stored, by rank and link. Reads headers only."""
+    found = []
+    for rank, folder in rank_folders(path):
+        with _opened(folder) as file:
+            for name in file.table_names():
+                rows = file.scan(file.table(name, create=False))
+                headers = [read_header(row.head, f"store of {name}, sample {row.sample}") for row in rows]
+                settings = json.loads(file.meta(b"link:" + name.encode()) or b"{}")
+                versions = [header.version for header in headers]
+                found.append(
+                    LinkInfo(
+                        rank=rank,
+                        link=name,
+                        folder=str(folder),
+                        samples=len(headers),
+                        stored_bytes=sum(map(stored_size, headers)),
+                        file_bytes=file.size_bytes(),
+                        bits=settings.pop("bits", None),
+                        group_size=settings.pop("grouping", None),
+                        versions=(min(versions), max(versions)) if versions else None,
+                        settings=settings,
+                    )
+                )
+    return found
+
+
+def verify(path: str | os.PathLike[str]) -> VerifyReport:
+    """Check the structure of every file, then the CRC-32 of every value."""
+    report = VerifyReport()
+    for rank, folder in rank_folders(path):
+        with _held(folder, shared=True):
+            problems = structure_problems(folder)
+            if problems:
+                report.damaged += [Damaged(rank, None, None, problem) for problem in problems]
+                continue
+            with _readable(folder) as file:
+                for name in file.table_names():
+                    for checked in check_values(file, file.table(name, create=False)):
+                        report.checked += 1
+                        if checked.problem is not None:
+                            report.damaged.append(Damaged(rank, name, checked.row.sample, checked.problem))
+    return report
+
+
+def prune(
+    path: str | os.PathLike[str],
+    *,
+    link: str | None = None,
+    ids_below: int | None = None,
+    max_samples: int | None = None,
+    everything: bool = False,
+) -> PruneReport:
+    """Remove samples and make the files small again. Damaged values always go; without options nothing else does.
+
+    link: remove this link's samples and settings. ids_below: keep only samples with ids below this, where a dataset
+    became shorter. max_samples: keep at most so many per link, those that `store.max_bytes` would prefer. everything:
+    remove the stores, whatever their state. The others copy what is kept beside the old file, and need room for it;
+    a run that goes on sends what is missing in full precision once.
+    """
+    for key, limit in (("ids_below", ids_below), ("max_samples", max_samples)):
+        if limit is not None and limit < 0:
+            raise ConfigError(key, limit, "a whole number from 0")
+    if everything and (link is not None or ids_below is not None or max_samples is not None):
+        raise ConfigError("everything", everything, "without link, ids_below and max_samples: nothing is kept")
+    folders = rank_folders(path)
+    if link is not None:
+        names = sorted(set().union(*(_links(folder) for _, folder in folders)))
+        if link not in names:
+            raise StoreError(f"{path}: no store of {link}; there are: {', '.join(names)}")
+    report = PruneReport()
+    for _, folder in folders:
+        with _held(folder, shared=False):
+            report.bytes_before += (folder / DATA_FILE).stat().st_size
+            if everything:
+                _remove(folder)
+                continue
+            _copy(folder, report, link, lambda ids: _kept(ids, ids_below, max_samples))
+            report.bytes_after += (folder / DATA_FILE).stat().st_size
+    return report
+
+
+def _kept(ids: list[int], ids_below: int | None, max_samples: int | None) -> set[int]:
+    kept = [i for i in ids if ids_below is None or i < ids_below]
+    return set(sorted(kept, key=sample_hash)[:max_samples])
+
+
+def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[list[int]], set[int]]) -> None:
+    """Copy what is kept into a new file, and put it in the place of the old one."""
+    _require_structure(folder)
+    target = folder / _COPY
+    _remove(target)
+    try:
+        target.mkdir(exist_ok=True)
+        with _readable(folder) as old, _writable(target) as new:
+            for key in (b"format", *(b"link:" + name.encode() for name in old.table_names() if name != link)):
+                remark = old.meta(key)
+                if remark is not None:
+                    new.set_meta(key, remark)
+            for name in old.table_names():
+                _copy_link(old, new, name, report, (lambda ids: set()) if name == link else keep, create=name != link)
+            new.sync()
+        (folder / LOCK_FILE).unlink(missing_ok=True)
+        os.replace(target / DATA_FILE, folder / DATA_FILE)
+        (folder / UNSYNCED_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be compacted: {error}") from error
+    finally:
+        _remove(target)
+        if target.is_dir():
+            target.rmdir()
+
+
+def _copy_link(
+    old: ValueFile,
+    new: ValueFile,
+    name: str,
+    report: PruneReport,
+    keep: Callable[[list[int]], set[int]],
+    *,
+    create: bool,
+) -> None:
+    source = old.table(name, create=False)
+    ids = [row.sample for row in old.scan(source)]
+    kept = keep(ids)
+    target = new.table(name) if create else None
+    values: dict[int, bytearray | None] = {}
+    size = 0
+    for checked in check_values(old, source):
+        report.damaged += checked.problem is not None
+        if checked.value is None or checked.row.sample not in kept:
+            report.removed += 1
+            continue
+        report.kept += 1
+        values[checked.row.sample] = checked.value
+        size += len(checked.value)
+        if size >= _COPY_BYTES and target is not None:
+            new.write({target: values})
+            values, size = {}, 0
+    if values and target is not None:
+        new.write({target: values})
+
+
+def _links(folder: Path) -> set[str]:
+    with _held(folder, shared=True):
+        _require_structure(folder)
+        with _readable(folder) as file:
+            return set(file.table_names())
+
+
+def _require_structure(folder: Path) -> None:
+    problems = structure_problems(folder)
+    if problems:
+        raise StoreError(
+            f"{folder}: the file's pages are damaged ({problems[0]}), so that its values cannot be told apart: "
+            f"`pipecomp store prune {folder} --everything` removes it"
+        )
+
+
+def _remove(folder: Path) -> None:
+    for name in (DATA_FILE, LOCK_FILE, UNSYNCED_FILE):
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{folder / name}: cannot be removed: {error}") from error
+
+
+@contextmanager
+def _held(folder: Path, *, shared: bool) -> Iterator[Folder]:
+    held = Folder(folder, shared=shared)
+    try:
+        yield held
+    finally:
+        held.release()
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[ValueFile]:
+    file = ValueFile(folder, readonly=True)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[ValueFile]:
+    file = ValueFile(folder)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[ValueFile]:
+    """A file to look at, after it was proved sound if the machine was started again since its last writes."""
+    with _held(folder, shared=True) as held:
+        problem = unsound(folder) if held.restarted() else None
+        if problem is not None:
+            raise StoreError(f"{folder}: damaged when the machine stopped: {problem}; see `pipecomp store verify`")
+        with _readable(folder) as file:
+            yield file

@@ -1,0 +1,191 @@
+"""What every message store does alike: the index, the step, the budget, prefetching and counting.
+
+A backend adds where values are kept: `_prepare` and `_added` (before and after an entry enters the index),
+`_load_value` (an entry whose value is no longer in memory), and what `commit`, `flush` and `close` mean for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from pipecomp.buffers.base import Held, Message
+from pipecomp.buffers.budget import Budget
+from pipecomp.buffers.entry import Entry
+from pipecomp.buffers.prefetch import Prefetcher
+from pipecomp.buffers.value import ValueFormat, read_header, unpack
+from pipecomp.errors import StoreError
+
+
+class LinkStore:
+    """A MessageStore but for its backend; see `buffers.base` for what the public methods promise."""
+
+    def __init__(self, link: str, fmt: ValueFormat, *, max_bytes: int | None = None, prefetch: int = 0) -> None:
+        self.link = link
+        self._format = fmt
+        self._lock = threading.RLock()
+        self._entries: dict[int, Entry] = {}
+        self._changed: dict[int, None] = {}  # samples put or dropped since the last commit, in that order
+        self._stored_bytes = 0
+        self._budget = Budget(max_bytes)
+        self._prefetcher = Prefetcher(self._load, prefetch, f"prefetch {link}")
+        self._counts = {"hits": 0, "misses": 0, "evictions": 0, "declined": 0}
+        self._wait_seconds = 0.0
+        self._closed = False
+
+    def get(self, samples: Sequence[int]) -> list[Message | None]:
+        """The message of each sample, or None; see MessageStore."""
+        self._check()
+        start = time.perf_counter()
+        messages = []
+        for sample in samples:
+            found, message = self._prefetcher.take(sample)
+            messages.append(message if found else self._load(sample))
+        held = sum(message is not None for message in messages)
+        with self._lock:
+            self._counts["hits"] += held
+            self._counts["misses"] += len(messages) - held
+            self._wait_seconds += time.perf_counter() - start
+        return messages
+
+    def put(self, sample: int, version: int, m_nH: Tensor) -> None:
+        """Replace the message of a sample; the store owns `m_nH` from here on. See MessageStore."""
+        self._check()
+        self._format.check(sample, version, m_nH, self.where(sample))
+        entry = Entry(sample, version, self._format.size(*m_nH.shape), m_nH=m_nH.detach())
+        self._prepare(entry)
+        with self._lock:
+            self._replace(sample, entry)
+        self._prefetcher.invalidate(sample)
+        self._added(entry)
+
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Start loading a micro-batch in the background; see MessageStore."""
+        self._check()
+        self._prefetcher.request(samples)
+
+    def drop(self, samples: Iterable[int]) -> None:
+        """Forget these samples; see MessageStore."""
+        self._check()
+        for sample in samples:
+            with self._lock:
+                if sample in self._entries:
+                    self._replace(sample, None)
+            self._prefetcher.invalidate(sample)
+
+    def inventory(self) -> list[Held]:
+        """Every sample held, sorted by id."""
+        self._check()
+        with self._lock:
+            entries = sorted(self._entries.values(), key=lambda entry: entry.sample)
+        return [Held(entry.sample, entry.version, self._digest(entry)) for entry in entries]
+
+    def stats(self) -> dict[str, float]:
+        """Counters; see MessageStore."""
+        with self._lock:
+            held = {"samples": len(self._entries), "stored_bytes": self._stored_bytes}
+            return {**held, **self._counts, "wait_seconds": self._wait_seconds}
+
+    def where(self, sample: int) -> str:
+        """How errors name a sample of this store."""
+        return f"store of {self.link}, sample {sample}"
+
+    # What backends use and fill in.
+
+    def _prepare(self, entry: Entry) -> None:
+        """A new entry is about to enter the index."""
+
+    def _added(self, entry: Entry) -> None:
+        """A new entry has entered the index."""
+
+    def _load_value(self, entry: Entry) -> bytearray | None:
+        """The bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        """Raise StoreError if the store cannot be used."""
+        if self._closed:
+            raise StoreError(f"store of {self.link}: used after close")
+
+    def _end_step(self) -> dict[int, Entry | None]:
+        """Settle the budget; returns what the step changed: sample to its entry, None where it is to be deleted."""
+        with self._lock:
+            sizes = {s: e.size if (e := self._entries.get(s)) else None for s in self._changed}
+            evicted, declined = self._budget.settle(sizes)
+            for sample in (*evicted, *declined):
+                self._replace(sample, None)
+            self._counts["evictions"] += len(evicted)
+            self._counts["declined"] += len(declined)
+            step = {sample: self._entries.get(sample) for sample in self._changed}
+            self._changed = {}
+        for sample in (*evicted, *declined):
+            self._prefetcher.invalidate(sample)
+        return step
+
+    def _start_with(self, entries: Iterable[Entry]) -> None:
+        """Fill the index with what is stored. What no longer fits the budget is deleted by the first commit."""
+        self._entries = {entry.sample: entry for entry in entries}
+        self._stored_bytes = sum(entry.size for entry in self._entries.values())
+        for sample in self._budget.load({s: entry.size for s, entry in self._entries.items()}):
+            self._replace(sample, None)
+            self._counts["evictions"] += 1
+
+    def _waited(self, seconds: float) -> None:
+        with self._lock:
+            self._wait_seconds += seconds
+
+    def _stop(self) -> None:
+        """Close what is common to all backends."""
+        self._closed = True
+        self._prefetcher.close()
+
+    def _replace(self, sample: int, entry: Entry | None) -> None:
+        old = self._entries.pop(sample, None)
+        self._stored_bytes -= old.size if old is not None else 0
+        if entry is not None:
+            self._entries[sample] = entry
+            self._stored_bytes += entry.size
+        self._changed[sample] = None
+
+    def _pack(self, entry: Entry) -> bytearray | None:
+        return entry.pack(self._format, self.where(entry.sample))
+
+    def _digest(self, entry: Entry) -> int:
+        if entry.crc is None:
+            self._pack(entry)
+        assert entry.crc is not None
+        return entry.crc
+
+    def _load(self, sample: int) -> Message | None:
+        while True:
+            entry = self._entries.get(sample)
+            if entry is None:
+                return None
+            message = self._decode(entry)
+            if message is not None:
+                return message
+
+    def _decode(self, entry: Entry) -> Message | None:
+        """The entry's message, or None if another entry or nothing took its place meanwhile."""
+        where = self.where(entry.sample)
+        value = self._pack(entry)
+        if value is not None:
+            return unpack(value, where, check=False)
+        try:
+            stored = self._load_value(entry)
+            if stored is None:
+                raise StoreError(f"{where}: version {entry.version} is gone from the file")
+            header = read_header(stored, where)
+            if header.crc != entry.crc:
+                raise StoreError(
+                    f"{where}: holds sample {header.sample}, version {header.version}, CRC-32 {header.crc:#010x}; "
+                    f"expected version {entry.version}, {entry.crc:#010x}"
+                )
+            return unpack(stored, where, alias=True)
+        except StoreError as error:
+            if self._entries.get(entry.sample) is not entry:
+                return None  # rewritten or deleted while it was read
+            raise StoreError(f"{error}; `pipecomp store verify` lists what is damaged, `prune` removes it") from error

@@ -1,0 +1,66 @@
+"""Finding out whether a store on disk is sound, without trusting it.
+
+LMDB itself believes its file: a damaged page can crash the process. So the structure is checked first by a walker
+that never hands the file to LMDB (`lmdb.verify`), and then every value by its CRC-32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lmdb.verify import VerifyError
+from lmdb.verify import verify as verify_structure
+
+from pipecomp.buffers.lmdb_file import Row, Table, ValueFile
+from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.value import HEADER_BYTES, read_header, verify_value
+from pipecomp.errors import StoreError
+
+
+class Checked(NamedTuple):
+    """One stored value: `problem` is None if it is whole."""
+
+    row: Row
+    value: bytearray | None
+    problem: str | None
+
+
+def structure_problems(path: Path) -> list[str]:
+    """What is wrong with the pages of the LMDB file in folder `path`; empty if nothing is."""
+    try:
+        return list(verify_structure(str(path / DATA_FILE), subdir=False))
+    except (VerifyError, OSError) as error:
+        return [str(error)]
+
+
+def check_values(file: ValueFile, table: Table) -> Iterator[Checked]:
+    """Read every value of a link and compare it with its header, its key and its CRC-32."""
+    for row in file.scan(table):
+        where = f"store of {table.name}, sample {row.sample}"
+        try:
+            value = file.read_at(table, row.slot, row.sample)
+            verify_value(value, where)
+            sample = read_header(memoryview(value)[:HEADER_BYTES], where).sample
+            if sample != row.sample:
+                raise StoreError(f"{where}: holds a value of sample {sample}")
+            yield Checked(row, value, None)
+        except StoreError as error:
+            yield Checked(row, None, str(error))
+
+
+def unsound(path: Path) -> str | None:
+    """The first thing that is wrong with the store in folder `path`, or None if all of it can be trusted."""
+    problems = structure_problems(path)
+    if problems:
+        return f"its pages are damaged: {problems[0]}"
+    file = ValueFile(path, readonly=True)
+    try:
+        for name in file.table_names():
+            for checked in check_values(file, file.table(name, create=False)):
+                if checked.problem is not None:
+                    return checked.problem
+    finally:
+        file.close()
+    return None

@@ -1,0 +1,60 @@
+"""What LMDB and the system raise, as StoreErrors that name the folder and say what to do."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+
+import lmdb
+
+from pipecomp.errors import StoreError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_DAMAGED = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.NotFoundError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
+
+
+class explained(AbstractContextManager[None]):  # noqa: N801
+    """`with explained(path, "write"):` turns lmdb.Error and OSError into StoreError."""
+
+    def __init__(self, path: Path, doing: str) -> None:
+        self.path, self.doing = path, doing
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, (lmdb.Error, OSError)):
+            raise StoreError(f"{self.path}: cannot {self.doing}: {error}{_advice(error, self.path)}") from error
+
+
+def _advice(error: lmdb.Error | OSError, path: Path) -> str:
+    code = error.code if isinstance(error, lmdb.Error) else error.errno
+    # LMDB reports a write that a full disk cut short as EIO.
+    if code in _FULL or (code == errno.EIO and _is_full(path)):
+        return (
+            ". The disk is full, or a limit on file sizes is reached: free some space there, set store.max_bytes, or "
+            "give a store.path on another disk"
+        )
+    if isinstance(error, lmdb.ReadonlyError) or code in _READ_ONLY:
+        return ". It must be writable: change its permissions, or give another store.path"
+    if isinstance(error, _DAMAGED):
+        return f". Damaged, or not a message store: `pipecomp store prune {path} --everything` removes it"
+    if code == errno.ENOMEM:
+        return ". The process may not map more memory: see `ulimit -v`"
+    return ""
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        return shutil.disk_usage(path).free < (1 << 20)
+    except OSError:
+        return False

@@ -1,0 +1,261 @@
+"""Values in an LMDB file: how they are cut into records, written in one transaction, and read.
+
+A value is cut into pieces so that little of LMDB's pages stays empty. As one record it would take whole pages of its
+own: 41 % waste for 8.7 KB. Here its last pieces fill runs of exactly 16, 4 or 1 pages (few sizes, so that freed runs
+fit what comes next), and what is left, beginning with the header, goes in pieces of a sixth of a page into pages
+shared with other samples. Records are keyed by a slot, given out in the order of first visits: new records go to the
+end, which leaves pages full, where random keys would leave a third of them empty.
+
+    key of a value's first piece: slot u64, 0 u16, sample u64; of its others: slot u64, piece u16. Big-endian.
+
+Transactions are not synced (`sync=False`): a process that is killed loses nothing it committed, because the system
+has it already; only a power cut or a crash of the system can lose it. What is lost costs one full-precision message
+per sample, and an fsync per step costs every step. `sync()` is for checkpoints.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+
+from pipecomp.buffers.lmdb_errors import explained
+from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.value import HEADER_BYTES
+from pipecomp.errors import StoreError
+
+MAP_BYTES = 1 << 30  # address space, not memory and not disk; grows by doubling
+MAX_LINKS = 255
+META = b"meta"
+_RUNS = (16, 4, 1)
+_PAGE_HEADER = 16
+_RECORD_OVERHEAD = 8 + 10 + 2  # a record's header, its usual key, its entry in the page's index
+_FIRST = struct.Struct(">QHQ")
+_NEXT = struct.Struct(">QH")
+
+
+class Place(NamedTuple):
+    """Where a sample's value is, and its size in bytes."""
+
+    slot: int
+    size: int
+
+
+class Row(NamedTuple):
+    """The beginning of a stored value, as a scan finds it. sample: from the key."""
+
+    sample: int
+    slot: int
+    head: bytes  # HEADER_BYTES, fewer if the value is damaged
+
+
+class Table:
+    """The values of one link. `places` is read by any thread and changed by the writing one, after its commit."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.handle = handle
+        self.places: dict[int, Place] = {}
+        self.free: list[int] = []
+        self.end = 0
+
+    def load(self, places: Mapping[int, Place]) -> None:
+        """Start with what a scan found."""
+        self.places = dict(places)
+        used = {place.slot for place in places.values()}
+        self.end = max(used, default=-1) + 1
+        self.free = sorted(set(range(self.end)) - used)
+
+
+@lru_cache(maxsize=4096)
+def piece_sizes(size: int, page: int) -> tuple[int, ...]:
+    """How a value of `size` bytes is cut, first piece first; the first always holds the whole header."""
+    runs: list[int] = []
+    rest = size
+    for pages in _RUNS:
+        run = pages * page - _PAGE_HEADER
+        count = max(0, rest - HEADER_BYTES) // run
+        runs += [run] * count
+        rest -= count * run
+    count = -(-rest // ((page - _PAGE_HEADER) // 6 - _RECORD_OVERHEAD))
+    small, larger = divmod(rest, count)
+    return (*(small + (i < larger) for i in range(count)), *runs)
+
+
+def _keys(slot: int, sample: int, first: int, end: int) -> list[bytes]:
+    return [_NEXT.pack(slot, i) if i else _FIRST.pack(slot, 0, sample) for i in range(first, end)]
+
+
+class ValueFile:
+    """The LMDB file of one rank. One thread writes at a time; any thread reads."""
+
+    def __init__(self, path: Path, *, map_bytes: int = MAP_BYTES, readonly: bool = False) -> None:
+        self.path = path
+        self._reading = threading.Lock()  # held by readers; the map must not move beneath them
+        self._writing = threading.RLock()
+        with explained(path, "open the message store"):
+            size = self.size_bytes()
+            self._env = lmdb.open(
+                str(path),
+                map_size=max(map_bytes, 2 * size),
+                max_dbs=MAX_LINKS + 1,
+                readonly=readonly,
+                lock=not readonly,  # `Folder` has made sure that nobody writes
+                sync=False,
+                metasync=False,
+            )
+            try:
+                self._meta = self._env.open_db(META, create=not readonly)
+                self._page = self._env.stat()["psize"]
+            except BaseException:
+                self._env.close()
+                raise
+
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        file = self.path / DATA_FILE
+        return file.stat().st_size if file.exists() else 0
+
+    def meta(self, key: bytes) -> bytes | None:
+        """A remark about the file."""
+        with explained(self.path, "read"), self._reading, self._env.begin() as txn:
+            return txn.get(key, db=self._meta)
+
+    def set_meta(self, key: bytes, value: bytes) -> None:
+        """Write a remark about the file."""
+        self._transact(lambda txn: txn.put(key, value, db=self._meta))
+
+    def table_names(self) -> list[str]:
+        """The links that have a table."""
+        with explained(self.path, "read"), self._reading, self._env.begin() as txn, txn.cursor() as cursor:
+            return [key.decode() for key in cursor.iternext(values=False) if key != META]
+
+    def table(self, name: str, *, create: bool = True) -> Table:
+        """The table of a link, empty `places`: fill them from `scan`."""
+        if not create:
+            with explained(self.path, "read"):
+                return Table(name, self._env.open_db(name.encode(), create=False))
+        handles: list[Any] = []
+        self._transact(lambda txn: handles.append(self._env.open_db(name.encode(), txn=txn)))
+        return Table(name, handles[-1])
+
+    def scan(self, table: Table) -> list[Row]:
+        """The headers of all values, by slot; reads their first pieces only."""
+        rows = []
+        with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
+            more = cursor.first()
+            while more:
+                key = bytes(cursor.key())
+                if len(key) != _FIRST.size or key[8:10] != b"\0\0":
+                    raise StoreError(f"{self.path}: store of {table.name}: no beginning of a value at {key.hex()}")
+                slot, _, sample = _FIRST.unpack(key)
+                rows.append(Row(sample, slot, bytes(cursor.value()[:HEADER_BYTES])))
+                more = cursor.set_range(_NEXT.pack(slot + 1, 0))
+        return rows
+
+    def read(self, table: Table, sample: int) -> bytearray | None:
+        """A sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""
+        place = table.places.get(sample)
+        return None if place is None else self.read_at(table, place.slot, sample, place.size)
+
+    def read_at(self, table: Table, slot: int, sample: int, size: int | None = None) -> bytearray:
+        """The value in a slot; its size is checked before anything is allocated, unless it is not known."""
+        limit = None if size is None else len(piece_sizes(size, self._page))
+        pieces: list[memoryview] = []
+        prefix = slot.to_bytes(8, "big")
+        doing = f"read sample {sample} of {table.name}"
+        with explained(self.path, doing), self._reading, self._cursor(table) as cursor:
+            more = cursor.set_key(_FIRST.pack(slot, 0, sample))
+            while more and len(pieces) != limit and cursor.key()[:8] == prefix:
+                pieces.append(cursor.value())
+                more = cursor.next()
+            total = sum(len(piece) for piece in pieces)
+            if size is not None and total != size:
+                raise StoreError(f"store of {table.name}, sample {sample}: {total} of {size} bytes are there")
+            return bytearray().join(pieces)
+
+    def write(self, changes: Mapping[Table, Mapping[int, bytearray | None]]) -> None:
+        """Write all values, delete those that are None: all of it or, if the process dies, nothing."""
+        puts: list[tuple[Table, int, Place, bytearray]] = []
+        deletes: list[tuple[Table, list[bytes]]] = []
+        freed: list[tuple[Table, int, int]] = []
+        for table, values in changes.items():
+            for sample, value in values.items():
+                old = table.places.get(sample)
+                before = len(piece_sizes(old.size, self._page)) if old is not None else 0
+                if value is not None:
+                    slot = old.slot if old is not None else self._new_slot(table)
+                    puts.append((table, sample, Place(slot, len(value)), value))
+                    after = len(piece_sizes(len(value), self._page))
+                    if after < before:
+                        deletes.append((table, _keys(slot, sample, after, before)))
+                elif old is not None:
+                    deletes.append((table, _keys(old.slot, sample, 0, before)))
+                    freed.append((table, sample, old.slot))
+
+        def body(txn: lmdb.Transaction) -> None:
+            for table, keys in deletes:
+                for key in keys:
+                    txn.delete(key, db=table.handle)
+            for table, sample, place, value in puts:
+                self._put(txn, table, sample, place.slot, value)
+
+        self._transact(body)
+        for table, sample, place, _ in puts:
+            table.places[sample] = place
+        for table, sample, slot in freed:
+            del table.places[sample]
+            heapq.heappush(table.free, slot)
+
+    def sync(self) -> None:
+        """Wait until everything committed is on disk."""
+        with explained(self.path, "sync"):
+            self._env.sync(True)
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        with self._writing, self._reading:
+            self._env.close()
+
+    @contextmanager
+    def _cursor(self, table: Table) -> Iterator[Any]:
+        """Looks at one snapshot of a table; keys and values are views that end with it."""
+        with self._env.begin(db=table.handle, buffers=True) as txn, txn.cursor() as cursor:
+            yield cursor
+
+    def _new_slot(self, table: Table) -> int:
+        if table.free:
+            return heapq.heappop(table.free)
+        table.end += 1
+        return table.end - 1
+
+    def _put(self, txn: lmdb.Transaction, table: Table, sample: int, slot: int, value: bytearray) -> None:
+        sizes = piece_sizes(len(value), self._page)
+        view, start, items = memoryview(value), 0, []
+        for key, size in zip(_keys(slot, sample, 0, len(sizes)), sizes, strict=True):
+            items.append((key, view[start : start + size]))
+            start += size
+        with txn.cursor(db=table.handle) as cursor:
+            cursor.putmulti(items)
+
+    def _transact(self, body: Callable[[lmdb.Transaction], object]) -> None:
+        with explained(self.path, "write"), self._writing:
+            while True:
+                try:
+                    with self._env.begin(write=True) as txn:
+                        body(txn)
+                    return
+                except lmdb.MapFullError:
+                    self._grow()
+
+    def _grow(self) -> None:
+        # LMDB moves the map: no transaction of this process may be open.
+        with self._reading:
+            self._env.set_mapsize(2 * self._env.info()["map_size"])

@@ -1,0 +1,126 @@
+"""A rank's folder on disk: held by one process at a time, marked while not all of it has reached the disk.
+
+`in-use` is locked by the process that works here; the system frees the lock when the process ends, however it ends.
+`unsynced` exists from the first transaction after a sync to the next sync, and names the boot of the machine. A store
+that is opened under another boot with the mark still there may have lost writes: see `lmdb_check`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+from pathlib import Path
+
+from pipecomp.errors import StoreError
+
+DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
+IN_USE_FILE = "in-use"
+UNSYNCED_FILE = "unsynced"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# Locks of this kind belong to the process: a second open in the same process would not be refused, and closing it
+# would free the first one's lock. So this process also remembers which folders it holds.
+_held: set[str] = set()
+_held_guard = threading.Lock()
+
+
+def boot_id() -> str:
+    """Names the current boot of the machine; empty where the system does not tell."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+class Folder:
+    """Holds a rank's folder until `release`. `shared` only looks: several may, but none beside a user that writes.
+
+    Raises StoreError if the folder is in use, cannot be made, or (shared) is not there.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        self.path = path
+        self._real = os.path.realpath(path)
+        self._lock_fd = -1
+        try:
+            if not shared:
+                path.mkdir(parents=True, exist_ok=True)
+            elif not (path / DATA_FILE).is_file():
+                raise StoreError(f"{path}: no message store here")
+            self._acquire(shared)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be used as a message store: {error}") from error
+
+    def restarted(self) -> bool:
+        """Whether the machine was started again since the last writes, which never were synced."""
+        try:
+            marked = (self.path / UNSYNCED_FILE).read_text().strip()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StoreError(f"{self.path / UNSYNCED_FILE}: {error}") from error
+        return marked != boot_id()
+
+    def mark_unsynced(self) -> None:
+        """From now on the file may be ahead of the disk. Cheap when marked already."""
+        mark = self.path / UNSYNCED_FILE
+        if mark.exists():
+            return
+        with open(mark, "w") as file:
+            file.write(boot_id() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._sync_folder()
+
+    def mark_synced(self) -> None:
+        """Everything has reached the disk."""
+        (self.path / UNSYNCED_FILE).unlink(missing_ok=True)
+        self._sync_folder()
+
+    def release(self) -> None:
+        """Let others use the folder; safe to call twice."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        with _held_guard:
+            _held.discard(self._real)
+
+    def _acquire(self, shared: bool) -> None:
+        with _held_guard:
+            if self._real in _held:
+                raise StoreError(f"{self.path}: is in use by this process already")
+            _held.add(self._real)
+        try:
+            flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
+            try:
+                self._lock_fd = os.open(self.path / IN_USE_FILE, flags | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                return  # only looking, at a store that nobody ever locked
+            self._lock(shared)
+            if not shared:
+                os.ftruncate(self._lock_fd, 0)
+                os.write(self._lock_fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except BaseException:
+            self.release()
+            raise
+
+    def _lock(self, shared: bool) -> None:
+        try:
+            fcntl.lockf(self._lock_fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                user = os.read(self._lock_fd, 200).decode(errors="replace").strip() or "another process"
+                raise StoreError(f"{self.path}: in use by {user}; each rank needs a folder of its own") from error
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise  # a file system without locks cannot tell; all others can
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

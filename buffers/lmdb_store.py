@@ -1,0 +1,278 @@
+"""Message stores of one rank in an LMDB file: one named database per link, one transaction per step."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipecomp.buffers.core import LinkStore
+from pipecomp.buffers.entry import Entry
+from pipecomp.buffers.lmdb_check import unsound
+from pipecomp.buffers.lmdb_file import MAP_BYTES, META, Place, Table, ValueFile
+from pipecomp.buffers.lmdb_folder import DATA_FILE, Folder
+from pipecomp.buffers.value import ValueFormat, read_header, stored_size
+from pipecomp.buffers.writer import Writer
+from pipecomp.errors import ConfigError, StoreError
+
+FORMAT_KEY = b"format"
+FORMAT = b"1"
+LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class LmdbStore(LinkStore):
+    """A MessageStore on disk, made by `LmdbEnvironment.link`. Values are packed and written behind the training."""
+
+    def __init__(
+        self,
+        environment: LmdbEnvironment,
+        table: Table,
+        fmt: ValueFormat,
+        *,
+        max_bytes: int | None = None,
+        prefetch: int = 0,
+    ) -> None:
+        super().__init__(table.name, fmt, max_bytes=max_bytes, prefetch=prefetch)
+        self._environment = environment
+        self._table = table
+        self._start_with(self._scan())
+
+    def commit(self) -> None:
+        """End a training step of this link; see MessageStore and `LmdbEnvironment.commit`."""
+        self._check()
+        self._environment.commit_link(self)
+
+    def flush(self) -> None:
+        """Wait until every commit so far, of any link of the rank, is on disk."""
+        self._check()
+        self._environment.flush()
+
+    def close(self) -> None:
+        """Flush and release; safe to call twice. What was put after the last commit is dropped: it is half a step."""
+        if not self._closed:
+            self._stop()
+            self._environment.flush()
+
+    def _check(self) -> None:
+        super()._check()
+        self._environment.check()
+
+    def _added(self, entry: Entry) -> None:
+        self._environment.writer.submit(lambda: self._pack_ahead(entry))
+
+    def _pack_ahead(self, entry: Entry) -> None:
+        self._pack(entry)
+
+    def _load_value(self, entry: Entry) -> bytearray | None:
+        return self._environment.file.read(self._table, entry.sample)
+
+    def _has_changes(self) -> bool:
+        return bool(self._changed)
+
+    def _scan(self) -> list[Entry]:
+        entries: dict[int, Entry] = {}
+        places: dict[int, Place] = {}
+        for row in self._environment.file.scan(self._table):
+            where = self.where(row.sample)
+            header = read_header(row.head, where)
+            if header.sample != row.sample or row.sample in entries:
+                raise StoreError(f"{where}: damaged: its header names sample {header.sample}")
+            size = stored_size(header)
+            entries[row.sample] = Entry(row.sample, header.version, size, crc=header.crc)
+            places[row.sample] = Place(row.slot, size)
+        self._table.load(places)
+        return list(entries.values())
+
+
+class LmdbEnvironment:
+    """The stores of one rank in `path`, a folder that no other process uses meanwhile.
+
+    bits, group_size: how values are stored; max_bytes: budget of each link end, None for no limit; prefetch:
+    micro-batches loaded ahead. map_bytes: address space to start with, grows by itself.
+    Raises StoreError if the folder is in use, cannot be written, or lost data in a power cut.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        bits: int = 32,
+        group_size: int | None = None,
+        max_bytes: int | None = None,
+        prefetch: int = 0,
+        map_bytes: int = MAP_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self._format = ValueFormat(bits, group_size)
+        self._options: dict[str, Any] = {"max_bytes": max_bytes, "prefetch": prefetch}
+        LinkStore("check", self._format, **self._options)  # a wrong option is an error before any file is made
+        self._lock = threading.RLock()
+        self._stores: dict[str, LmdbStore] = {}
+        self._ended: dict[LmdbStore, dict[int, Entry | None]] = {}  # ended by their link, not yet written
+        self._pid = os.getpid()
+        self._closed = False
+        self._folder = Folder(self.path)
+        try:
+            self._prove_sound()
+            self.file = ValueFile(self.path, map_bytes=map_bytes)
+            try:
+                self._check_format()
+            except BaseException:
+                self.file.close()
+                raise
+        except BaseException:
+            self._folder.release()
+            raise
+        self.writer = Writer(f"message store {self.path}")
+        atexit.register(self.close)
+
+    def link(self, name: str, settings: Mapping[str, Any]) -> LmdbStore:
+        """The store of one link end, kept in the named database `name`.
+
+        settings: what its messages depend on, JSON values. StoreError if the stored ones were made with others.
+        """
+        self.check()
+        if not LINK_NAME.fullmatch(name) or name == META.decode():
+            raise ConfigError("link", name, "letters, digits, '.', '_' and '-', at most 100, and not 'meta'")
+        with self._lock:
+            if name in self._stores and not self._stores[name]._closed:
+                raise StoreError(f"{self.path}: store of {name}: is open already")
+            self._check_settings(name, settings)
+            self._stores[name] = LmdbStore(self, self.file.table(name), self._format, **self._options)
+            return self._stores[name]
+
+    def commit(self) -> None:
+        """End a training step of the rank: what all links put and dropped becomes durable in one transaction."""
+        self.check()
+        with self._lock:
+            for store in self._stores.values():
+                self._end_step(store)
+            self._write_ended()
+
+    def commit_link(self, store: LmdbStore) -> None:
+        """End a step of one link. It is written once no other link is in the middle of a step, so that links that are
+        committed one after the other share a transaction; at the latest when `store` ends its next step."""
+        with self._lock:
+            if store in self._ended:
+                self._write_ended()
+            self._end_step(store)
+            others = (other for other in self._stores.values() if other not in self._ended and not other._closed)
+            if not any(other._has_changes() for other in others):
+                self._write_ended()
+
+    def flush(self) -> None:
+        """Wait until every commit so far is on disk, safe from a power cut too."""
+        self.check()
+        with self._lock:
+            self._write_ended()
+        self.writer.submit(self._sync)
+        self.writer.drain()
+
+    def check(self) -> None:
+        """Raise StoreError if the environment is closed or a background write failed."""
+        if self._closed:
+            raise StoreError(f"{self.path}: message store used after close")
+        self.writer.check()
+
+    def close(self) -> None:
+        """Flush and release everything; safe to call twice. StoreError if a write failed that nobody heard of."""
+        if self._closed or os.getpid() != self._pid:  # a forked child has neither the thread nor the lock
+            return
+        try:
+            for store in self._stores.values():
+                store._stop()
+            if not self.writer.failed:
+                self.flush()
+        finally:
+            self._closed = True
+            atexit.unregister(self.close)
+            try:
+                self.writer.close()
+            finally:
+                self.file.close()
+                self._folder.release()
+
+    def size_bytes(self) -> int:
+        """Size of the LMDB file."""
+        return self.file.size_bytes()
+
+    def _end_step(self, store: LmdbStore) -> None:
+        if store._closed:
+            return
+        step = store._end_step()
+        if step:
+            self._ended.setdefault(store, {}).update(step)
+
+    def _write_ended(self) -> None:
+        if not self._ended:
+            return
+        steps, self._ended = self._ended, {}
+        waited = self.writer.submit_step(lambda: self._write(steps))
+        for store in steps:
+            store._waited(waited / len(steps))
+
+    def _write(self, steps: Mapping[LmdbStore, Mapping[int, Entry | None]]) -> None:
+        changes: dict[Table, dict[int, bytearray | None]] = {}
+        for store, step in steps.items():
+            values = changes.setdefault(store._table, {})
+            for sample, entry in step.items():
+                values[sample] = store._pack(entry) if entry is not None else None
+        self._folder.mark_unsynced()
+        self.file.write(changes)
+        for step in steps.values():
+            for entry in step.values():
+                if entry is not None:
+                    entry.release()
+
+    def _sync(self) -> None:
+        self.file.sync()
+        self._folder.mark_synced()
+
+    def _prove_sound(self) -> None:
+        if not self._folder.restarted() or not (self.path / DATA_FILE).is_file():
+            return
+        problem = unsound(self.path)
+        if problem is not None:
+            raise StoreError(
+                f"{self.path}: the machine stopped before everything was on disk, and the message store is damaged: "
+                f"{problem}. `pipecomp store prune {self.path}` keeps what is whole, with --everything nothing; what "
+                "is missing is sent in full precision once"
+            )
+
+    def _check_format(self) -> None:
+        found = self.file.meta(FORMAT_KEY)
+        if found is None:
+            self.file.set_meta(FORMAT_KEY, FORMAT)
+        elif found != FORMAT:
+            raise StoreError(
+                f"{self.path}: message store of format {found.decode(errors='replace')}, this program reads "
+                f"{FORMAT.decode()}: give another store.path, or remove it with `pipecomp store prune --everything`"
+            )
+
+    def _check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
+        try:
+            mine = json.loads(json.dumps({**settings, "bits": self._format.bits, "grouping": self._format.grouping}))
+        except (TypeError, ValueError) as error:
+            raise ConfigError("settings", dict(settings), f"JSON values: {error}") from error
+        key = b"link:" + name.encode()
+        found = self.file.meta(key)
+        if found is None:
+            self.file.set_meta(key, json.dumps(mine, sort_keys=True).encode())
+            return
+        theirs = json.loads(found)
+        if theirs != mine:
+            differs = [
+                f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
+                for k in sorted({*mine, *theirs})
+                if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
+            ]
+            raise StoreError(
+                f"{self.path}: the messages of {name} were made with other settings ({'; '.join(differs)}). Go on with "
+                f"the stored settings, give another store.path, or remove the messages with `pipecomp store prune "
+                f"{self.path} --link {name}`"
+            )

@@ -1,0 +1,88 @@
+"""Messages in this process's memory: fast, gone when the process ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipecomp.buffers.core import LinkStore
+from pipecomp.buffers.entry import Entry
+from pipecomp.buffers.value import ValueFormat
+from pipecomp.errors import StoreError
+
+
+class MemoryStore(LinkStore):
+    """A MessageStore that keeps packed values in memory: z bits a value, as on disk, with the same digests.
+
+    Values are packed by `put` itself, so that memory holds z bits a value and not a queue of float32 tensors.
+    """
+
+    def __init__(
+        self,
+        link: str = "link",
+        *,
+        bits: int = 32,
+        group_size: int | None = None,
+        max_bytes: int | None = None,
+        prefetch: int = 0,
+    ) -> None:
+        super().__init__(link, ValueFormat(bits, group_size), max_bytes=max_bytes, prefetch=prefetch)
+
+    def commit(self) -> None:
+        """End a training step: forget what exceeds the budget."""
+        self._check()
+        self._end_step()
+
+    def flush(self) -> None:
+        """Nothing to wait for."""
+        self._check()
+
+    def close(self) -> None:
+        """Forget everything; safe to call twice."""
+        self._stop()
+        self._entries = {}
+
+    def _prepare(self, entry: Entry) -> None:
+        self._pack(entry)
+
+    def _load_value(self, entry: Entry) -> bytearray | None:
+        return None
+
+
+class MemoryEnvironment:
+    """The memory stores of one rank; options as for MemoryStore, for every link."""
+
+    def __init__(
+        self, *, bits: int = 32, group_size: int | None = None, max_bytes: int | None = None, prefetch: int = 0
+    ) -> None:
+        self._options: dict[str, Any] = dict(bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch)
+        MemoryStore(**self._options).close()  # a wrong option is an error here, not at the first link
+        self._stores: dict[str, MemoryStore] = {}
+        self._closed = False
+
+    def link(self, name: str, settings: Mapping[str, Any]) -> MemoryStore:
+        """The store of one link end. `settings` cannot differ from anything: nothing survives the process."""
+        if self._closed:
+            raise StoreError("message stores in memory: used after close")
+        if name in self._stores and not self._stores[name]._closed:
+            raise StoreError(f"store of {name}: is open already")
+        self._stores[name] = MemoryStore(name, **self._options)
+        return self._stores[name]
+
+    def commit(self) -> None:
+        """End a training step for all links."""
+        for store in self._stores.values():
+            store.commit()
+
+    def flush(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Forget everything; safe to call twice."""
+        self._closed = True
+        for store in self._stores.values():
+            store.close()
+
+    def size_bytes(self) -> int:
+        """Bytes of all stored values."""
+        return sum(int(store.stats()["stored_bytes"]) for store in self._stores.values())

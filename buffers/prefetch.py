@@ -1,0 +1,152 @@
+"""Loading messages ahead of their use, in one background thread per link end.
+
+A request is one micro-batch. Requests are expected to be used in the order they were made; at most `ahead` of them
+are loaded or being loaded at a time, the others wait as lists of ids, so memory stays bounded by `ahead` micro-batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import NamedTuple
+
+from pipecomp.buffers.base import Message
+from pipecomp.errors import ConfigError
+
+MAX_WAITING = 256  # requests; more than any pipeline has in flight, so older ones were given up
+
+
+class _State(Enum):
+    WAITING = 0
+    LOADING = 1
+    LOADED = 2
+    FAILED = 3
+
+
+class _Slot:
+    __slots__ = ("message", "stale", "state")
+
+    def __init__(self) -> None:
+        self.state = _State.WAITING
+        self.message: Message | None = None
+        self.stale = False
+
+
+class Taken(NamedTuple):
+    """found: the sample was loaded ahead (message None: the store does not hold it)."""
+
+    found: bool
+    message: Message | None
+
+
+_NOT_FOUND = Taken(False, None)
+
+
+class Prefetcher:
+    """Loads requested samples with `load`; `ahead` is the number of micro-batches, 0 to load nothing ahead."""
+
+    def __init__(self, load: Callable[[int], Message | None], ahead: int, name: str) -> None:
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise ConfigError("store.prefetch", ahead, "a whole number from 0")
+        self._load, self._ahead, self._name = load, ahead, name
+        self._changed = threading.Condition()
+        self._batches: deque[dict[int, _Slot]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def request(self, samples: Iterable[int]) -> None:
+        """Start loading these samples; returns at once."""
+        batch = {sample: _Slot() for sample in samples}
+        if not self._ahead or not batch:
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._batches.append(batch)
+            if len(self._batches) > MAX_WAITING:
+                self._batches.popleft()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take(self, sample: int) -> Taken:
+        """Hand out a sample that was loaded ahead, once; waits if it is being loaded right now.
+
+        Requests before the one that holds it are given up: their turn has passed.
+        """
+        with self._changed:
+            at = next((i for i, batch in enumerate(self._batches) if sample in batch), None)
+            if at is None:
+                return _NOT_FOUND
+            for _ in range(at):
+                self._batches.popleft()
+            batch = self._batches[0]
+            slot = batch[sample]
+            while slot.state is _State.LOADING and not slot.stale and not self._closed:
+                self._changed.wait()
+            if batch.get(sample) is slot:
+                del batch[sample]
+            self._forget_empty()
+            # What could not be loaded is loaded again by the caller, who then gets the error itself.
+            usable = slot.state is _State.LOADED and not slot.stale
+            return Taken(True, slot.message) if usable else _NOT_FOUND
+
+    def invalidate(self, sample: int) -> None:
+        """The sample was put or forgotten: what was loaded ahead of it is no longer true."""
+        with self._changed:
+            for batch in self._batches:
+                slot = batch.pop(sample, None)
+                if slot is not None:
+                    slot.stale = True
+            self._forget_empty()
+
+    def loaded(self) -> int:
+        """How many samples are in memory or on their way there."""
+        with self._changed:
+            busy = (_State.LOADING, _State.LOADED)
+            return sum(slot.state in busy for batch in self._batches for slot in batch.values())
+
+    def close(self) -> None:
+        """Stop loading and forget everything; safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._batches.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _forget_empty(self) -> None:
+        if any(not batch for batch in self._batches):
+            self._batches = deque(batch for batch in self._batches if batch)
+        self._changed.notify_all()
+
+    def _next(self) -> tuple[int, _Slot] | None:
+        for batch, _ in zip(self._batches, range(self._ahead), strict=False):
+            for sample, slot in batch.items():
+                if slot.state is _State.WAITING:
+                    return sample, slot
+        return None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (found := self._next()) is None and not self._closed:
+                    self._changed.wait()
+                if self._closed or found is None:
+                    return
+                sample, slot = found
+                slot.state = _State.LOADING
+            message, state = None, _State.LOADED
+            try:
+                message = self._load(sample)
+            except Exception:
+                state = _State.FAILED
+            with self._changed:
+                if not slot.stale:
+                    slot.message = message
+                slot.state = state
+                self._changed.notify_all()
+            del message, slot, found

@@ -1,0 +1,192 @@
+"""The bytes of one stored message: a versioned header, then the message at z bits.
+
+    offset  size  little-endian
+    0       4     magic "PCMV"
+    4       2     format version, 1
+    6       1     z: bits a value, one of 2, 4, 8, 16, 32
+    7       1     0
+    8       8     sample id
+    16      8     message version
+    24      4     n: tokens
+    28      4     H: hidden size
+    32      4     group size of the quantizer, 0 for a token's whole row
+    36      4     CRC-32 of bytes 0 to 35 and of the payload
+    40            payload
+
+Payload, z = 2, 4, 8: float32 scales, a row's groups together, then the packed codes. z = 16: float16, saturated at
+±65504. Activations lie far inside that range, and float16 keeps 11 significant bits where bfloat16 keeps 8; that is
+what limits how close later deltas can come. z = 32: float32 as they are.
+Shapes: n tokens, H hidden size, G groups in a row. Source of the z-bit store: arXiv:2206.01299, appendix H.5.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipecomp.buffers.base import Message
+from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, StoreError
+from pipecomp.kernels import ops
+
+MAGIC = b"PCMV"
+FORMAT = 1
+BITS = (2, 4, 8, 16, 32)
+FLOAT16_MAX = 65504.0
+FLOAT32_MAX = torch.finfo(torch.float32).max
+QUANTIZER_MAX = 2.0**100
+
+_FIELDS = struct.Struct("<4sHBBQQIII")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CRC.size
+MAX_U32 = 2**32 - 1
+MAX_U64 = 2**64 - 1
+
+
+class ValueHeader(NamedTuple):
+    """What a stored value says about itself."""
+
+    sample: int
+    version: int
+    n: int
+    H: int
+    bits: int
+    group_size: int  # 0: the whole row
+    crc: int
+
+
+@dataclass(frozen=True)
+class ValueFormat:
+    """How a link end stores messages: z = `bits`, and the quantizer's grouping where z is 8 or less."""
+
+    bits: int = 32
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or isinstance(self.bits, bool):
+            raise ConfigError("store.bits", self.bits, ", ".join(map(str, BITS)))
+        ops.groups(1, self.group_size)  # ConfigError for a group size that is none
+
+    @property
+    def grouping(self) -> int | None:
+        """The group size that takes effect; without quantization none does."""
+        return self.group_size if self.bits <= 8 else None
+
+    def size(self, n: int, H: int) -> int:
+        """Bytes of a stored value of n tokens."""
+        return HEADER_BYTES + _payload_bytes(n, H, self.bits, self.grouping)
+
+    def check(self, sample: int, version: int, m_nH: Tensor, where: str) -> None:
+        """Raise unless `pack` can store this: ConfigError for the numbers, ShapeError for the tensor, NonFiniteError
+        for values that z bits cannot hold. 32 bits hold every float32, NaN included."""
+        for key, number in (("sample", sample), ("version", version)):
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_U64:
+                raise ConfigError(key, number, "a whole number from 0 to 2**64 - 1")
+        if m_nH.dtype != torch.float32 or m_nH.dim() != 2 or m_nH.shape[1] < 1 or max(m_nH.shape) > MAX_U32:
+            raise ShapeError(f"{where}: message {m_nH.dtype} {tuple(m_nH.shape)}, allowed: float32 [n, H], H >= 1")
+        if self.bits < 32 and m_nH.numel():
+            low, high = (float(x) for x in torch.aminmax(m_nH.detach()))
+            limit = FLOAT32_MAX if self.bits == 16 else QUANTIZER_MAX
+            if not (-limit <= low and high <= limit):  # also false for NaN
+                raise NonFiniteError(f"{where}: values from {low} to {high}, allowed: within ±{limit}")
+
+    def pack(self, sample: int, version: int, m_nH: Tensor, where: str) -> bytearray:
+        """The stored value of m [n, H], which `check` has passed; m is not modified.
+
+        Here, and only here, m is rounded to z bits.
+        """
+        n, H = m_nH.shape
+        value = bytearray(self.size(n, H))
+        _FIELDS.pack_into(value, 0, MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
+        start = HEADER_BYTES
+        for part in self._encode(m_nH, where):
+            count = part.size
+            np.frombuffer(value, part.dtype.newbyteorder("<"), count, start)[:] = part.reshape(-1)
+            start += part.nbytes
+        assert start == len(value), "payload size and header disagree"
+        _CRC.pack_into(value, _FIELDS.size, _checksum(value))
+        return value
+
+    def _encode(self, m_nH: Tensor, where: str) -> list[np.ndarray]:
+        m_nH = m_nH.detach()
+        if m_nH.shape[0] == 0:
+            return []
+        if self.bits == 32:
+            return [m_nH.cpu().contiguous().numpy()]
+        if self.bits == 16:
+            return [m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16).cpu().contiguous().numpy()]
+        codes, scale = ops.quantize(m_nH, self.bits, group_size=self.grouping, name=where)
+        return [scale.cpu().contiguous().numpy(), codes.cpu().contiguous().numpy()]
+
+
+def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeader:
+    """The header of a stored value, of which at least the first HEADER_BYTES are given. StoreError if it is none."""
+    if len(value) < HEADER_BYTES:
+        raise StoreError(f"{where}: {len(value)} bytes, a stored value has at least {HEADER_BYTES}")
+    magic, version, bits, reserved, sample, message_version, n, H, group_size = _FIELDS.unpack_from(value)
+    if magic != MAGIC:
+        raise StoreError(f"{where}: begins with {magic.hex()}, a stored value with {MAGIC.hex()}")
+    if version != FORMAT:
+        raise StoreError(f"{where}: format version {version}, this program reads version {FORMAT}")
+    crc: int = _CRC.unpack_from(value, _FIELDS.size)[0]
+    header = ValueHeader(sample, message_version, n, H, bits, group_size, crc)
+    if bits not in BITS or reserved or not header.H or (bits > 8 and header.group_size):
+        raise StoreError(f"{where}: not a header of a stored value: {header}")
+    return header
+
+
+def stored_size(header: ValueHeader) -> int:
+    """Bytes of the whole value that a header begins."""
+    return HEADER_BYTES + _payload_bytes(header.n, header.H, header.bits, header.group_size or None)
+
+
+def verify_value(value: bytearray | memoryview, where: str, *, checksum: bool = True) -> ValueHeader:
+    """The header of a whole stored value. StoreError, naming `where`, if the length or the CRC-32 is wrong."""
+    header = read_header(value, where)
+    if stored_size(header) != len(value):
+        raise StoreError(f"{where}: {len(value)} bytes, its header says {stored_size(header)}")
+    if checksum and _checksum(value) != header.crc:
+        raise StoreError(f"{where}: damaged: CRC-32 {_checksum(value):#010x}, stored with {header.crc:#010x}")
+    return header
+
+
+def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, alias: bool = False) -> Message:
+    """Decode a stored value.
+
+    check: compare the CRC-32 first; only values that never left this process's memory do without.
+    alias: with 32 bits the tensor may share `value`'s memory, which nobody else uses.
+    Raises StoreError, naming `where`, if the length or the CRC-32 is wrong.
+    """
+    header = verify_value(value, where, checksum=check)
+    n, H, bits, grouping = header.n, header.H, header.bits, header.group_size or None
+    if n == 0:
+        return Message(header.version, torch.empty(0, H))
+    if bits == 32:
+        m_nH = _tensor(value, "<f4", n * H, HEADER_BYTES).view(n, H)
+        return Message(header.version, m_nH if alias else m_nH.clone())
+    if bits == 16:
+        return Message(header.version, _tensor(value, "<f2", n * H, HEADER_BYTES).view(n, H).float())
+    G, row = ops.groups(H, grouping), ops.row_bytes(H, bits, grouping)
+    scale = _tensor(value, "<f4", n * G, HEADER_BYTES).view((n,) if grouping is None else (n, G))
+    codes = _tensor(value, "|u1", n * row, HEADER_BYTES + 4 * n * G).view(n, row)
+    return Message(header.version, ops.dequantize(codes, scale, bits, (n, H), group_size=grouping))
+
+
+def _tensor(value: bytearray | memoryview, dtype: str, count: int, start: int) -> Tensor:
+    array = np.frombuffer(value, dtype, count, start)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def _payload_bytes(n: int, H: int, bits: int, group_size: int | None) -> int:
+    if bits > 8:
+        return n * H * bits // 8
+    return n * (4 * ops.groups(H, group_size) + ops.row_bytes(H, bits, group_size))
+
+
+def _checksum(value: bytearray | memoryview) -> int:
+    view = memoryview(value)
+    return ops.crc32(view[HEADER_BYTES:], ops.crc32(view[: _FIELDS.size]))
