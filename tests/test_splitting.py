@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -73,7 +73,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deberta-v2": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V2, "num_labels": 3}),
     "deberta-v3": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V3, "num_labels": 2}),
 }
-FOUR_BLOCKS = [[0, 4], [0, 1, 4], [0, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4]]
+FOUR_BLOCKS = [[0, 4], [0, 1, 4], [0, 3, 4], [0, 1, 2, 3, 4]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny; a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_config(name: str, blocks: int = 4, **changes: Any) -> Any:
