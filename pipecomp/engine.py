@@ -29,7 +29,7 @@ from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
 from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages.saving import save_stages
+from pipecomp.stages import write_index, write_shard
 from pipecomp.stages.splitting import Stage
 from pipecomp.stats import GroupStats
 from pipecomp.wire import Kind, peek
@@ -212,7 +212,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     def _exec_reduce_tied_grads(self) -> None:
         """Sum the gradients of tied weights over the stages that hold them."""
         for name, parameter in self._tied.items():
-            grad = parameter._hp_grad if self.using_bf16_optimizer else parameter.grad
+            grad = self._gradient(parameter)
             if grad is None:
                 raise PipecompError(f"tied weight {name} has no gradient on stage {self.stage_id}")
             with self._counted(f"tied {name}", [grad], dist.get_world_size(self._tied_groups[name])):
@@ -220,9 +220,14 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         """DeepSpeed's own reduction over the data-parallel group, counted."""
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        grads = [g for p in self.module.parameters() if (g := self._gradient(p)) is not None]
         with self._counted("data parallel", grads, self.dp_world_size):
             super()._exec_reduce_grads()
+
+    def _gradient(self, parameter: Any) -> Tensor | None:
+        """What the optimizer will use: bf16 training accumulates apart from `.grad`."""
+        grad: Tensor | None = parameter._hp_grad if self.using_bf16_optimizer else parameter.grad
+        return grad
 
     @contextlib.contextmanager
     def _counted(self, group: str, grads: list[Tensor], ranks: int) -> Iterator[None]:
@@ -283,7 +288,12 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
     def save_pretrained(self, folder: str) -> None:
         """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this."""
-        save_stages(self.stage, folder, write=self.grid.data_parallel_id == 0, barrier=dist.barrier)
+        if self.grid.data_parallel_id == 0:
+            write_shard(self.stage, folder)
+        dist.barrier()
+        if self.global_rank == 0:
+            write_index(self.stage, folder)
+        dist.barrier()
 
     def comm_stats(self) -> dict[str, Any]:
         """This rank's traffic so far: for every link "k->k+1" and every group bytes raw and sent, waiting, error, hits."""

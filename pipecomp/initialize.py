@@ -6,7 +6,9 @@ Everything that has to be made in the same order on every rank is made here: pro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
+import io
 import json
 import os
 import socket
@@ -79,22 +81,22 @@ def initialize(
         raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
     _complete(ds_config)
 
-    module = _pipeline_module(model, split_plan, ds_config, loss_fn)
-    ds = DeepSpeedConfig(ds_config, module.mpu())
-    engine = PipelineEngine(
-        pipecomp_config=settings,
-        plan=split_plan,
-        tied_groups=_tied_groups(split_plan, module.mpu()),
-        args=None,
-        model=module,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        model_parameters=[p for p in module.parameters() if p.requires_grad],
-        mpu=module.mpu(),
-        config=ds_config,
-        config_class=ds,
-        dist_init_required=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints tables about layers and memory
+        module = _pipeline_module(model, split_plan, ds_config, loss_fn)
+        engine = PipelineEngine(
+            pipecomp_config=settings,
+            plan=split_plan,
+            tied_groups=_tied_groups(split_plan, module.mpu()),
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            model_parameters=[p for p in module.parameters() if p.requires_grad],
+            mpu=module.mpu(),
+            config=ds_config,
+            config_class=DeepSpeedConfig(ds_config, module.mpu()),
+            dist_init_required=False,
+        )
     engine.open_links(_open_links(engine, settings))
     _at_exit(engine)
     if training_data is not None:
