@@ -38,12 +38,11 @@ class explained(AbstractContextManager[None]):  # noqa: N801
 
 def _advice(error: lmdb.Error | OSError, path: Path) -> str:
     code = error.code if isinstance(error, lmdb.Error) else error.errno
-    # LMDB reports a write that a full disk cut short as EIO.
-    if code in _FULL or (code == errno.EIO and _is_full(path)):
-        return (
-            ". The disk is full, or a limit on file sizes is reached: free some space there, set store.max_bytes, or "
-            "give a store.path on another disk"
-        )
+    way_out = "free some space there, set store.max_bytes, or give a store.path on another disk"
+    if code in _FULL:
+        return f". The disk is full, or a limit on file sizes is reached: {way_out}"
+    if code == errno.EIO:  # LMDB's word for a write that was cut short, which a full disk does
+        return f". The disk has {shutil.disk_usage(path).free >> 20} MiB free. If it is full: {way_out}"
     if isinstance(error, lmdb.ReadonlyError) or code in _READ_ONLY:
         return ". It must be writable: change its permissions, or give another store.path"
     if isinstance(error, _DAMAGED):
@@ -51,10 +50,3 @@ def _advice(error: lmdb.Error | OSError, path: Path) -> str:
     if code == errno.ENOMEM:
         return ". The process may not map more memory: see `ulimit -v`"
     return ""
-
-
-def _is_full(path: Path) -> bool:
-    try:
-        return shutil.disk_usage(path).free < (1 << 20)
-    except OSError:
-        return False

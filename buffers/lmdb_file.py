@@ -2,9 +2,9 @@
 
 A value is cut into pieces so that little of LMDB's pages stays empty. As one record it would take whole pages of its
 own: 41 % waste for 8.7 KB. Here its last pieces fill runs of exactly 16, 4 or 1 pages (few sizes, so that freed runs
-fit what comes next), and what is left, beginning with the header, goes in pieces of a sixth of a page into pages
-shared with other samples. Records are keyed by a slot, given out in the order of first visits: new records go to the
-end, which leaves pages full, where random keys would leave a third of them empty.
+fit what comes next), and what is left, beginning with the header, goes in pieces of an eighth of a page into pages
+shared with other samples. Records are keyed by a slot, given out in the order of first visits, so that new records
+are appended and leave full pages behind; keyed by sample id they would leave a third of every page empty.
 
     key of a value's first piece: slot u64, 0 u16, sample u64; of its others: slot u64, piece u16. Big-endian.
 
@@ -84,7 +84,7 @@ def piece_sizes(size: int, page: int) -> tuple[int, ...]:
         count = max(0, rest - HEADER_BYTES) // run
         runs += [run] * count
         rest -= count * run
-    count = -(-rest // ((page - _PAGE_HEADER) // 6 - _RECORD_OVERHEAD))
+    count = -(-rest // ((page - _PAGE_HEADER) // 8 - _RECORD_OVERHEAD))
     small, larger = divmod(rest, count)
     return (*(small + (i < larger) for i in range(count)), *runs)
 
@@ -183,7 +183,7 @@ class ValueFile:
 
     def write(self, changes: Mapping[Table, Mapping[int, bytearray | None]]) -> None:
         """Write all values, delete those that are None: all of it or, if the process dies, nothing."""
-        puts: list[tuple[Table, int, Place, bytearray]] = []
+        puts: list[tuple[Table, int, Place, bytearray, bool]] = []
         deletes: list[tuple[Table, list[bytes]]] = []
         freed: list[tuple[Table, int, int]] = []
         for table, values in changes.items():
@@ -191,8 +191,9 @@ class ValueFile:
                 old = table.places.get(sample)
                 before = len(piece_sizes(old.size, self._page)) if old is not None else 0
                 if value is not None:
+                    end = table.end
                     slot = old.slot if old is not None else self._new_slot(table)
-                    puts.append((table, sample, Place(slot, len(value)), value))
+                    puts.append((table, sample, Place(slot, len(value)), value, slot == end))
                     after = len(piece_sizes(len(value), self._page))
                     if after < before:
                         deletes.append((table, _keys(slot, sample, after, before)))
@@ -204,11 +205,11 @@ class ValueFile:
             for table, keys in deletes:
                 for key in keys:
                     txn.delete(key, db=table.handle)
-            for table, sample, place, value in puts:
-                self._put(txn, table, sample, place.slot, value)
+            for table, sample, place, value, append in puts:
+                self._put(txn, table, _keys(place.slot, sample, 0, len(self._pieces(value))), value, append)
 
         self._transact(body)
-        for table, sample, place, _ in puts:
+        for table, sample, place, *_ in puts:
             table.places[sample] = place
         for table, sample, slot in freed:
             del table.places[sample]
@@ -236,14 +237,18 @@ class ValueFile:
         table.end += 1
         return table.end - 1
 
-    def _put(self, txn: lmdb.Transaction, table: Table, sample: int, slot: int, value: bytearray) -> None:
-        sizes = piece_sizes(len(value), self._page)
+    def _pieces(self, value: bytearray) -> tuple[int, ...]:
+        return piece_sizes(len(value), self._page)
+
+    def _put(self, txn: lmdb.Transaction, table: Table, keys: list[bytes], value: bytearray, append: bool) -> None:
         view, start, items = memoryview(value), 0, []
-        for key, size in zip(_keys(slot, sample, 0, len(sizes)), sizes, strict=True):
+        for key, size in zip(keys, self._pieces(value), strict=True):
             items.append((key, view[start : start + size]))
             start += size
         with txn.cursor(db=table.handle) as cursor:
-            cursor.putmulti(items)
+            _, added = cursor.putmulti(items, append=append)
+        if added != len(items):  # LMDB refuses to append below what is there, and says no more than this
+            raise StoreError(f"{self.path}: store of {table.name}: slots are out of order")
 
     def _transact(self, body: Callable[[lmdb.Transaction], object]) -> None:
         with explained(self.path, "write"), self._writing:

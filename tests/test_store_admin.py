@@ -1,0 +1,232 @@
+"""Looking at stores on disk, finding damage, and cleaning up."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pipecomp.buffers import LmdbEnvironment, admin, open_environment
+from pipecomp.buffers.budget import sample_hash
+from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
+from pipecomp.buffers.value import ValueFormat
+from pipecomp.errors import ConfigError, StoreError
+
+SETTINGS = {"forward_bits": 4}
+RANKS, LINKS, SAMPLES = (0, 2), ("link-0", "link-1"), 12
+
+
+def value(rank: int, link: str, sample: int, version: int) -> torch.Tensor:
+    return torch.full((80, 32), 100.0 * rank + 10 * LINKS.index(link) + sample + version / 128)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Two ranks with two links each, every sample written twice, the last one once."""
+    for rank in RANKS:
+        environment = open_environment("lmdb", tmp_path / "messages", rank, bits=32)
+        stores = {link: environment.link(link, SETTINGS) for link in LINKS}
+        for version in (3, 4):
+            for link, one in stores.items():
+                for sample in range(SAMPLES if version == 3 else SAMPLES - 1):
+                    one.put(sample, version, value(rank, link, sample, version))
+            environment.commit()
+        environment.close()
+    return tmp_path / "messages"
+
+
+def damage(store, rank, link, sample):
+    """Flip one bit of a value, in all copies of its bytes."""
+    file = store / f"rank-{rank}" / "data.mdb"
+    version = 4 if sample < SAMPLES - 1 else 3
+    pattern = value(rank, link, sample, version)[:2].numpy().tobytes()
+    data = file.read_bytes()
+    assert pattern in data
+    file.write_bytes(data.replace(pattern, bytes([pattern[0] ^ 4]) + pattern[1:]))
+
+
+def contents(store, rank) -> dict:
+    environment = LmdbEnvironment(store / f"rank-{rank}")
+    found = {}
+    for link in LINKS:
+        one = environment.link(link, SETTINGS)
+        for line in one.inventory():
+            message = one.get([line.sample])[0]
+            assert torch.equal(message.m_nH, value(rank, link, line.sample, line.version))
+            found.setdefault(link, {})[line.sample] = line.version
+    environment.close()
+    return found
+
+
+def snapshot(store) -> dict:
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(store.rglob("*")) if p.is_file()}
+
+
+WHOLE = {link: {**dict.fromkeys(range(SAMPLES - 1), 4), SAMPLES - 1: 3} for link in LINKS}
+
+
+def test_info_says_what_is_there_and_writes_nothing(store):
+    before = snapshot(store)
+    lines = admin.info(store)
+    assert snapshot(store) == before
+    assert [(line.rank, line.link) for line in lines] == [(r, link) for r in RANKS for link in LINKS]
+    for line in lines:
+        assert (line.samples, line.versions, line.bits, line.group_size) == (SAMPLES, (3, 4), 32, None)
+        assert line.stored_bytes == SAMPLES * ValueFormat(32).size(80, 32)
+        assert line.file_bytes == (store / f"rank-{line.rank}" / "data.mdb").stat().st_size
+        assert line.settings == SETTINGS
+    one = admin.info(store / "rank-2")
+    assert [(line.rank, line.link) for line in one] == [(2, link) for link in LINKS]
+
+
+def test_verify_lists_every_damaged_sample_and_writes_nothing(store):
+    assert admin.verify(store) == admin.VerifyReport(checked=4 * SAMPLES)
+    damage(store, 0, "link-1", 5)
+    damage(store, 2, "link-0", 11)
+    before = snapshot(store)
+    report = admin.verify(store)
+    assert snapshot(store) == before
+    assert report.checked == 4 * SAMPLES
+    assert [(d.rank, d.link, d.sample) for d in report.damaged] == [(0, "link-1", 5), (2, "link-0", 11)]
+    assert all("CRC-32" in d.problem for d in report.damaged)
+
+
+def test_verify_finds_damaged_pages_without_reading_values(store):
+    file = store / "rank-0" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    for page in range(2, len(data) // 4096):
+        data[4096 * page : 4096 * page + 8] = (2**40).to_bytes(8, "little")
+    file.write_bytes(data)
+    report = admin.verify(store)
+    assert report.checked == 2 * SAMPLES, "the other rank is checked"
+    assert {(d.rank, d.link, d.sample) for d in report.damaged} == {(0, None, None)}
+    with pytest.raises(StoreError, match="--everything"):
+        admin.prune(store)
+    report = admin.prune(store / "rank-0", everything=True)
+    assert report.bytes_after == 0
+    assert contents(store, 0) == {}
+    assert contents(store, 2) == WHOLE
+
+
+def test_prune_takes_out_what_is_damaged(store):
+    damage(store, 0, "link-1", 5)
+    damage(store, 2, "link-0", 11)
+    report = admin.prune(store)
+    assert (report.kept, report.removed, report.damaged) == (4 * SAMPLES - 2, 2, 2)
+    assert 0 < report.bytes_after < report.bytes_before
+    assert admin.verify(store) == admin.VerifyReport(checked=4 * SAMPLES - 2)
+    assert contents(store, 0) == {**WHOLE, "link-1": {s: v for s, v in WHOLE["link-1"].items() if s != 5}}
+    assert contents(store, 2) == {**WHOLE, "link-0": {s: v for s, v in WHOLE["link-0"].items() if s != 11}}
+
+
+def test_prune_removes_a_link_with_its_settings(store):
+    report = admin.prune(store, link="link-0")
+    assert (report.kept, report.removed, report.damaged) == (2 * SAMPLES, 2 * SAMPLES, 0)
+    assert [line.link for line in admin.info(store)] == ["link-1", "link-1"]
+    environment = LmdbEnvironment(store / "rank-0")
+    assert environment.link("link-0", {"quite": "other settings"}).inventory() == []
+    environment.close()
+    with pytest.raises(StoreError, match=r"link-7.*link-1"):
+        admin.prune(store, link="link-7")
+
+
+def test_prune_by_id_and_by_number(store):
+    assert admin.prune(store, ids_below=9).removed == 4 * (SAMPLES - 9)
+    kept = {link: dict.fromkeys(range(9), 4) for link in LINKS}
+    assert contents(store, 0) == kept
+    admin.prune(store, max_samples=4)
+    best = sorted(range(9), key=sample_hash)[:4]
+    assert contents(store, 2) == {link: dict.fromkeys(sorted(best), 4) for link in LINKS}
+    admin.prune(store, max_samples=0)
+    assert contents(store, 0) == {}
+    with pytest.raises(ConfigError, match="ids_below"):
+        admin.prune(store, ids_below=-1)
+    with pytest.raises(ConfigError, match="everything"):
+        admin.prune(store, everything=True, max_samples=3)
+
+
+def test_prune_of_everything_leaves_an_empty_store(store):
+    report = admin.prune(store, everything=True)
+    assert (report.bytes_before > 0, report.bytes_after) == (True, 0)
+    with pytest.raises(StoreError, match="no message store"):
+        admin.info(store)
+    assert contents(store, 0) == {}
+
+
+def test_pruning_after_a_power_cut_makes_the_store_usable_again(store):
+    damage(store, 0, "link-0", 3)
+    (store / "rank-0" / UNSYNCED_FILE).write_text("another boot\n")
+    with pytest.raises(StoreError, match="prune"):
+        LmdbEnvironment(store / "rank-0")
+    with pytest.raises(StoreError, match="verify"):
+        admin.info(store)
+    assert [d.sample for d in admin.verify(store).damaged] == [3]
+    admin.prune(store)
+    assert contents(store, 0)["link-0"] == {s: v for s, v in WHOLE["link-0"].items() if s != 3}
+
+
+def test_a_store_in_use_is_refused(store):
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from pipecomp.buffers import LmdbEnvironment as E; e = E(sys.argv[1]); print(1, flush=True); "
+            "sys.stdin.read()",
+            str(store / "rank-2"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout.readline() == b"1\n"
+        for call in (admin.info, admin.verify, admin.prune, lambda p: admin.prune(p, everything=True)):
+            with pytest.raises(StoreError, match=f"rank-2: in use by process {holder.pid} on "):
+                call(store / "rank-2")
+        assert admin.info(store / "rank-0")
+    finally:
+        holder.communicate(timeout=30)
+    assert contents(store, 2) == WHOLE
+
+
+def test_two_may_look_at_once(store):
+    holder = admin.Folder(store / "rank-0", shared=True)
+    try:
+        out = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys; from pipecomp.buffers import admin\nprint(len(admin.info(sys.argv[1])))\n"
+                "try: admin.prune(sys.argv[1])\nexcept Exception as error: print(error)",
+                str(store / "rank-0"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    finally:
+        holder.release()
+    assert out.startswith("2\n")
+    assert "in use by" in out
+
+
+def test_a_read_only_store_can_be_looked_at(store):
+    folder = store / "rank-0"
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    folder.chmod(0o555)
+    try:
+        assert len(admin.info(folder)) == 2
+        assert admin.verify(folder).damaged == []
+    finally:
+        folder.chmod(0o755)
+
+
+def test_where_there_is_no_store(tmp_path):
+    os.makedirs(tmp_path / "empty" / "rank-0")
+    for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "empty" / "rank-0"):
+        for call in (admin.info, admin.verify, admin.prune):
+            with pytest.raises(StoreError, match="no message store"):
+                call(path)
+    assert not (tmp_path / "missing").exists()

@@ -1,0 +1,460 @@
+"""What only a store on disk has: transactions, settings, size of the file, growth, errors of the disk, restarts."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from pipecomp.buffers import LmdbEnvironment
+from pipecomp.buffers.lmdb_file import ValueFile, piece_sizes
+from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
+from pipecomp.buffers.value import HEADER_BYTES, ValueFormat
+from pipecomp.errors import ConfigError, StoreError
+
+SETTINGS = {"method": "aqsgd", "forward_bits": 4}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens the same folder again and again; a test may leave it open."""
+    environments = []
+
+    def environment(**options):
+        for old in environments:
+            old.close()
+        environments.append(LmdbEnvironment(tmp_path / "rank-0", **options))
+        return environments[-1]
+
+    yield environment
+    for one in environments:
+        one.close()
+
+
+def message(sample: int, version: int, n: int = 4, H: int = 32) -> torch.Tensor:
+    return torch.randn(n, H, generator=torch.Generator().manual_seed(1000 * sample + version))
+
+
+def versions(store) -> dict[int, int]:
+    return {line.sample: line.version for line in store.inventory()}
+
+
+def transactions(environment) -> int:
+    return environment.file._env.info()["last_txnid"]
+
+
+class TestSteps:
+    def test_a_step_of_all_links_is_one_transaction(self, opened):
+        environment = opened()
+        stores = [environment.link(f"link-{i}", SETTINGS) for i in range(3)]
+        environment.flush()
+        before = transactions(environment)
+        for step in range(4):
+            for store in stores:
+                for sample in range(5):
+                    store.put(sample, step, message(sample, step))
+            environment.commit()
+        environment.flush()
+        assert transactions(environment) == before + 4
+
+    def test_links_committed_one_by_one_share_a_transaction(self, opened):
+        environment = opened()
+        stores = [environment.link(f"link-{i}", SETTINGS) for i in range(2)]
+        environment.flush()
+        before = transactions(environment)
+        for store in stores:
+            store.put(0, 1, message(0, 1))
+        for store in stores:
+            store.commit()
+        environment.writer.drain()
+        assert transactions(environment) == before + 1
+        stores[1].put(0, 2, message(0, 2))  # in the middle of a step
+        stores[0].put(0, 2, message(0, 2))
+        stores[0].commit()
+        environment.writer.drain()
+        assert transactions(environment) == before + 1, "waits for the other link"
+        stores[0].put(0, 3, message(0, 3))
+        stores[0].commit()
+        environment.writer.drain()
+        assert transactions(environment) == before + 2, "but not for longer than a step"
+
+    def test_only_whole_steps_survive_a_close(self, opened):
+        store = opened().link("link-0", SETTINGS)
+        store.put(0, 1, message(0, 1))
+        store.put(1, 1, message(1, 1))
+        store.commit()
+        store.put(0, 2, message(0, 2))
+        store.drop([1])
+        assert versions(store) == {0: 2}
+        store = opened().link("link-0", SETTINGS)
+        assert versions(store) == {0: 1, 1: 1}
+        assert torch.equal(store.get([0])[0].m_nH, message(0, 1))
+
+    def test_a_value_may_change_its_length(self, opened):
+        environment = opened()
+        store = environment.link("link-0", SETTINGS)
+        rng = random.Random(0)
+        lengths: dict[int, int] = {}
+        for step in range(12):
+            for sample in rng.sample(range(6), 3):
+                lengths[sample] = rng.choice([0, 1, 7, 40, 130, 300, 700])
+                store.put(sample, step, message(sample, step, n=lengths[sample]))
+            if step % 4 == 3:
+                gone = rng.choice(sorted(lengths))
+                del lengths[gone]
+                store.drop([gone])
+            environment.commit()
+        held = versions(store)
+        for options in ({}, {}):
+            store = opened(**options).link("link-0", SETTINGS)
+            assert versions(store) == held
+            for sample, version in held.items():
+                assert torch.equal(store.get([sample])[0].m_nH, message(sample, version, n=lengths[sample]))
+
+
+class TestSettings:
+    def test_other_settings_are_refused_and_named(self, opened):
+        opened(bits=8).link("link-0", {"forward_bits": 4, "seed": 1, "pair": (1, 2)})
+        opened(bits=8).link("link-0", {"pair": [1, 2], "seed": 1, "forward_bits": 4})
+        with pytest.raises(StoreError) as caught:
+            opened(bits=8).link("link-0", {"forward_bits": 2, "extra": None, "pair": [1, 2]})
+        text = str(caught.value)
+        assert "forward_bits: 2, stored with 4" in text
+        assert "seed: 'not set', stored with 1" in text
+        for part in ("extra: None", "prune", "rank-0"):
+            assert part in text
+        assert "pair" not in text
+        with pytest.raises(StoreError, match="bits: 4, stored with 8"):
+            opened(bits=4).link("link-0", {"forward_bits": 4, "seed": 1, "pair": [1, 2]})
+
+    def test_names_and_settings_must_fit(self, opened):
+        environment = opened()
+        for name in ("", "meta", "a/b", "ä", "x" * 101, ".hidden"):
+            with pytest.raises(ConfigError):
+                environment.link(name, SETTINGS)
+        with pytest.raises(ConfigError, match="settings"):
+            environment.link("link-0", {"what": object()})
+
+    def test_another_format_is_refused(self, opened):
+        environment = opened()
+        environment.file.set_meta(b"format", b"9")
+        with pytest.raises(StoreError, match="format 9"):
+            opened()
+
+    def test_a_smaller_budget_is_applied_on_reopening(self, opened):
+        environment = opened()
+        store = environment.link("link-0", SETTINGS)
+        for sample in range(20):
+            store.put(sample, 1, message(sample, 1))
+        store.commit()
+        size = ValueFormat(32).size(4, 32)
+        for _ in range(2):
+            environment = opened(max_bytes=7 * size)
+            store = environment.link("link-0", SETTINGS)
+            assert len(store.inventory()) == 7
+            store.commit()
+        assert len(opened().link("link-0", SETTINGS).inventory()) == 7
+
+
+class TestSize:
+    @pytest.mark.parametrize("size", [40, 41, 700, 4079, 4080, 4120, 4121, 8752, 49704, 65560, 819240, 3_000_001])
+    def test_pieces_add_up_and_the_first_holds_the_header(self, size):
+        pieces = piece_sizes(size, 4096)
+        assert sum(pieces) == size
+        assert pieces[0] >= HEADER_BYTES
+        assert min(pieces) > 0
+        small = [p for p in pieces if p <= 490]
+        assert all((p + 16) % 4096 == 0 for p in pieces[len(small) :]), "fill whole pages"
+        assert len(small) <= 9
+
+    @pytest.mark.parametrize(("H", "bits"), [(256, 2), (256, 4), (312, 2), (345, 2), (768, 8), (1024, 16), (256, 32)])
+    def test_the_file_is_little_larger_than_the_bits(self, tmp_path, H, bits):
+        """At most 1.15 times the z * n * H bits of the messages, after four epochs that overwrite every sample."""
+        tokens, samples, step = 128, 800, 8
+        value = ValueFormat(bits).pack(0, 1, torch.randn(tokens, H), "here")  # one for all: packing is not the point
+        file = ValueFile(tmp_path)
+        table = file.table("link-0")
+        rng = random.Random(1)
+        for _ in range(4):
+            order = rng.sample(range(samples), samples)
+            for start in range(0, samples, step):
+                file.write({table: dict.fromkeys(order[start : start + step], value)})
+        assert file.read(table, 17) == value
+        assert file.size_bytes() <= 1.15 * samples * tokens * H * bits / 8
+        file.close()
+
+    def test_samples_of_many_lengths_do_not_break_the_file_up(self, tmp_path):
+        """Freed runs of pages must fit what comes next: below 1.15 still after eight epochs."""
+        rng = random.Random(1)
+        values = [bytearray(ValueFormat(4).size(rng.randint(16, 128), 768)) for _ in range(400)]
+        file = ValueFile(tmp_path)
+        table = file.table("link-0")
+        for _ in range(8):
+            order = rng.sample(range(len(values)), len(values))
+            for start in range(0, len(order), 4):
+                file.write({table: {sample: values[sample] for sample in order[start : start + 4]}})
+        assert file.size_bytes() <= 1.15 * sum(map(len, values))
+        file.close()
+
+    def test_the_map_grows_while_others_read(self, opened):
+        environment = opened(map_bytes=1 << 16, prefetch=2)
+        store = environment.link("link-0", SETTINGS)
+        done = threading.Event()
+
+        def read():
+            while not done.is_set():
+                store.prefetch(range(8))
+                for got in store.get(range(8)):
+                    assert got is None or torch.equal(got.m_nH, message(0, got.version, n=200))
+
+        problems = []
+
+        def reader():
+            try:
+                read()
+            except BaseException as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=reader)
+        thread.start()
+        try:
+            for step in range(20):
+                for sample in range(2 * step, 2 * step + 4):
+                    store.put(sample, step, message(0, step, n=200))
+                environment.commit()
+            environment.flush()
+        finally:
+            done.set()
+            thread.join()
+        assert not problems
+        assert environment.file._env.info()["map_size"] >= environment.size_bytes() > 1 << 20
+        assert len(store.inventory()) == 42
+
+
+class TestErrors:
+    def test_damage_is_found_and_named(self, opened, tmp_path):
+        store = opened().link("link-0", SETTINGS)
+        for sample in (3, 4):
+            store.put(sample, 1, torch.full((60, 64), float(sample)))
+        store.commit()
+        store.flush()
+        opened().close()
+        file = tmp_path / "rank-0" / "data.mdb"
+        damage(file, torch.full((64,), 4.0).numpy().tobytes())
+        environment = opened(prefetch=1)
+        store = environment.link("link-0", SETTINGS)
+        assert torch.equal(store.get([3])[0].m_nH, torch.full((60, 64), 3.0))
+        store.prefetch([4])
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"link-0, sample 4.*CRC-32.*verify"):
+                store.get([4])
+        store.put(4, 2, message(4, 2))
+        assert torch.equal(store.get([4])[0].m_nH, message(4, 2))
+
+    def test_a_damaged_header_is_found_when_opening(self, opened, tmp_path):
+        store = opened().link("link-0", SETTINGS)
+        store.put(3, 1, message(3, 1))
+        store.commit()
+        store.flush()
+        opened().close()
+        file = tmp_path / "rank-0" / "data.mdb"
+        whole = file.read_bytes()
+        at = whole.index(b"PCMV")
+        for offset in (0, 4, 6, 7, 8):
+            data = bytearray(whole)
+            data[at + offset] ^= 1
+            file.write_bytes(data)
+            with pytest.raises(StoreError, match="link-0, sample 3"):
+                opened().link("link-0", SETTINGS)
+
+    def test_foreign_files_are_refused(self, tmp_path):
+        folder = tmp_path / "rank-0"
+        folder.mkdir()
+        (folder / "data.mdb").write_bytes(b"something else " * 1000)
+        with pytest.raises(StoreError, match=r"rank-0.*prune"):
+            LmdbEnvironment(folder)
+        with pytest.raises(StoreError, match="cannot be used"):
+            LmdbEnvironment(folder / "data.mdb")
+
+    def test_two_users_of_a_folder_are_refused(self, opened, tmp_path):
+        opened()
+        with pytest.raises(StoreError, match="in use by this process"):
+            LmdbEnvironment(tmp_path / "rank-0")
+        code = (
+            "import sys; from pipecomp.buffers import LmdbEnvironment; from pipecomp.errors import StoreError\n"
+            "try: LmdbEnvironment(sys.argv[1])\nexcept StoreError as error: print(error)"
+        )
+        out = run_child(code, tmp_path / "rank-0")
+        assert f"in use by process {os.getpid()} on " in out
+
+    def test_a_background_error_surfaces_at_the_next_calls(self, opened, monkeypatch):
+        environment = opened()
+        store = environment.link("link-0", SETTINGS)
+        store.put(0, 1, message(0, 1))
+        store.commit()
+        store.flush()
+
+        def fail(changes):
+            raise StoreError("/somewhere: cannot write: the disk is full")
+
+        monkeypatch.setattr(environment.file, "write", fail)
+        store.put(0, 2, message(0, 2))
+        store.commit()
+        for call in (store.flush, store.commit, lambda: store.get([0]), lambda: store.put(1, 1, message(1, 1))):
+            with pytest.raises(StoreError, match=r"earlier write in the background failed.*disk is full"):
+                call()
+        environment.close()  # told already
+        monkeypatch.undo()
+        assert versions(opened().link("link-0", SETTINGS)) == {0: 1}
+
+    def test_an_error_nobody_saw_is_raised_by_close(self, opened, monkeypatch):
+        environment = opened()
+        store = environment.link("link-0", SETTINGS)
+
+        def fail(changes):
+            raise OSError("gone")
+
+        monkeypatch.setattr(environment.file, "write", fail)
+        store.put(0, 1, message(0, 1))
+        store.commit()
+        with pytest.raises(StoreError, match="gone"):
+            environment.close()
+        environment.close()
+
+    def test_a_full_disk_names_the_path_and_the_way_out(self, tmp_path):
+        """A limit on the size of files stands in for a full disk."""
+        out = run_child(
+            f"""
+            import resource, signal, sys, torch
+            from pipecomp.buffers import LmdbEnvironment
+            from pipecomp.errors import StoreError
+            environment = LmdbEnvironment(sys.argv[1])
+            store = environment.link("link-0", {SETTINGS!r})
+            store.put(0, 1, torch.zeros(4, 32))
+            store.commit()
+            store.flush()
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))
+            for sample in range(64):
+                store.put(sample, 2, torch.zeros(400, 32))
+            store.commit()
+            for call in (store.flush, lambda: store.get([0]), environment.close):
+                try:
+                    call()
+                    print("silent")
+                except StoreError as error:
+                    print(error)
+            """,
+            tmp_path / "rank-0",
+        )
+        first, second, third = out.splitlines()
+        assert first == second
+        assert third == "silent"
+        for part in (str(tmp_path / "rank-0"), "cannot write", "MiB free. If it is full", "store.max_bytes"):
+            assert part in first
+        environment = LmdbEnvironment(tmp_path / "rank-0")
+        assert versions(environment.link("link-0", SETTINGS)) == {0: 1}
+        environment.close()
+
+    def test_a_read_only_place_names_the_path_and_the_way_out(self, tmp_path):
+        out = run_child(
+            """
+            import os, sys
+            from pipecomp.buffers import LmdbEnvironment
+            from pipecomp.errors import StoreError
+            folder = sys.argv[1]
+            os.makedirs(folder)
+            os.chmod(folder, 0o555)
+            if os.geteuid() == 0:
+                os.seteuid(65534)  # root may write anywhere
+            try:
+                LmdbEnvironment(folder)
+            except StoreError as error:
+                print(error)
+            """,
+            tmp_path / "open" / "rank-0",
+            before=lambda: os.chmod(tmp_path, 0o777),
+        )
+        assert "rank-0" in out
+        assert "ermission" in out or "denied" in out
+
+
+class TestRestart:
+    def fill(self, opened):
+        environment = opened()
+        store = environment.link("link-0", SETTINGS)
+        for sample in range(5):
+            store.put(sample, 1, torch.full((40, 64), float(sample)))
+        store.commit()
+        return environment, store
+
+    def test_the_mark_lasts_from_a_write_to_the_next_sync(self, opened, tmp_path):
+        environment, store = self.fill(opened)
+        mark = tmp_path / "rank-0" / UNSYNCED_FILE
+        environment.writer.drain()
+        assert mark.exists()
+        environment.flush()
+        assert not mark.exists()
+        store.put(0, 2, message(0, 2))
+        store.commit()
+        environment.writer.drain()
+        assert mark.exists()
+        environment.close()
+        assert not mark.exists()
+
+    def test_a_sound_store_is_used_after_the_machine_restarted(self, opened, tmp_path):
+        self.fill(opened)[0].close()
+        mark = tmp_path / "rank-0" / UNSYNCED_FILE
+        mark.write_text("another boot\n")
+        environment = opened()
+        assert versions(environment.link("link-0", SETTINGS)) == dict.fromkeys(range(5), 1)
+        environment.flush()
+        assert not mark.exists()
+
+    @pytest.mark.parametrize("where", ["value", "page"])
+    def test_a_damaged_one_is_refused(self, opened, tmp_path, where):
+        self.fill(opened)[0].close()
+        folder = tmp_path / "rank-0"
+        if where == "value":
+            damage(folder / "data.mdb", torch.full((64,), 3.0).numpy().tobytes())
+        else:
+            data = bytearray((folder / "data.mdb").read_bytes())
+            start = data.index(torch.full((1000,), 3.0).numpy().tobytes()) // 4096 * 4096
+            data[start : start + 4096] = bytes(4096)  # a page that never reached the disk
+            (folder / "data.mdb").write_bytes(data)
+        (folder / UNSYNCED_FILE).write_text("another boot\n")
+        with pytest.raises(StoreError, match=r"machine stopped.*prune"):
+            opened()
+        (folder / UNSYNCED_FILE).unlink()
+
+
+def damage(file, pattern: bytes) -> None:
+    """Flip a bit of `pattern` everywhere: LMDB leaves copies of moved records in the free part of pages."""
+    data = file.read_bytes()
+    assert pattern in data
+    file.write_bytes(data.replace(pattern, bytes([pattern[0] ^ 1]) + pattern[1:]))
+
+
+def run_child(code, *arguments, before=None):
+    if before is not None:
+        before()
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_settings_are_readable_json(opened):
+    environment = opened(bits=4, group_size=16)
+    environment.link("link-0", SETTINGS)
+    assert json.loads(environment.file.meta(b"link:link-0")) == {**SETTINGS, "bits": 4, "grouping": 16}
