@@ -1,23 +1,37 @@
 """Which backend runs an operation, and why.
 
-A backend is a module with the functions of `reference`, `bitpack` and `topk` that `ops` calls.
+A backend is an object with the functions of `torch_backend` under the same names and signatures.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, KernelError, ShapeError
-from pipecomp.kernels import torch_backend
+from pipecomp.kernels import native, torch_backend
 
 BACKENDS = ("auto", "torch", "native", "triton")
 
 
+class Status(NamedTuple):
+    """What backend="auto" runs on one kind of device, for people."""
+
+    device: str  # "cpu" or "cuda"
+    backend: str
+    reason: str
+
+
+class SlowKernelsWarning(RuntimeWarning):
+    """The torch path runs because faster kernels are not there."""
+
+
 def pick(backend: str, *tensors: Tensor) -> Any:
-    """The backend module for these tensors, which must share a device.
+    """The backend for these tensors, which must share a device.
 
     ConfigError for an unknown name, ShapeError for mixed devices, KernelError for a backend that cannot run here.
     """
@@ -27,7 +41,50 @@ def pick(backend: str, *tensors: Tensor) -> Any:
     for tensor in tensors[1:]:
         if tensor.device != device:
             raise ShapeError(f"tensors on {device} and {tensor.device}, allowed: one device")
-    if backend in ("native", "triton"):
-        raise KernelError(f"backend {backend!r}: not in this build, allowed: torch")
-    module: ModuleType = torch_backend
-    return module
+    if backend == "torch":
+        return torch_backend
+    if backend == "auto":
+        return automatic(device.type)
+    loaded = load_native(device.type) if backend == "native" else load_triton(device.type)
+    if isinstance(loaded, str):
+        raise KernelError(f"backend {backend!r}: {loaded}")
+    return loaded
+
+
+def load_native(device: str) -> Any:
+    """The native backend, or a sentence saying why it cannot run on this device."""
+    return native.load() if device == "cpu" else f"takes CPU tensors, got one on {device}"
+
+
+def load_triton(device: str) -> Any:
+    """The Triton backend, or a sentence saying why it cannot run on this device."""
+    return "is not in this build"
+
+
+@cache
+def automatic(device: str) -> Any:
+    """What "auto" means on a device; warns once where that is the torch path."""
+    loaded = load_triton(device) if device == "cuda" else load_native(device)
+    if not isinstance(loaded, str):
+        return loaded
+    warnings.warn(
+        f"pipecomp quantizes with plain torch operations on {device}, tens of times slower than its own kernels: "
+        f"{loaded}. `pipecomp doctor` says more.",
+        SlowKernelsWarning,
+        stacklevel=4,
+    )
+    return torch_backend
+
+
+def status() -> list[Status]:
+    """What "auto" runs on each kind of device of this machine, and why."""
+    lines = []
+    loaded = load_native("cpu")
+    if isinstance(loaded, str):
+        lines.append(Status("cpu", "torch", loaded))
+    else:
+        lines.append(Status("cpu", "native", f"{loaded.isa} code, {loaded.threads} threads"))
+    if torch.cuda.is_available():
+        loaded = load_triton("cuda")
+        lines.append(Status("cuda", *(("torch", loaded) if isinstance(loaded, str) else ("triton", "GPU tensors"))))
+    return lines

@@ -104,12 +104,16 @@ def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: in
     return pack_exponential(g_d < 0, e_d, bits)
 
 
+def exponential_factor(norm: float, depth: int, workers: int) -> float:
+    """norm * 2**(depth - 1) / n, rounded to float32: what decodes to it is +1 at exponent 2."""
+    return float(torch.tensor(norm * 2.0 ** (depth - 1) / workers, dtype=torch.float64).to(torch.float32))
+
+
 def exponential_decode(codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int) -> Tensor:
     """sign * 2**-e * norm * 2**(1 + depth) / n: float32 [d], rounded once for the factor and once for a value."""
     sign_d, e_d = unpack_exponential(codes, d, bits)
-    factor = torch.tensor(norm * 2.0 ** (depth - 1) / workers, dtype=torch.float64, device=codes.device)
     power_d = ((129 - e_d) << 23 | sign_d << 31).view(torch.float32)  # sign * 2**(2 - e): normal for every e >= 1
-    return torch.where(e_d == 0, 0.0, power_d * factor.to(torch.float32))
+    return torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, depth, workers))
 
 
 def chance(k_d: Tensor, seed: int, extension_seed: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import ShapeError
-from pipecomp.kernels import bitpack, dispatch, layout, topk
+from pipecomp.kernels import bitpack, dispatch, layout, native, topk
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
     exponential_encode,
@@ -36,6 +36,8 @@ from pipecomp.kernels.rng import mix_seed
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+NATIVE_CRC_BYTES = 4096  # below, zlib's own call is quicker
 
 __all__ = [
     "crc32",
@@ -234,5 +236,7 @@ def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") 
 def crc32(data: Tensor | ReadableBuffer, value: int = 0) -> int:
     """zlib's CRC-32 of a tensor's bytes in row-major order (any dtype) or of a buffer, continuing from `value`."""
     if isinstance(data, Tensor):
-        data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return zlib.crc32(data, value)
+        data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+    loaded = native.load() if view.nbytes >= NATIVE_CRC_BYTES else "a call costs more than it saves"
+    return zlib.crc32(view, value) if isinstance(loaded, str) else loaded.crc32(view, value)

@@ -1,0 +1,345 @@
+// Native CPU kernels of pipecomp: a plain C interface, called through ctypes. See native.h for the rules that make every
+// backend's bytes the same. A call names an instruction set (0 portable, 1 AVX2, 2 AVX-512); pipecomp_best_isa says
+// which one this CPU takes.
+
+#include "native.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "native_crc.h"
+#include "native_threads.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pipecomp's packed codes are little-endian; the torch backend runs on this machine"
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#define PC_AVX2 0
+namespace pipecomp {
+namespace base {
+#include "native_body.h"
+}
+}  // namespace pipecomp
+#undef PC_AVX2
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define PC_AVX2 1
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+namespace pipecomp {
+namespace avx2 {
+#include "native_body.h"
+}
+}  // namespace pipecomp
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+namespace pipecomp {
+namespace avx512 {
+#include "native_body.h"
+}
+}  // namespace pipecomp
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace pipecomp {
+
+CodeValues::CodeValues() {
+    for (int bits = 1; bits <= 8; bits++) {
+        const int count = 1 << bits;
+        for (int c = 0; c < 256; c++) {
+            const int code = c % count;
+            w[0][bits][c] = float((code + 0.5) / (count / 2) - 1.0);
+            w[1][bits][c] = float(-1.0 + 2.0 * code / (count - 1));
+        }
+    }
+}
+
+const CodeValues code_values;
+
+uint32_t kth_largest(uint32_t* v, int64_t n, int64_t k) {
+    std::nth_element(v, v + (k - 1), v + n, std::greater<uint32_t>());
+    return v[k - 1];
+}
+
+static const Table& table_of(int isa) {
+#if defined(__x86_64__)
+    if (isa == 2) return avx512::table;
+    if (isa == 1) return avx2::table;
+#endif
+    return isa == 0 ? base::table : base::table;
+}
+
+static const double RMS_LOADING[9] = {0, 1.596, 1.991, 2.344, 2.682, 3.01, 3.33, 3.64, 3.94};
+
+// The scale of a group from its largest magnitude; -1 if that is NaN, Inf or above 2**100.
+struct Scaler {
+    const QuantizeArgs& a;
+    const Table& t;
+
+    float finish(float scale) const {
+        if (scale < bits_float(SCALE_MIN_BITS)) return 0.0f;
+        if (a.bf16_scale) scale = bits_float((float_bits(scale) + 0xFFFFu) & 0xFFFF0000u);
+        return scale;
+    }
+    float from_squares(float most, int64_t sum, int64_t n) const {
+        double root = std::sqrt(double(sum) / (double(n) * 0x1p30));
+        return finish(std::min(most, float(double(most) * RMS_LOADING[a.bits] * root)));
+    }
+    float whole_group(const Layout::Unit& u) const {
+        uint32_t most = t.measure(a, u);
+        if (most > SCALE_MAX_BITS) return -1.0f;
+        float scale = bits_float(most);
+        if (!a.rms || most < SCALE_MIN_BITS) return finish(scale);
+        return from_squares(scale, t.sum_squares(a, u, 1.0f / scale), u.whole);
+    }
+};
+
+// Scales of groups that are cut into pieces; returns false where whole_group would give -1.
+static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, std::vector<uint32_t>& most,
+                             std::vector<int64_t>& sums, std::atomic<int64_t>& bad, int thread, int threads,
+                             Barrier& barrier) {
+    Range part(units, 1, thread, threads);
+    for (int64_t u = part.begin; u < part.end; u++) most[size_t(u)] = s.t.measure(s.a, l.at(u));
+    barrier.wait();
+    const int64_t groups = units / l.pieces;
+    if (thread == 0)
+        for (int64_t g = 0; g < groups; g++) {
+            uint32_t& top = most[size_t(g * l.pieces)];
+            for (int64_t p = 1; p < l.pieces; p++) top = std::max(top, most[size_t(g * l.pieces + p)]);
+            if (top > SCALE_MAX_BITS) bad.store(std::min(bad.load(), g / l.groups));
+            else s.a.scales[g] = s.finish(bits_float(top));
+        }
+    barrier.wait();
+    if (!s.a.rms || bad.load() != INT64_MAX) return;
+    for (int64_t u = part.begin; u < part.end; u++) {
+        uint32_t top = most[size_t(u / l.pieces * l.pieces)];
+        sums[size_t(u)] = top < SCALE_MIN_BITS ? 0 : s.t.sum_squares(s.a, l.at(u), 1.0f / bits_float(top));
+    }
+    barrier.wait();
+    if (thread == 0)
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t sum = 0;
+            for (int64_t p = 0; p < l.pieces; p++) sum += sums[size_t(g * l.pieces + p)];
+            uint32_t top = most[size_t(g * l.pieces)];
+            if (top >= SCALE_MIN_BITS) s.a.scales[g] = s.from_squares(bits_float(top), sum, l.at(g * l.pieces).whole);
+        }
+    barrier.wait();
+}
+
+static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
+    const Layout l(a.H, a.group, a.bits);
+    const Table& t = table_of(isa);
+    const Scaler scaler{a, t};
+    const int64_t units = a.rows * l.groups * l.pieces;
+    std::atomic<int64_t> bad{INT64_MAX};
+    std::vector<uint32_t> most(l.pieces > 1 ? size_t(units) : 0);
+    std::vector<int64_t> sums(l.pieces > 1 && a.rms ? size_t(units) : 0);
+    const uint8_t* const end = a.codes + a.rows * l.row_bytes;
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
+        Range part(units, 1, thread, count);
+        // Bytes of this thread end where the next thread's first unit begins.
+        const uint8_t* limit = part.end < units ? a.codes + l.at(part.end).byte : end;
+        auto note = [&](int64_t row) {
+            int64_t seen = bad.load();
+            while (row < seen && !bad.compare_exchange_weak(seen, row)) {}
+        };
+        if (l.pieces > 1) {
+            scales_of_pieces(scaler, l, units, most, sums, bad, thread, count, barrier);
+        } else if (a.m) {
+            for (int64_t u = part.begin; u < part.end; u++) {
+                Layout::Unit unit = l.at(u);
+                float scale = scaler.whole_group(unit);
+                if (scale < 0) note(unit.row);
+                a.scales[u] = scale;
+            }
+            barrier.wait();  // m stays untouched until every group of every thread is known to be finite
+        } else {
+            for (int64_t u = part.begin; u < part.end; u++) {
+                Layout::Unit unit = l.at(u);
+                float scale = scaler.whole_group(unit);
+                if (scale < 0) note(unit.row);
+                else t.quantize(a, l, unit, a.scales[u] = scale, limit);
+            }
+            return;
+        }
+        if (bad.load() != INT64_MAX) return;
+        // Last values first: they are still in the cache. Forward within a block, as codes are written over the edge.
+        const int64_t block = std::max<int64_t>(1, PIECE / std::min(l.group, l.H));
+        const uint8_t* block_limit = limit;
+        for (int64_t last = part.end; last > part.begin;) {
+            int64_t first = std::max(part.begin, last - block);
+            for (int64_t u = first; u < last; u++) {
+                Layout::Unit unit = l.at(u);
+                if (unit.n) t.quantize(a, l, unit, a.scales[unit.id], block_limit);
+            }
+            block_limit = a.codes + l.at(first).byte;
+            last = first;
+        }
+    });
+    return bad.load() == INT64_MAX ? -1 : bad.load();
+}
+
+static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
+    const Layout l(a.H, a.group, a.bits);
+    const Table& t = table_of(isa);
+    const uint8_t* const limit = a.codes + a.rows * l.row_bytes;
+    // Beyond what any cache holds, writing past it saves reading the old bytes first.
+    const bool stream = !a.add && a.rows * a.H * 4 >= int64_t(32) << 20;
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier&) {
+        Range part(a.rows * l.groups * l.pieces, 1, thread, count);
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            if (unit.n) t.dequantize(a, l, unit, limit, stream);
+        }
+#if defined(__x86_64__)
+        if (stream) _mm_sfence();
+#endif
+    });
+}
+
+}  // namespace pipecomp
+
+using namespace pipecomp;
+
+extern "C" {
+
+#define PC_EXPORT __attribute__((visibility("default")))
+
+// Raised with every change of this interface; native.py refuses another one.
+PC_EXPORT int32_t pipecomp_abi() { return 1; }
+
+PC_EXPORT int32_t pipecomp_best_isa() {
+#if defined(__x86_64__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return 0;
+    bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    return wide ? 2 : 1;
+#else
+    return 0;
+#endif
+}
+
+// Row of the first NaN, Inf or value above 2**100, or -1. With one, m is untouched; codes and scales are undefined.
+PC_EXPORT int64_t pipecomp_quantize(const QuantizeArgs* a, int32_t isa, int32_t threads) {
+    return quantize_call(*a, isa, threads);
+}
+
+PC_EXPORT void pipecomp_dequantize(const DequantizeArgs* a, int32_t isa, int32_t threads) {
+    dequantize_call(*a, isa, threads);
+}
+
+PC_EXPORT void pipecomp_linear_encode(const LinearArgs* a, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, a->d, 32, [&](int64_t begin, int64_t end) { t.linear_encode(*a, begin, end); });
+}
+
+PC_EXPORT void pipecomp_linear_add(int32_t* total, const uint8_t* codes, int64_t d, int32_t bits, int32_t offset,
+                                   int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, d, 32,
+                   [&](int64_t begin, int64_t end) { t.linear_add(total, codes, d, bits, offset, begin, end); });
+}
+
+PC_EXPORT void pipecomp_linear_decode(float* out, const int32_t* total, const uint8_t* index, const float* factors,
+                                      int64_t d, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, d, 32,
+                   [&](int64_t begin, int64_t end) { t.linear_decode(out, total, index, factors, begin, end); });
+}
+
+PC_EXPORT void pipecomp_scale_index(uint8_t* out, const void* g, int32_t dtype, int64_t d, float norm,
+                                    const float* levels, int32_t count, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, d, 32, [&](int64_t begin, int64_t end) {
+        t.scale_index(out, g, dtype, norm, levels, count, begin, end);
+    });
+}
+
+PC_EXPORT void pipecomp_exponential_encode(const ExponentialArgs* a, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, a->d, 32, [&](int64_t begin, int64_t end) { t.exponential_encode(*a, begin, end); });
+}
+
+PC_EXPORT void pipecomp_exponential_decode(const ExponentialArgs* a, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, a->d, 32, [&](int64_t begin, int64_t end) { t.exponential_decode(*a, begin, end); });
+}
+
+PC_EXPORT void pipecomp_exponential_reduce(const ReduceArgs* a, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, a->d, 64, [&](int64_t begin, int64_t end) { t.exponential_reduce(*a, begin, end); });
+}
+
+PC_EXPORT void pipecomp_kmeans_assign(uint8_t* out, const void* x, int32_t dtype, int64_t d, const float* bounds,
+                                      int32_t count, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    parallel_range(threads, d, 32, [&](int64_t begin, int64_t end) {
+        t.kmeans_assign(out, x, dtype, bounds, count, begin, end);
+    });
+}
+
+// `rows` rows of n values of value_bytes (1, 2, 4, 8) bytes.
+PC_EXPORT void pipecomp_pack(uint8_t* out, const void* values, int32_t value_bytes, int64_t rows, int64_t n, int32_t bits,
+                             int32_t isa) {
+    const int64_t bytes = (n * bits + 7) / 8;
+    const char* from = static_cast<const char*>(values);
+    for (int64_t r = 0; r < rows; r++)
+        table_of(isa).pack(out + r * bytes, from + r * n * value_bytes, value_bytes, n, bits);
+}
+
+PC_EXPORT void pipecomp_unpack(int32_t* out, const uint8_t* codes, int64_t rows, int64_t n, int32_t bits, int32_t isa) {
+    const int64_t bytes = (n * bits + 7) / 8;
+    for (int64_t r = 0; r < rows; r++) table_of(isa).unpack(out + r * n, codes + r * bytes, n, bits);
+}
+
+// Rows of H values of dtype, in groups; keeps `kept` values of each whole group, `kept_last` of a short last one.
+PC_EXPORT int32_t pipecomp_select(float* values, int32_t* index, const void* x, int32_t dtype, int64_t x_stride,
+                                  int64_t rows, int64_t H, int64_t group, int64_t kept, int64_t kept_last, int32_t isa,
+                                  int32_t threads) {
+    const Table& t = table_of(isa);
+    const Layout l(H, group, 8);
+    const int64_t K = (l.groups - 1) * kept + kept_last, size = dtype == FLOAT32 ? 4 : 2;
+    std::atomic<int32_t> failed{0};
+    run_threads(useful_threads(threads, rows * H), [&](int thread, int count, Barrier&) {
+        std::vector<uint32_t> scratch;
+        try {
+            scratch.resize(size_t(std::min(group, H)));
+        } catch (const std::bad_alloc&) {
+            failed.store(1);
+            return;
+        }
+        Range part(rows * l.groups, 1, thread, count);
+        for (int64_t u = part.begin; u < part.end; u++) {
+            const int64_t row = u / l.groups, g = u % l.groups, start = g * group;
+            const int64_t n = std::min(group, H - start), k = g == l.groups - 1 ? kept_last : kept;
+            const char* from = static_cast<const char*>(x) + (row * x_stride + start) * size;
+            t.select(values + row * K + g * kept, index + row * K + g * kept, from, dtype, n, k, int32_t(start),
+                     scratch.data());
+        }
+    });
+    return failed.load();
+}
+
+PC_EXPORT uint32_t pipecomp_crc32(uint32_t value, const uint8_t* data, int64_t bytes) { return crc32(value, data, bytes); }
+
+}  // extern "C"

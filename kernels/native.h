@@ -1,0 +1,196 @@
+// What the native kernels share: argument blocks, constants, the counter-based random numbers, one table of functions
+// per instruction set. Every value passes through single, rounded float32 operations (-ffp-contract=off), in the order
+// that reference.py and dithering.py define; the bodies in native_*.h are compiled once per instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace pipecomp {
+
+enum Dtype : int32_t { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+struct Half {
+    uint16_t bits;
+};
+struct BHalf {
+    uint16_t bits;
+};
+
+constexpr uint32_t SCALE_MIN_BITS = 0x0D800000u;  // 2**-100
+constexpr uint32_t SCALE_MAX_BITS = 0x71800000u;  // 2**100
+constexpr uint32_t MULTIPLIER_1 = 0x7FEB352Du;
+constexpr uint32_t MULTIPLIER_2 = 0x846CA68Bu;
+
+// Groups longer than this are cut into pieces, so that threads can share one; whole bytes at every bit width.
+constexpr int64_t PIECE = 1 << 15;
+
+struct Keys {
+    uint64_t block;
+    uint32_t first, second;
+};
+
+inline Keys make_keys(uint64_t seed, uint64_t block) {
+    uint64_t z = seed + 0x9E3779B97F4A7C15ull * (block + 1);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return {block, uint32_t(z), uint32_t(z >> 32)};
+}
+
+inline uint32_t random_bits(const Keys& k, uint32_t index) {
+    uint32_t h = index + k.first;
+    h ^= h >> 16;
+    h *= MULTIPLIER_1;
+    h ^= h >> 15;
+    h ^= k.second;
+    h *= MULTIPLIER_2;
+    return h ^ (h >> 16);
+}
+
+inline uint32_t float_bits(float v) {
+    uint32_t b;
+    std::memcpy(&b, &v, 4);
+    return b;
+}
+
+inline float bits_float(uint32_t b) {
+    float v;
+    std::memcpy(&v, &b, 4);
+    return v;
+}
+
+// w_c for [stochastic][bits][code]: what a code decodes to in a group of scale 1.
+struct CodeValues {
+    float w[2][9][256];
+    CodeValues();
+};
+extern const CodeValues code_values;
+
+struct QuantizeArgs {
+    const void* x;
+    float* m;  // null: quantize x itself; else x - m, and m is moved
+    uint8_t* codes;
+    float* scales;
+    int64_t x_stride, m_stride;  // values from one row to the next
+    int64_t rows, H, group;
+    uint64_t seed;
+    int32_t dtype, bits, rms, stochastic, bf16_scale;
+};
+
+struct DequantizeArgs {
+    const uint8_t* codes;
+    const float* scales;
+    float* out;
+    int64_t out_stride, rows, H, group;
+    int32_t bits, stochastic, add;
+};
+
+// Where unit u of a quantizer call lies. A unit is a piece of a group, usually a whole one.
+struct Layout {
+    int64_t H, group, groups, group_bytes, row_bytes, pieces;
+    int bits;
+
+    Layout(int64_t H_, int64_t group_, int bits_) : H(H_), group(group_), bits(bits_) {
+        groups = (H + group - 1) / group;
+        group_bytes = (group * bits + 7) / 8;
+        int64_t tail = H - (groups - 1) * group;
+        row_bytes = (groups - 1) * group_bytes + (tail * bits + 7) / 8;
+        pieces = (group + PIECE - 1) / PIECE;
+    }
+    struct Unit {
+        int64_t id, row, column, n, whole;  // id: group index over all rows; n: values (may be 0); whole: of the group
+        int64_t byte;                       // first code byte in the whole buffer
+    };
+    Unit at(int64_t u) const {
+        Unit r;
+        r.id = pieces == 1 ? u : u / pieces;
+        int64_t piece = pieces == 1 ? 0 : u % pieces;
+        r.row = groups == 1 ? r.id : r.id / groups;
+        int64_t g = groups == 1 ? 0 : r.id % groups;
+        int64_t start = g * group;
+        r.whole = H - start < group ? H - start : group;
+        int64_t skip = piece * PIECE;
+        r.n = r.whole - skip < PIECE ? r.whole - skip : PIECE;
+        if (pieces == 1) r.n = r.whole;
+        if (r.n < 0) r.n = 0;
+        r.column = start + skip;
+        r.byte = r.row * row_bytes + g * group_bytes + skip * bits / 8;
+        return r;
+    }
+    int64_t code_bytes(int64_t n) const { return (n * bits + 7) / 8; }
+};
+
+// Flat data-parallel buckets: every function works on values [begin, end), begin a multiple of 32.
+struct LinearArgs {
+    const void* g;
+    const uint8_t* index;  // null: one level count for all
+    const float* levels;
+    uint8_t* codes;
+    int64_t d;
+    uint64_t seed, start;
+    float norm;
+    int32_t dtype, offset, bits;
+};
+
+struct ExponentialArgs {
+    const void* g;
+    uint8_t* codes;
+    float* out;
+    int64_t d;
+    uint64_t seed, start;
+    float norm;  // encode: the norm; decode: the factor
+    int32_t dtype, bits, depth;
+};
+
+struct ReduceArgs {
+    uint8_t* a;
+    const uint8_t* b;
+    int64_t d;
+    uint64_t seed, extension_seed;
+    int32_t bits;
+};
+
+// The k-th largest of v[0] ... v[n - 1], which it reorders. Outside the per-instruction-set code, because the standard
+// library's templates would otherwise be compiled for one set and used by all.
+uint32_t kth_largest(uint32_t* v, int64_t n, int64_t k);
+
+// Functions of one instruction set.
+struct Table {
+    uint32_t (*measure)(const QuantizeArgs&, const Layout::Unit&);
+    int64_t (*sum_squares)(const QuantizeArgs&, const Layout::Unit&, float inverse);
+    void (*quantize)(const QuantizeArgs&, const Layout&, const Layout::Unit&, float scale, const uint8_t* limit);
+    void (*dequantize)(const DequantizeArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit, bool stream);
+    void (*linear_encode)(const LinearArgs&, int64_t begin, int64_t end);
+    void (*linear_add)(int32_t* total, const uint8_t* codes, int64_t d, int bits, int offset, int64_t begin, int64_t end);
+    void (*linear_decode)(float* out, const int32_t* total, const uint8_t* index, const float* factors, int64_t begin,
+                          int64_t end);
+    void (*scale_index)(uint8_t* out, const void* g, int dtype, float norm, const float* levels, int count, int64_t begin,
+                        int64_t end);
+    void (*exponential_encode)(const ExponentialArgs&, int64_t begin, int64_t end);
+    void (*exponential_decode)(const ExponentialArgs&, int64_t begin, int64_t end);
+    void (*exponential_reduce)(const ReduceArgs&, int64_t begin, int64_t end);
+    void (*kmeans_assign)(uint8_t* out, const void* x, int dtype, const float* bounds, int count, int64_t begin,
+                          int64_t end);
+    void (*pack)(uint8_t* out, const void* values, int value_bytes, int64_t n, int bits);
+    void (*unpack)(int32_t* out, const uint8_t* codes, int64_t n, int bits);
+    void (*select)(float* values, int32_t* index, const void* x, int dtype, int64_t n, int64_t k, int32_t first,
+                   uint32_t* scratch);
+};
+
+namespace base {
+extern const Table table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Table table;
+}
+namespace avx512 {
+extern const Table table;
+}
+#endif
+
+}  // namespace pipecomp

@@ -1,0 +1,12 @@
+// The kernels of one instruction set: included once for each, inside its namespace, with PC_AVX2 set to 0 or 1.
+
+#include "native_simd.h"
+#include "native_quantize.h"
+#include "native_gradient.h"
+#include "native_select.h"
+
+const Table table = {
+    measure,      sum_squares,        quantize,           dequantize,         linear_encode, linear_add, linear_decode,
+    scale_index,  exponential_encode, exponential_decode, exponential_reduce, kmeans_assign, pack,       unpack,
+    select,
+};

@@ -1,0 +1,276 @@
+// The quantizer Q_b for one unit (a group, or a piece of one). Included once per instruction set. Powers of two are
+// folded into constants: that moves no rounding, because scales are normal numbers from 2**-100 to 2**100.
+
+template <class T>
+INLINE const T* unit_values(const QuantizeArgs& a, const Layout::Unit& u) {
+    return static_cast<const T*>(a.x) + u.row * a.x_stride + u.column;
+}
+
+INLINE float* unit_message(const QuantizeArgs& a, const Layout::Unit& u) {
+    return a.m ? a.m + u.row * a.m_stride + u.column : nullptr;
+}
+
+template <class T, bool DELTA>
+INLINE F8 load_values(const T* x, const float* m) {
+    return DELTA ? load8(x) - load8(m) : load8(x);
+}
+
+template <class T, bool DELTA>
+INLINE F8 load_some_values(const T* x, const float* m, int64_t n) {
+    return DELTA ? load_some(x, n) - load_some(m, n) : load_some(x, n);
+}
+
+// The largest |value| as a bit pattern: Inf and NaN come out above every finite number, in the same pass.
+template <class T, bool DELTA>
+static uint32_t measure_values(const T* x, const float* m, int64_t n) {
+    const U8 magnitude = splat(0x7FFFFFFFu);
+    U8 most[4] = {};
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+        for (int j = 0; j < 4; j++) {
+            U8 v = U8(load_values<T, DELTA>(x + i + 8 * j, m + i + 8 * j)) & magnitude;
+            most[j] = v > most[j] ? v : most[j];
+        }
+    for (; i < n; i += 8) {
+        int64_t left = n - i < 8 ? n - i : 8;
+        U8 v = U8(load_some_values<T, DELTA>(x + i, m + i, left)) & magnitude;
+        most[0] = v > most[0] ? v : most[0];
+    }
+    for (int j = 1; j < 4; j++) most[0] = most[j] > most[0] ? most[j] : most[0];
+    return reduce_max(most[0]);
+}
+
+// Sum of squares relative to the largest value, in units of 2**-30: integers, so that the order does not matter.
+template <class T, bool DELTA>
+static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) {
+    typedef int64_t L4 __attribute__((vector_size(32)));
+    const F8 inv = splat(inverse), unit = splat(0x1p30f), magic = splat(0x1p23f);
+    L4 total = {};
+    for (int64_t i = 0; i < n; i += 8) {
+        F8 v = n - i >= 8 ? load_values<T, DELTA>(x + i, m + i) : load_some_values<T, DELTA>(x + i, m + i, n - i);
+        F8 t = v * inv;
+        F8 square = t * t * unit;
+        // Adding and taking away 2**23 rounds to the nearest integer, half to even; from 2**23 on every float is one.
+        F8 rounded = square < magic ? (square + magic) - magic : square;
+        U8 whole = U8(to_int(rounded));
+        L4 even = L4(whole) & 0xFFFFFFFFll;
+        total += even + (L4(whole) >> 32 & 0xFFFFFFFFll);
+    }
+    return total[0] + total[1] + total[2] + total[3];
+}
+
+// Constants of one group. CLASS: 3 for 1 to 3 bits, 4, 7 for 5 to 7 bits, or 8.
+template <bool STOCHASTIC>
+struct Coder {
+    F8 inverse, step, top, offset, low, high, scale, table;
+    Packer packer;
+
+    INLINE Coder make(float scale, int bits) {
+        const int top = (1 << bits) - 1;
+        const float half = float(1 << (bits - 1));
+        Coder c;
+        c.top = splat(float(top));
+        c.packer = Packer::make(bits);
+        float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+        if (STOCHASTIC) {
+            // w_c = k * (2 / top) with k = c - top / 2: hi has 10 significant bits, so k * hi is exact, and the sum
+            // rounds to the table's value for every code of every width (checked by tests).
+            uint32_t cut = (float_bits(2.0f / float(top)) + 0x2000u) & ~0x3FFFu;
+            c.inverse = splat(inverse);
+            c.step = splat(float(top) * 0.5f);
+            c.offset = splat(float(top) * -0.5f);
+            c.high = splat(bits_float(cut));
+            c.low = splat(float(2.0 / top - double(bits_float(cut))));
+            c.scale = splat(scale);
+        } else {
+            c.inverse = splat(inverse * half);
+            c.step = splat(half);
+            c.offset = splat(0.5f - half);
+            c.scale = splat(scale / half);
+        }
+        for (int i = 0; i < 8; i++) c.table[i] = code_values.w[STOCHASTIC][bits][i & top] * scale;
+        return c;
+    }
+
+    template <bool CLIP>
+    INLINE I8 code(const Coder& c, F8 v, Random& random) {
+        F8 steps;
+        if (STOCHASTIC) {
+            steps = (v * c.inverse + splat(1.0f)) * c.step + uniform(Random::take(random));
+        } else {
+            steps = v * c.inverse + c.step;
+        }
+        if (CLIP) steps = maximum(steps, splat(0.0f));
+        return to_int(minimum(steps, c.top));
+    }
+
+    template <int CLASS>
+    INLINE F8 decode(const Coder& c, I8 code) {
+        if (CLASS == 3) return look_up(c.table, code);
+        F8 k = to_float(code) + c.offset;
+        if (STOCHASTIC) return (k * c.high + k * c.low) * c.scale;
+        return k * c.scale;
+    }
+};
+
+template <class T, int CLASS, bool DELTA, bool STOCHASTIC, bool CLIP>
+static void quantize_values(const T* x, float* m, int64_t n, float scale, int bits, uint8_t* out, const uint8_t* limit,
+                            Random random) {
+    const auto coder = Coder<STOCHASTIC>::make(scale, bits);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32, out += 4 * bits) {
+        I8 c[4];
+        for (int j = 0; j < 4; j++) {
+            int64_t at = i + 8 * j;
+            F8 v = load8(x + at);
+            F8 base = DELTA ? load8(m + at) : F8{};
+            if (DELTA) v = v - base;
+            c[j] = Coder<STOCHASTIC>::template code<CLIP>(coder, v, random);
+            if (DELTA) storeu(m + at, base + Coder<STOCHASTIC>::template decode<CLASS>(coder, c[j]));
+        }
+        Packer::put<CLASS>(coder.packer, c, out, limit);
+    }
+    if (i == n) return;
+    const int64_t rest = n - i;
+    I8 c[4] = {};
+    for (int64_t j = 0; 8 * j < rest; j++) {
+        int64_t at = i + 8 * j, left = n - at < 8 ? n - at : 8;
+        F8 v = load_some(x + at, left);
+        F8 base = DELTA ? load_some(m + at, left) : F8{};
+        if (DELTA) v = v - base;
+        c[j] = Coder<STOCHASTIC>::template code<CLIP>(coder, v, random);
+        if (DELTA) store_some(m + at, base + Coder<STOCHASTIC>::template decode<CLASS>(coder, c[j]), left);
+        c[j] = zero_from(c[j], left);
+    }
+    uint8_t part[64];
+    Packer::put<CLASS>(coder.packer, c, part, part + sizeof part);
+    __builtin_memcpy(out, part, size_t((rest * bits + 7) / 8));
+}
+
+// A group whose scale is 0: codes 0, and m + 0.0.
+static void quantize_zeros(float* m, int64_t n, uint8_t* out, int64_t bytes) {
+    __builtin_memset(out, 0, size_t(bytes));
+    for (int64_t i = 0; m && i < n; i++) m[i] += 0.0f;
+}
+
+template <class T, int CLASS, bool DELTA>
+static void quantize_class(const QuantizeArgs& a, const Layout& l, const Layout::Unit& u, float scale,
+                           const uint8_t* limit) {
+    const T* x = unit_values<T>(a, u);
+    float* m = unit_message(a, u);
+    uint8_t* out = a.codes + u.byte;
+    if (scale == 0.0f) return quantize_zeros(m, u.n, out, l.code_bytes(u.n));
+    if (a.stochastic) {
+        Random r = Random::start(a.seed, uint64_t(u.row * a.H + u.column), u.n);
+        return quantize_values<T, CLASS, DELTA, true, false>(x, m, u.n, scale, a.bits, out, limit, r);
+    }
+    if (a.rms) return quantize_values<T, CLASS, DELTA, false, true>(x, m, u.n, scale, a.bits, out, limit, Random{});
+    quantize_values<T, CLASS, DELTA, false, false>(x, m, u.n, scale, a.bits, out, limit, Random{});
+}
+
+template <class T, bool DELTA>
+static void quantize_bits(const QuantizeArgs& a, const Layout& l, const Layout::Unit& u, float scale,
+                          const uint8_t* limit) {
+    if (a.bits <= 3) return quantize_class<T, 3, DELTA>(a, l, u, scale, limit);
+    if (a.bits == 4) return quantize_class<T, 4, DELTA>(a, l, u, scale, limit);
+    if (a.bits < 8) return quantize_class<T, 7, DELTA>(a, l, u, scale, limit);
+    quantize_class<T, 8, DELTA>(a, l, u, scale, limit);
+}
+
+#define BY_DTYPE(dtype, CALL)                \
+    switch (dtype) {                         \
+        case FLOAT16: CALL(Half); break;     \
+        case BFLOAT16: CALL(BHalf); break;   \
+        default: CALL(float);                \
+    }
+
+static uint32_t measure(const QuantizeArgs& a, const Layout::Unit& u) {
+#define CALL(T)                                                                          \
+    return a.m ? measure_values<T, true>(unit_values<T>(a, u), unit_message(a, u), u.n) \
+               : measure_values<T, false>(unit_values<T>(a, u), nullptr, u.n)
+    BY_DTYPE(a.dtype, CALL)
+#undef CALL
+}
+
+static int64_t sum_squares(const QuantizeArgs& a, const Layout::Unit& u, float inverse) {
+#define CALL(T)                                                                               \
+    return a.m ? sum_values<T, true>(unit_values<T>(a, u), unit_message(a, u), u.n, inverse) \
+               : sum_values<T, false>(unit_values<T>(a, u), nullptr, u.n, inverse)
+    BY_DTYPE(a.dtype, CALL)
+#undef CALL
+}
+
+static void quantize(const QuantizeArgs& a, const Layout& l, const Layout::Unit& u, float scale,
+                     const uint8_t* limit) {
+#define CALL(T)                                                  \
+    if (a.m) return quantize_bits<T, true>(a, l, u, scale, limit); \
+    return quantize_bits<T, false>(a, l, u, scale, limit)
+    BY_DTYPE(a.dtype, CALL)
+#undef CALL
+}
+
+// Decodes n codes at `in`; reads no byte at or after limit.
+template <int CLASS, bool STOCHASTIC, bool ADD, bool STREAM>
+static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* out, int64_t n, float scale, int bits) {
+    typedef Coder<STOCHASTIC> C;
+    const C coder = C::make(scale, bits);
+    const Unpacker unpacker = Unpacker::make(bits);
+    int64_t i = 0;
+    for (; i + 8 <= n && limit - in >= 8; i += 8, in += bits) {
+        I8 c = CLASS == 3 ? Unpacker::raw(unpacker, in) : Unpacker::get(unpacker, in);
+        F8 v = C::template decode<CLASS>(coder, c);
+        if (ADD) v = load8(out + i) + v;
+#if PC_AVX2
+        if (STREAM) {
+            _mm256_stream_ps(out + i, v);
+            continue;
+        }
+#endif
+        storeu(out + i, v);
+    }
+    for (; i < n; i += 8, in += bits) {
+        int64_t left = n - i < 8 ? n - i : 8;
+        F8 v = C::template decode<CLASS>(coder, Unpacker::get_some(unpacker, in, (left * bits + 7) / 8));
+        if (ADD) v = load_some(out + i, left) + v;
+        store_some(out + i, v, left);
+    }
+}
+
+// Scales that `quantize` never makes (denormal, negative, NaN, Inf): folding powers of two in would round differently.
+static void dequantize_plainly(const uint8_t* in, const float* w, float* out, int64_t n, float scale, int bits, bool add) {
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = i * bits;
+        uint32_t word = in[at / 8];
+        if (at % 8 + bits > 8) word |= uint32_t(in[at / 8 + 1]) << 8;
+        float v = w[word >> (at % 8) & ((1u << bits) - 1)] * scale + 0.0f;
+        out[i] = add ? out[i] + v : v;
+    }
+}
+
+template <int CLASS>
+static void dequantize_class(const DequantizeArgs& a, const uint8_t* in, const uint8_t* limit, float* out, int64_t n,
+                             float scale, bool stream) {
+    if (a.stochastic) {
+        if (a.add) return dequantize_values<CLASS, true, true, false>(in, limit, out, n, scale, a.bits);
+        if (stream) return dequantize_values<CLASS, true, false, true>(in, limit, out, n, scale, a.bits);
+        return dequantize_values<CLASS, true, false, false>(in, limit, out, n, scale, a.bits);
+    }
+    if (a.add) return dequantize_values<CLASS, false, true, false>(in, limit, out, n, scale, a.bits);
+    if (stream) return dequantize_values<CLASS, false, false, true>(in, limit, out, n, scale, a.bits);
+    dequantize_values<CLASS, false, false, false>(in, limit, out, n, scale, a.bits);
+}
+
+static void dequantize(const DequantizeArgs& a, const Layout&, const Layout::Unit& u, const uint8_t* limit,
+                       bool stream) {
+    const uint8_t* in = a.codes + u.byte;
+    float* out = a.out + u.row * a.out_stride + u.column;
+    const float scale = a.scales[u.id];
+    uint32_t pattern = float_bits(scale);
+    if (pattern < SCALE_MIN_BITS || pattern > SCALE_MAX_BITS)
+        return dequantize_plainly(in, code_values.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add);
+    stream = stream && reinterpret_cast<uintptr_t>(out) % 32 == 0;
+    if (a.bits <= 3) return dequantize_class<3>(a, in, limit, out, u.n, scale, stream);
+    if (a.bits == 4) return dequantize_class<4>(a, in, limit, out, u.n, scale, stream);
+    if (a.bits < 8) return dequantize_class<7>(a, in, limit, out, u.n, scale, stream);
+    dequantize_class<8>(a, in, limit, out, u.n, scale, stream);
+}

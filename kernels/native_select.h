@@ -1,0 +1,123 @@
+// Bit streams of small integers, the largest magnitudes of a group, and cluster assignment. Included once per
+// instruction set.
+
+template <class T>
+static void pack_values(uint8_t* out, const T* values, int64_t n, int bits) {
+    const uint32_t mask = (1u << bits) - 1;
+    int64_t i = 0;
+    if (bits <= 8) {
+        const Packer packer = Packer::make(bits);
+        const uint8_t* limit = out + (n * bits + 7) / 8;
+        for (; i + 32 <= n; i += 32, out += 4 * bits) {
+            I8 c[4];
+            for (int j = 0; j < 32; j++) c[j / 8][j % 8] = int32_t(uint32_t(values[i + j]) & mask);
+            if (bits <= 4) Packer::put<4>(packer, c, out, limit);
+            else if (bits < 8) Packer::put<7>(packer, c, out, limit);
+            else Packer::put<8>(packer, c, out, limit);
+        }
+    }
+    uint64_t word = 0;
+    int have = 0;
+    for (; i < n; i++) {
+        word |= uint64_t(uint32_t(values[i]) & mask) << have;
+        for (have += bits; have >= 8; have -= 8, word >>= 8) *out++ = uint8_t(word);
+    }
+    if (have) *out = uint8_t(word);
+}
+
+static void pack(uint8_t* out, const void* values, int value_bytes, int64_t n, int bits) {
+    switch (value_bytes) {
+        case 1: return pack_values(out, static_cast<const uint8_t*>(values), n, bits);
+        case 2: return pack_values(out, static_cast<const uint16_t*>(values), n, bits);
+        case 4: return pack_values(out, static_cast<const uint32_t*>(values), n, bits);
+        default: return pack_values(out, static_cast<const uint64_t*>(values), n, bits);
+    }
+}
+
+static void unpack(int32_t* out, const uint8_t* codes, int64_t n, int bits) {
+    int64_t i = 0;
+    if (bits <= 8) {
+        const Unpacker u = Unpacker::make(bits);
+        const uint8_t* limit = codes + (n * bits + 7) / 8;
+        for (; i + 8 <= n && limit - codes >= 8; i += 8, codes += bits) storeu(out + i, Unpacker::get(u, codes));
+    }
+    const uint32_t mask = (1u << bits) - 1;
+    uint64_t word = 0;
+    int have = 0;
+    for (; i < n; i++) {
+        for (; have < bits; have += 8) word |= uint64_t(*codes++) << have;
+        out[i] = int32_t(uint32_t(word) & mask);
+        word >>= bits;
+        have -= bits;
+    }
+}
+
+INLINE float one_value(const float* p) { return *p; }
+INLINE float one_value(const Half* p) { return half_to_float(p->bits); }
+INLINE float one_value(const BHalf* p) { return bits_float(uint32_t(p->bits) << 16); }
+
+constexpr int BUCKET_SHIFT = 20;  // 11 bits: exponent and three bits of the mantissa
+constexpr int BUCKETS = 1 << 11;
+
+// Keeps the k largest magnitudes, of equal ones those that come first. `first`: position of the group in its row.
+// A histogram of the leading bits finds the bucket in which the k-th one lies; only that bucket is ordered.
+template <class T>
+static void select_values(float* values, int32_t* index, const T* x, int64_t n, int64_t k, int32_t first,
+                          uint32_t* candidates) {
+    uint32_t count[BUCKETS] = {};
+    for (int64_t i = 0; i < n; i++) count[(float_bits(one_value(x + i)) & 0x7FFFFFFFu) >> BUCKET_SHIFT]++;
+    int64_t above = 0;
+    uint32_t bucket = BUCKETS;
+    while (above + count[--bucket] < k) above += count[bucket];
+    int64_t size = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t v = float_bits(one_value(x + i)) & 0x7FFFFFFFu;
+        if (v >> BUCKET_SHIFT == bucket) candidates[size++] = v;
+    }
+    const uint32_t threshold = kth_largest(candidates, size, k - above);
+    int64_t equal = k - above;  // how many at the threshold are kept
+    for (int64_t i = 0; i < size; i++) equal -= candidates[i] > threshold;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n && kept < k; i++) {
+        float value = one_value(x + i);
+        uint32_t v = float_bits(value) & 0x7FFFFFFFu;
+        values[kept] = value;
+        index[kept] = first + int32_t(i);
+        bool tie = v == threshold && equal > 0;
+        equal -= tie;
+        kept += v > threshold || tie;
+    }
+}
+
+static void select(float* values, int32_t* index, const void* x, int dtype, int64_t n, int64_t k, int32_t first,
+                   uint32_t* scratch) {
+#define CALL(T) select_values(values, index, static_cast<const T*>(x), n, k, first, scratch)
+    BY_DTYPE(dtype, CALL)
+#undef CALL
+}
+
+template <class T>
+static void kmeans_values(uint8_t* out, const T* x, const float* bounds, int count, int64_t begin, int64_t end) {
+    if (count <= 16) {
+        for (int64_t i = begin; i < end; i += 8) {
+            F8 v = end - i >= 8 ? load8(x + i) : load_some(x + i, end - i);
+            I8 at{};
+            for (int j = 0; j < count; j++) at += (splat(bounds[j]) > v) + splat(int32_t(1));
+            for (int64_t t = 0; t < 8 && i + t < end; t++) out[i + t] = uint8_t(at[t]);
+        }
+        return;
+    }
+    for (int64_t i = begin; i < end; i++) {
+        float v = one_value(x + i);
+        int low = 0;
+        for (int step = 128; step; step /= 2) low += low + step <= count && !(bounds[low + step - 1] > v) ? step : 0;
+        out[i] = uint8_t(low);
+    }
+}
+
+static void kmeans_assign(uint8_t* out, const void* x, int dtype, const float* bounds, int count, int64_t begin,
+                          int64_t end) {
+#define CALL(T) kmeans_values(out, static_cast<const T*>(x), bounds, count, begin, end)
+    BY_DTYPE(dtype, CALL)
+#undef CALL
+}

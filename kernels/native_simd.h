@@ -1,0 +1,259 @@
+// Eight-lane values and the few operations whose best form depends on the instruction set (PC_AVX2). Included once per
+// instruction set, inside its namespace; GCC's and Clang's vector types carry the arithmetic.
+
+typedef float F8 __attribute__((vector_size(32)));
+typedef int32_t I8 __attribute__((vector_size(32)));
+typedef uint32_t U8 __attribute__((vector_size(32)));
+
+INLINE F8 splat(float v) { return F8{v, v, v, v, v, v, v, v}; }
+INLINE I8 splat(int32_t v) { return I8{v, v, v, v, v, v, v, v}; }
+INLINE U8 splat(uint32_t v) { return U8{v, v, v, v, v, v, v, v}; }
+
+template <class V>
+INLINE V loadu(const void* p) {
+    V v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V>
+INLINE void storeu(void* p, V v) {
+    __builtin_memcpy(p, &v, sizeof v);
+}
+
+INLINE F8 to_float(I8 v) { return __builtin_convertvector(v, F8); }
+INLINE I8 to_int(F8 v) { return __builtin_convertvector(v, I8); }  // towards zero
+INLINE F8 minimum(F8 a, F8 b) { return a < b ? a : b; }
+INLINE F8 maximum(F8 a, F8 b) { return a > b ? a : b; }
+INLINE I8 minimum(I8 a, I8 b) { return a < b ? a : b; }
+INLINE I8 maximum(I8 a, I8 b) { return a > b ? a : b; }
+INLINE I8 lanes() { return I8{0, 1, 2, 3, 4, 5, 6, 7}; }
+
+INLINE F8 load8(const float* p) { return loadu<F8>(p); }
+
+INLINE F8 load8(const BHalf* p) {
+#if PC_AVX2
+    return F8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(loadu<__m128i>(p)), 16));
+#else
+    U8 v;
+    for (int i = 0; i < 8; i++) v[i] = uint32_t(p[i].bits) << 16;
+    return F8(v);
+#endif
+}
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3FF;
+    if (exponent == 31) return bits_float(sign | 0x7F800000u | mantissa << 13);
+    if (exponent) return bits_float(sign | (exponent + 112) << 23 | mantissa << 13);
+    float v = float(mantissa) * 0x1p-24f;
+    return bits_float(sign | float_bits(v));
+}
+
+INLINE F8 load8(const Half* p) {
+#if PC_AVX2
+    return F8(_mm256_cvtph_ps(loadu<__m128i>(p)));
+#else
+    F8 v;
+    for (int i = 0; i < 8; i++) v[i] = half_to_float(p[i].bits);
+    return v;
+#endif
+}
+
+template <class T>
+INLINE F8 load_some(const T* p, int64_t n) {
+    T part[8] = {};
+    for (int64_t i = 0; i < n; i++) part[i] = p[i];
+    return load8(part);
+}
+
+INLINE void store_some(float* p, F8 v, int64_t n) {
+    float part[8];
+    storeu(part, v);
+    for (int64_t i = 0; i < n; i++) p[i] = part[i];
+}
+
+INLINE I8 zero_from(I8 v, int64_t n) { return v & (lanes() < splat(int32_t(n))); }
+
+INLINE uint32_t reduce_max(U8 v) {
+    uint32_t r = v[0];
+    for (int i = 1; i < 8; i++) r = v[i] > r ? v[i] : r;
+    return r;
+}
+
+INLINE U8 random8(const Keys& k, uint32_t index) {
+    U8 h = U8(lanes()) + splat(index + k.first);
+    h ^= h >> 16;
+    h *= splat(MULTIPLIER_1);
+    h ^= h >> 15;
+    h ^= splat(k.second);
+    h *= splat(MULTIPLIER_2);
+    return h ^ (h >> 16);
+}
+
+// The random bits of consecutive elements, also across a multiple of 2**32.
+struct Random {
+    uint64_t seed, next;
+    Keys keys;
+    bool crosses;
+
+    INLINE Random start(uint64_t seed, uint64_t index, int64_t count) {
+        uint64_t block = index >> 32;
+        return {seed, index, make_keys(seed, block), block != (index + uint64_t(count) + 31) >> 32};
+    }
+    INLINE U8 take(Random& r) {
+        U8 h;
+        if (__builtin_expect(r.crosses, 0)) {
+            for (int i = 0; i < 8; i++) h[i] = random_bits(make_keys(r.seed, (r.next + i) >> 32), uint32_t(r.next + i));
+        } else {
+            h = random8(r.keys, uint32_t(r.next));
+        }
+        r.next += 8;
+        return h;
+    }
+};
+
+INLINE F8 uniform(U8 h) { return to_float(I8(h >> 8)) * splat(0x1p-24f); }
+
+// Packs 32 codes of `bits` bits to 4 * bits bytes at out, nothing else. Lanes hold codes below 2**bits.
+struct Packer {
+    int bits;
+#if PC_AVX2
+    __m256i weight_1, weight_2, shuffle;
+    __m128i shift;
+#endif
+
+    INLINE Packer make(int bits) {
+        if (bits < 1 || bits > 8) __builtin_unreachable();
+        Packer p;
+        p.bits = bits;
+#if PC_AVX2
+        p.weight_1 = _mm256_set1_epi16(int16_t(1 | (bits < 8 ? 1 << bits : 0) << 8));
+        p.weight_2 = _mm256_set1_epi32(1 | (bits < 8 ? 1 << (2 * bits) : 0) << 16);
+        p.shift = _mm_cvtsi32_si128(bits <= 4 ? 32 - 4 * bits : 4 * bits);
+        alignas(32) int8_t order[32];
+        for (int i = 0; i < 16; i++) {
+            int8_t from = i < bits ? int8_t(i) : i < 2 * bits ? int8_t(8 + i - bits) : int8_t(-1);
+            order[i] = order[i + 16] = from;
+        }
+        p.shuffle = loadu<__m256i>(order);
+#endif
+        return p;
+    }
+
+#if PC_AVX2
+    template <int CLASS>
+    INLINE void put(const Packer& p, const I8* c, uint8_t* out, const uint8_t* limit) {
+        __m256i low = _mm256_packus_epi32(__m256i(c[0]), __m256i(c[1]));
+        __m256i high = _mm256_packus_epi32(__m256i(c[2]), __m256i(c[3]));
+        __m256i v = _mm256_packus_epi16(low, high);
+        v = _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        put_bytes<CLASS>(p, v, out, limit);
+    }
+    // The same from 32 codes in the bytes of v.
+    template <int CLASS>
+    INLINE void put_bytes(const Packer& p, __m256i v, uint8_t* out, const uint8_t* limit) {
+        if (CLASS == 8) {
+            storeu(out, v);
+            return;
+        }
+        v = _mm256_maddubs_epi16(p.weight_1, v);
+        v = _mm256_madd_epi16(v, p.weight_2);
+        if (CLASS <= 4) {
+            v = _mm256_or_si256(v, _mm256_srl_epi64(v, p.shift));
+        } else {
+            __m256i upper = _mm256_sll_epi64(_mm256_srli_epi64(v, 32), p.shift);
+            v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi64x(0xFFFFFFFF)), upper);
+        }
+        v = _mm256_shuffle_epi8(v, p.shuffle);
+        int half = 2 * p.bits;
+        if (__builtin_expect(limit - out >= half + 16, 1)) {
+            storeu(out, _mm256_castsi256_si128(v));
+            storeu(out + half, _mm256_extracti128_si256(v, 1));
+        } else {
+            uint8_t part[64];
+            storeu(part, _mm256_castsi256_si128(v));
+            storeu(part + half, _mm256_extracti128_si256(v, 1));
+            __builtin_memcpy(out, part, size_t(2 * half));
+        }
+    }
+#else
+    template <int CLASS>
+    INLINE void put(const Packer& p, const I8* c, uint8_t* out, const uint8_t*) {
+        for (int i = 0; i < 4; i++) {
+            uint64_t word = 0;
+            for (int j = 0; j < 8; j++) word |= uint64_t(uint32_t(c[i][j])) << (j * p.bits);
+            uint8_t bytes[8];
+            for (int j = 0; j < 8; j++) bytes[j] = uint8_t(word >> (8 * j));
+            __builtin_memcpy(out + i * p.bits, bytes, size_t(p.bits));
+        }
+    }
+#endif
+};
+
+// Unpacks 8 codes of `bits` bits from 8 bytes of which the first `bits` count.
+struct Unpacker {
+    int bits;
+#if PC_AVX2
+    __m256i shuffle, shift, mask;
+#endif
+
+    INLINE Unpacker make(int bits) {
+        Unpacker u;
+        u.bits = bits;
+#if PC_AVX2
+        alignas(32) int8_t order[32];
+        alignas(32) int32_t shifts[8];
+        for (int i = 0; i < 8; i++) {
+            int at = i * bits / 8;
+            order[4 * i] = int8_t(at);
+            order[4 * i + 1] = int8_t(at < 7 ? at + 1 : -1);
+            order[4 * i + 2] = order[4 * i + 3] = -1;
+            shifts[i] = i * bits % 8;
+        }
+        u.shuffle = loadu<__m256i>(order);
+        u.shift = loadu<__m256i>(shifts);
+        u.mask = _mm256_set1_epi32((1 << bits) - 1);
+#endif
+        return u;
+    }
+
+    // Codes in the low bits of each lane; the bits above them are whatever follows.
+    INLINE I8 raw(const Unpacker& u, const uint8_t* p) {
+#if PC_AVX2
+        int64_t word;
+        __builtin_memcpy(&word, p, 8);
+        return I8(_mm256_srlv_epi32(_mm256_shuffle_epi8(_mm256_set1_epi64x(word), u.shuffle), u.shift));
+#else
+        return get(u, p);
+#endif
+    }
+
+    INLINE I8 get(const Unpacker& u, const uint8_t* p) {
+#if PC_AVX2
+        return I8(_mm256_and_si256(__m256i(raw(u, p)), u.mask));
+#else
+        uint64_t word = 0;
+        for (int j = 0; j < u.bits; j++) word |= uint64_t(p[j]) << (8 * j);
+        I8 c;
+        for (int j = 0; j < 8; j++) c[j] = int32_t(word >> (j * u.bits) & ((1u << u.bits) - 1));
+        return c;
+#endif
+    }
+
+    // As get, where fewer than 8 bytes may be read.
+    INLINE I8 get_some(const Unpacker& u, const uint8_t* p, int64_t bytes) {
+        uint8_t part[8] = {};
+        for (int64_t i = 0; i < bytes && i < 8; i++) part[i] = p[i];
+        return get(u, part);
+    }
+};
+
+INLINE F8 look_up(F8 table, I8 index) {  // by the low three bits of each lane
+#if PC_AVX2
+    return F8(_mm256_permutevar8x32_ps(__m256(table), __m256i(index)));
+#else
+    F8 v;
+    for (int i = 0; i < 8; i++) v[i] = table[index[i] & 7];
+    return v;
+#endif
+}
