@@ -67,6 +67,10 @@ class LinkStore:
         self._check()
         self._prefetcher.request(samples)
 
+    def prefetched(self) -> bool:
+        """Whether everything that was requested, as far as `prefetch` allows, has been loaded."""
+        return self._prefetcher.idle()
+
     def drop(self, samples: Iterable[int]) -> None:
         """Forget these samples; see MessageStore."""
         self._check()

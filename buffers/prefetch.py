@@ -103,11 +103,11 @@ class Prefetcher:
                     slot.stale = True
             self._forget_empty()
 
-    def loaded(self) -> int:
-        """How many samples are in memory or on their way there."""
+    def idle(self) -> bool:
+        """Whether nothing is being loaded nor could be now."""
         with self._changed:
-            busy = (_State.LOADING, _State.LOADED)
-            return sum(slot.state in busy for batch in self._batches for slot in batch.values())
+            loading = any(slot.state is _State.LOADING for batch in self._batches for slot in batch.values())
+            return not loading and self._next() is None
 
     def close(self) -> None:
         """Stop loading and forget everything; safe to call twice."""

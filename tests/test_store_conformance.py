@@ -114,7 +114,7 @@ def test_put_replaces_what_was_prefetched(make):
     environment.flush()
     store.prefetch([0, 1])
     store.prefetch([2, 3])
-    while store._prefetcher.loaded() < 4:
+    while not store.prefetched():
         time.sleep(0.001)
     store.put(2, 2, message(2, 2))
     store.drop([3])
