@@ -21,7 +21,7 @@ SINGLE_AND_INDEX = (
     ("pytorch_model.bin.index.json", True),
 )
 OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # buffers that older versions saved
+IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")  # buffers that older versions saved
 
 
 class Checkpoint:
@@ -102,7 +102,7 @@ def _open(path: str) -> Any:
         if path.endswith(".safetensors"):
             from safetensors import safe_open
 
-            # pread rather than mmap: a mapped file's pages count as this process's memory until it is closed.
+            # Not mmap: its tensors are views of the file, and change with it when training saves over its start.
             return safe_open(path, framework="pt", backend="pread")
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # both libraries raise their own kinds, and plain RuntimeError

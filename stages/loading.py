@@ -40,11 +40,14 @@ def pretrained(path: str, *, model_class: str | type | None = None, **settings: 
 
     model_class: a class or its name, also an Auto class (`"AutoModelForSequenceClassification"`); default: the first
     of `config.architectures`. settings: override the config (num_labels, attn_implementation, dropouts, ...).
-    Raises SplitError for a setting that the config does not have, or a class that cannot be split.
+    Raises SplitError if there is no model, its config lacks one of the settings, or its class cannot be split.
     """
     from transformers import AutoConfig
 
-    config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
+    try:
+        config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
+    except (OSError, ValueError) as error:
+        raise SplitError(f"{path}: no Hugging Face model there: {error}") from error
     if unused:
         raise SplitError(f"{type(config).__name__} has no setting {', '.join(sorted(unused))}")
     return Source(config=config, model_class=_class_for(config, model_class), weights=str(path))

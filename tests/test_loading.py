@@ -166,6 +166,12 @@ class TestFromFolder:
             first.get_parameter("transformer.wte.weight").zero_()
         assert last.get_parameter("lm_head.weight").abs().sum() > 0
 
+    def test_weights_are_not_views_of_the_file(self, gpt2_folder: Path) -> None:
+        stages = build(gpt2_folder, 2)
+        with (gpt2_folder / "model.safetensors").open("r+b") as file:
+            file.write(bytes((gpt2_folder / "model.safetensors").stat().st_size))
+        assert torch.equal(run(stages), logits_of(make_model("gpt2")))
+
     def test_one_stage_keeps_one_tied_parameter(self, gpt2_folder: Path) -> None:
         (stage,) = build(gpt2_folder, 1)
         assert stage.get_parameter("lm_head.weight") is stage.get_parameter("transformer.wte.weight")
@@ -182,6 +188,14 @@ class TestFromFolder:
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert {p.dtype for s in build(tmp_path, 2) for p in s.parameters()} == {torch.bfloat16}
 
+    def test_cast_afterwards_spares_the_rotary_frequencies(self, tmp_path: Path) -> None:
+        """An engine that casts its module gets what `from_pretrained` gives in that dtype."""
+        make_model("llama").save_pretrained(tmp_path)
+        expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        stages = [stage.bfloat16() for stage in build(tmp_path, 2)]
+        assert {b.dtype for s in stages for b in s.buffers()} == {torch.float32}
+        assert torch.equal(run(stages), logits_of(expected))
+
     def test_pytorch_file(self, tmp_path: Path) -> None:
         model = make_model("bert-masked")
         model.config.architectures = ["BertForMaskedLM"]
@@ -192,10 +206,8 @@ class TestFromFolder:
     def test_names_of_a_base_model(self, gpt2_folder: Path) -> None:
         """The published gpt2 has no prefix in its names, and old buffers among them."""
         expected = logits_of(make_model("gpt2"))
-        rewrite(
-            gpt2_folder,
-            lambda t: {n.removeprefix("transformer."): v for n, v in t.items()} | {"h.0.attn.bias": torch.ones(1)},
-        )
+        old = {"h.0.attn.bias": torch.ones(1), "h.0.attn.masked_bias": torch.ones(1)}
+        rewrite(gpt2_folder, lambda t: {n.removeprefix("transformer."): v for n, v in t.items()} | old)
         assert torch.equal(run(build(gpt2_folder, 3)), expected)
 
     def test_old_names_of_norms(self, tmp_path: Path) -> None:
@@ -359,6 +371,11 @@ class TestDamagedFolders:
         rewrite(gpt2_folder, lambda t: {**t, "transformer.h.4.ln_1.bias": torch.zeros(32)})
         with pytest.raises(SplitError, match=r"h\.4\.ln_1\.bias in .*model\.safetensors: .*no such tensor"):
             build(gpt2_folder, 2)
+
+    def test_no_model(self, tmp_path: Path) -> None:
+        for path in (tmp_path / "nowhere", tmp_path):
+            with pytest.raises(SplitError, match="no Hugging Face model there"):
+                plan(str(path), num_stages=2)
 
     def test_other_files(self, gpt2_folder: Path) -> None:
         weights = gpt2_folder / "model.safetensors"

@@ -65,6 +65,9 @@ class TestBalance:
         assert max(found) == smallest
         assert sum(c * c for c in found) == min(sum(c * c for c in o) for o in others if max(o) == smallest)
 
+    def test_the_largest_stage_counts_before_evenness(self) -> None:
+        assert balance([1, 5, 4, 3, 2], 4) == [0, 1, 2, 3, 5]  # [0, 2, 3, 4, 5] is more even, but has a stage of 6
+
     def test_equal_blocks_are_shared_evenly(self) -> None:
         assert balance([1.0] * 12, 4) == [0, 3, 6, 9, 12]
         assert balance([1.0] * 5, 5) == [0, 1, 2, 3, 4, 5]
