@@ -9,9 +9,10 @@ Shapes: B samples, S tokens with padding, H hidden size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages import write_index, write_shard
 from pipecomp.stages.splitting import Stage
-from pipecomp.stats import GroupStats
+from pipecomp.stats import GroupStats, Seconds
 from pipecomp.wire import Kind, peek
 
 
@@ -55,6 +56,25 @@ class _Slot:
     inputs: dict[str, Tensor | None] = field(default_factory=dict)
 
 
+def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
+    """The instruction, its time in training counted to `part`; what it waited for messages is counted apart."""
+
+    @functools.wraps(instruction)
+    def run(self: PipelineEngine, **place: int) -> None:
+        if not self.module.training:
+            instruction(self, **place)
+            return
+        waited = sum(end.stats.wait_seconds for end in self.links)
+        with self._seconds.part(part):
+            instruction(self, **place)
+        waited = sum(end.stats.wait_seconds for end in self.links) - waited
+        self._seconds.wait += waited
+        if part == "decode":
+            self._seconds.decode -= waited
+
+    return run
+
+
 class PipelineEngine(deepspeed_pipe.PipelineEngine):
     """Train with `train_batch`, evaluate with `eval_batch`; made by `pipecomp.initialize`.
 
@@ -70,6 +90,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self._loader: TrainLoader | None = None
         self._step_number = 0
         self._evaluations = 0
+        self._seconds = Seconds()
         self._reductions: dict[str, GroupStats] = {}
         super().__init__(**ds)
         stage = self.stage
@@ -237,16 +258,18 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             raw = sum(g.numel() * g.element_size() for g in grads)
             self._reductions.setdefault(group, GroupStats()).add(raw, ranks, time.perf_counter() - began)
 
+    _STOCK = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP
     _INSTRUCTION_MAP = {  # noqa: RUF012 (DeepSpeed's name and form)
-        **deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP,
         ds_schedule.LoadMicroBatch: _exec_load,
-        ds_schedule.ForwardPass: _exec_forward_pass,
-        ds_schedule.SendActivation: _exec_send_activation,
-        ds_schedule.RecvActivation: _exec_recv_activation,
-        ds_schedule.SendGrad: _exec_send_grad,
-        ds_schedule.RecvGrad: _exec_recv_grad,
-        ds_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        ds_schedule.ReduceGrads: _exec_reduce_grads,
+        ds_schedule.ForwardPass: _counting("forward", _exec_forward_pass),
+        ds_schedule.BackwardPass: _counting("backward", _STOCK[ds_schedule.BackwardPass]),
+        ds_schedule.SendActivation: _counting("encode", _exec_send_activation),
+        ds_schedule.RecvActivation: _counting("decode", _exec_recv_activation),
+        ds_schedule.SendGrad: _counting("encode", _exec_send_grad),
+        ds_schedule.RecvGrad: _counting("decode", _exec_recv_grad),
+        ds_schedule.ReduceTiedGrads: _counting("reduce", _exec_reduce_tied_grads),
+        ds_schedule.ReduceGrads: _counting("reduce", _exec_reduce_grads),
+        ds_schedule.OptimizerStep: _counting("update", _STOCK[ds_schedule.OptimizerStep]),
     }
 
     # -- the global norm
@@ -296,10 +319,24 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         dist.barrier()
 
     def comm_stats(self) -> dict[str, Any]:
-        """This rank's traffic so far: for every link "k->k+1" and every group bytes raw and sent, waiting, error, hits."""
+        """This rank's traffic and time so far.
+
+        "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
+        name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
+        """
         links = {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links}
         groups = {name: stats.as_dict() for name, stats in self._reductions.items()}
-        return {"rank": self.global_rank, "replica": self.grid.data_parallel_id, "links": links, "groups": groups}
+        environment = self.links.environment
+        return {
+            "rank": self.global_rank,
+            "stage": self.stage_id,
+            "replica": self.grid.data_parallel_id,
+            "steps": self.global_steps,
+            "links": links,
+            "groups": groups,
+            "seconds": asdict(self._seconds),
+            "store_bytes": 0 if environment is None else environment.size_bytes(),
+        }
 
     def gather_comm_stats(self) -> list[dict[str, Any]]:
         """`comm_stats` of all ranks, on every rank; all ranks must call this."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 
@@ -76,6 +78,30 @@ class GroupStats:
     def as_dict(self) -> dict:
         """For reports."""
         return asdict(self)
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Where this rank's training time went: seconds by part, summed over the steps so far.
+
+    forward, backward: the model. encode, decode: quantizing, message store, checksums. wait: for messages. reduce:
+    gradients of tied weights and of data-parallel groups, waiting for other ranks included. update: the optimizer.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    encode: float = 0.0
+    decode: float = 0.0
+    wait: float = 0.0
+    reduce: float = 0.0
+    update: float = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside to `name`."""
+        began = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + time.perf_counter() - began)
 
 
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:

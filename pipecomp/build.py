@@ -10,11 +10,11 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.utils import logger as deepspeed_logger
 
 from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler, TrainLoader
@@ -81,7 +82,7 @@ def initialize(
         raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
     _complete(ds_config)
 
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints tables about layers and memory
+    with _without_noise():
         module = _pipeline_module(model, split_plan, ds_config, loss_fn)
         engine = PipelineEngine(
             pipecomp_config=settings,
@@ -134,6 +135,21 @@ def _complete(ds_config: dict[str, Any]) -> None:
     if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
         # DeepSpeed's own CPU Adam compiles at first use; torch's is there.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """DeepSpeed prints tables of layers and memory, and warns of its own first look at the learning rate."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "Attempting to get learning rate" not in record.getMessage()
+
+    deepspeed_logger.addFilter(wanted)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed_logger.removeFilter(wanted)
 
 
 def _join_processes() -> None:

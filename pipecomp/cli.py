@@ -1,0 +1,158 @@
+"""The command line: `pipecomp demo | store`. Errors are one line and exit status 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipecomp.errors import PipecompError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
+store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
+app.add_typer(store, name="store")
+console = Console()
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except PipecompError as error:
+        Console(stderr=True).print(f"[red]pipecomp:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def demo(
+    stages: Annotated[int, typer.Option(help="Processes and pipeline stages, 1 to 4.")] = 2,
+    methods: Annotated[str, typer.Option(help="Of none, fp16, bf16, direct, aqsgd.")] = "none,direct,aqsgd",
+    bits: Annotated[str, typer.Option(help="Forward and backward bits of direct and aqsgd.")] = "2,4",
+    seed: Annotated[int, typer.Option(help="For weights, data order and rounding.")] = 0,
+    out: Annotated[str, typer.Option(help="Folder for demo.json, losses.png, stores and the model.")] = "demo-out",
+    quick: Annotated[bool, typer.Option(help="A minute instead of four: a smaller model, fewer steps.")] = False,
+) -> None:
+    """Fine-tune a small GPT-2 over pipeline stages with several methods; show what each reached and what it sent."""
+    with _plain_errors():
+        from pipecomp.demo import Settings, run_demo
+        from pipecomp.demo_plot import tables
+
+        smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
+        forward, backward = _bits(bits)
+        settings = Settings(
+            stages=stages, methods=tuple(m.strip() for m in methods.split(",")), forward_bits=forward,
+            backward_bits=backward, seed=seed, out=out, **smaller,
+        )  # fmt: skip
+        with _progress() as bar:
+            tasks: dict[str, Any] = {}
+
+            def show(what: str, step: int, steps: int, loss: float | None) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what, total=steps, loss="")
+                bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
+
+            results = run_demo(settings, show)
+        for found in tables(results):
+            console.print(found)
+        console.print(
+            "Raw is float32. The prediction uses the bytes and the compute that were measured here. Input and output "
+            "embeddings are not tied, so that only activations and their gradients cross the links."
+        )
+        console.print(f"Written: {out}/demo.json, {out}/losses.png", highlight=False)
+
+
+def _bits(text: str) -> tuple[int, int]:
+    from pipecomp.errors import ConfigError
+
+    parts = text.split(",")
+    if len(parts) != 2 or not all(p.strip().isdigit() for p in parts):
+        raise ConfigError("bits", text, "two numbers, forward and backward, as in 2,4")
+    return int(parts[0]), int(parts[1])
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[loss]}"))  # fmt: skip
+    return Progress(*columns, console=console)
+
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+
+
+@store.command("info")
+def store_info(path: str, json_file: JsonOption = None) -> None:
+    """What is kept in a message store: samples, bytes, bits, versions, for every rank and link."""
+    with _plain_errors():
+        from pipecomp.buffers.admin import info
+
+        found = info(path)
+        _write_json(json_file, [dataclasses.asdict(line) for line in found])
+        out = Table("rank", "link", "samples", "bits", "stored MB", "file MB", "versions")
+        for line in found:
+            versions = "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}"
+            out.add_row(
+                str(line.rank), line.link, str(line.samples), str(line.bits), f"{line.stored_bytes / 1e6:.2f}",
+                f"{line.file_bytes / 1e6:.2f}", versions,
+            )  # fmt: skip
+        console.print(out)
+
+
+@store.command("verify")
+def store_verify(path: str, json_file: JsonOption = None) -> None:
+    """Check every value's checksum; exit status 1 if any is damaged."""
+    with _plain_errors():
+        from pipecomp.buffers.admin import verify
+
+        report = verify(path)
+        damaged = [d._asdict() for d in report.damaged]
+        _write_json(json_file, {"checked": report.checked, "damaged": damaged})
+        for d in report.damaged:
+            console.print(f"rank {d.rank}, {d.link}, sample {d.sample}: {d.problem}", highlight=False)
+        console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
+        if damaged:
+            raise typer.Exit(1)
+
+
+@store.command("prune")
+def store_prune(
+    path: str,
+    link: Annotated[str | None, typer.Option(help="Remove this link's messages and settings.")] = None,
+    ids_below: Annotated[int | None, typer.Option(help="Keep only samples with ids below this.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Keep at most this many samples of each link.")] = None,
+    everything: Annotated[bool, typer.Option("--everything", help="Remove all messages.")] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Remove damaged values, and what the options name, and make the files as small as what is left."""
+    with _plain_errors():
+        from pipecomp.buffers.admin import prune
+
+        report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)
+        _write_json(json_file, dataclasses.asdict(report))
+        console.print(
+            f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept; "
+            f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
+            highlight=False,
+        )
+
+
+def _write_json(file: Path | None, value: Any) -> None:
+    if file is not None:
+        file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main() -> None:
+    """Entry point of the `pipecomp` command."""
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

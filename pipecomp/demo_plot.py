@@ -1,0 +1,76 @@
+"""The demo's results for people: a table and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+NAMES = {"none": "FP32", "fp16": "FP16", "bf16": "BF16", "direct": "DirectQ", "aqsgd": "AQ-SGD"}
+
+
+def label(result: dict[str, Any]) -> str:
+    """ "AQ-SGD fw2 bw4" """
+    name = NAMES[result["method"]]
+    if result["method"] in ("direct", "aqsgd"):
+        return f"{name} fw{result['forward_bits']} bw{result['backward_bits']}"
+    return name
+
+
+def megabytes(size: float) -> str:
+    """Bytes as a number of MB with three digits."""
+    return f"{size / 1e6:.3g}" if size < 1e9 else f"{size / 1e6:.0f}"
+
+
+def tables(results: list[dict[str, Any]]) -> list[Table]:
+    """What each method reached and sent, and what its steps take on slower links; one line for each method."""
+    reached = _table("What each method reached and sent", "training\nloss", "held-out\nloss", "MB sent\nforward",
+                     "MB sent\nbackward", "raw /\nsent", "store\nMB", "seconds\nhere")  # fmt: skip
+    rates = _table("Predicted seconds a step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
+    for r in results:
+        raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
+        sent = r["forward_bytes_sent"] + r["backward_bytes_sent"]
+        reached.add_row(
+            label(r), f"{r['train_loss']:.3f}", f"{r['eval_loss']:.3f}", megabytes(r["forward_bytes_sent"]),
+            megabytes(r["backward_bytes_sent"]), f"{raw / sent:.1f}" if sent else "–",
+            megabytes(r["store_bytes"]) if r["store_bytes"] else "–", f"{r['seconds']:.0f}",
+        )  # fmt: skip
+        rates.add_row(label(r), *(f"{s:.2f}" for s in r["step_seconds_at"].values()))
+    return [reached, rates]
+
+
+def _table(title: str, *headings: str) -> Table:
+    out = Table(title=title, title_justify="left", title_style="bold")
+    out.add_column("method", no_wrap=True)
+    for heading in headings:
+        out.add_column(heading, justify="right", no_wrap=True)
+    return out
+
+
+def plot(results: list[dict[str, Any]], file: Path) -> None:
+    """Loss over steps, and over the time that the steps would take on the slowest link; PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    for r in results:
+        smooth = _smoothed(r["losses"])
+        left.plot(range(1, len(smooth) + 1), smooth, label=label(r))
+        rate, seconds = list(r["step_seconds_at"].items())[-1]
+        right.plot([seconds * (i + 1) / 60 for i in range(len(smooth))], smooth, label=label(r))
+    left.set_xlabel("optimizer step")
+    left.set_ylabel("training loss (mean of the last 8 steps)")
+    right.set_xlabel(f"minutes at {rate}, predicted from measured bytes and compute, after the first epoch")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _smoothed(losses: list[float], window: int = 8) -> list[float]:
+    return [sum(losses[max(0, i - window + 1) : i + 1]) / len(losses[max(0, i - window + 1) : i + 1])
+            for i in range(len(losses))]  # fmt: skip

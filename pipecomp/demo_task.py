@@ -1,0 +1,137 @@
+"""The demo's task: a small GPT-2, pre-trained on one part of Python's own documentation, fine-tuned on another.
+
+Nothing is downloaded: the text is the documentation strings of the standard library, the tokenizer is trained on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.errors import DataError
+
+FINE_TUNED_ON = ("asyncio", "email", "http", "logging", "tkinter", "unittest", "urllib", "xml")
+_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Token sequences for pre-training, fine-tuning and evaluation, all of equal length, and the vocabulary's size."""
+
+    pretraining: list[list[int]]
+    training: list[list[int]]
+    held_out: list[list[int]]
+    vocabulary: int
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """(top-level module, documentation string) of everything in the standard library, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _SKIPPED & set(parts):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError, OSError):
+            continue  # templates and test data that are not Python
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    yield parts[0].removesuffix(".py"), text
+
+
+def train_tokenizer(texts: list[str], vocabulary: int) -> Any:
+    """A byte-level BPE tokenizer of `tokenizers` for these texts."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=vocabulary, min_frequency=2, show_progress=False)
+    return tokenizer
+
+
+def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[int]]:
+    """All texts in one stream, cut to sequences of `length` tokens."""
+    stream = [token for text in tokenizer.encode_batch(texts) for token in text.ids]
+    return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+
+
+def documentation_task(*, vocabulary: int = 2048, length: int = 128, training: int = 640, held_out: int = 96) -> Task:
+    """The demo's sequences: `training` and `held_out` of them from the fine-tuning modules, all else for pre-training."""
+    general, special = [], []
+    for module, text in docstrings():
+        (special if module in FINE_TUNED_ON else general).append(text)
+    tokenizer = train_tokenizer(general + special, vocabulary)
+    pool = sequences(tokenizer, special, length)
+    if len(pool) < held_out + 64:
+        raise DataError(f"Python's standard library here has only {len(pool)} sequences of documentation to train on")
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = [pool[i] for i in order[: training + held_out]]
+    return Task(
+        pretraining=sequences(tokenizer, general, length),
+        training=chosen[held_out:],
+        held_out=chosen[:held_out],
+        vocabulary=vocabulary,
+    )
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Token sequences as samples with input_ids and labels."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self._rows = torch.tensor(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+def gpt2(vocabulary: int, length: int, *, layers: int, width: int, heads: int, seed: int) -> Any:
+    """A GPT-2 with random weights and without dropout, so that methods differ by what they send alone."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=layers, n_head=heads,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(config)
+
+
+def pretrain(
+    model: Any, rows: list[list[int]], *, epochs: int, batch: int, lr: float, seed: int,
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> float:  # fmt: skip
+    """Plain training in this process; returns the mean loss of the last tenth of the steps."""
+    data = torch.tensor(rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    steps = epochs * (len(data) // batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.1)
+    draw = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    model.train()
+    for _ in range(epochs):
+        order = torch.randperm(len(data), generator=draw)
+        for start in range(0, len(data) - batch + 1, batch):
+            chosen = data[order[start : start + batch]]
+            loss = model(input_ids=chosen, labels=chosen).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+            if on_step is not None:
+                on_step(len(losses), steps, losses[-1])
+    tail = losses[-max(1, len(losses) // 10) :]
+    return sum(tail) / len(tail)

@@ -1,0 +1,123 @@
+"""Run a function as several ranks on this machine, for the demo, benchmarks and tests.
+
+Each rank is a process of its own with what a launcher would set; gloo stays on the loopback interface. Ranks send
+notes to the caller while they work. If one fails, the others are ended and its traceback is the error; no process is
+left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from pipecomp.errors import PipecompError
+
+
+class RankFailedError(PipecompError, RuntimeError):
+    """A rank raised or died; the message has its traceback or exit code."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float,
+    on_note: Callable[[int, Any], None] | None = None,
+    may_die: tuple[int, ...] = (),
+    threads: int = 1,
+) -> dict[int, Any]:
+    """What `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
+
+    note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
+    may end without a result. threads: torch threads of each rank. Raises RankFailedError.
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    workers = [
+        context.Process(target=_main, args=(rank, world, port, threads, function, args, results))
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            gone = [r for r in may_die if r not in found and not workers[r].is_alive()]
+            if len(found) + len(gone) == world:
+                break
+            if time.monotonic() > deadline:
+                raise RankFailedError(f"ranks {sorted(set(range(world)) - set(found))} took over {timeout_s:g} s")
+            try:
+                kind, rank, value = results.get(timeout=0.2)
+            except queue.Empty:
+                _check_alive(workers, found, may_die)
+                continue
+            if kind == "failed":
+                raise RankFailedError(f"rank {rank} failed:\n{value}")
+            if kind == "note" and on_note is not None:
+                on_note(rank, value)
+            if kind == "done":
+                found[rank] = value
+        for worker in workers:
+            worker.join(max(0.1, deadline - time.monotonic()))
+        _check_alive(workers, {}, may_die)
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+    return found
+
+
+def _check_alive(workers: list, found: dict, may_die: tuple[int, ...]) -> None:
+    for rank, worker in enumerate(workers):
+        if worker.exitcode not in (None, 0) and rank not in found and rank not in may_die:
+            raise RankFailedError(f"rank {rank} ended with exit code {worker.exitcode}")
+
+
+def _main(
+    rank: int, world: int, port: int, threads: int, function: Callable, args: tuple, results: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS=str(threads),
+    )
+    import torch
+
+    torch.set_num_threads(threads)
+
+    def note(value: Any) -> None:
+        results.put(("note", rank, value))
+
+    try:
+        results.put(("done", rank, function(rank, world, note, *args)))
+        failed = False
+    except Exception:
+        results.put(("failed", rank, traceback.format_exc()))
+        failed = True
+    results.close()
+    results.join_thread()
+    if failed:
+        os._exit(1)

@@ -1,0 +1,365 @@
+"""What all recipes share: arguments, errors as one line on every rank, the run from configuration to saved model.
+
+A recipe's train.py adds its own arguments, its data and its model:
+
+    parser = recipe.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text.")
+    def main(args):
+        recipe.join(args)
+        with recipe.together():
+            ...                                   # data and model; an error of one rank ends all of them
+        recipe.train(args, model=..., training=..., held_out=...)
+    recipe.run(main, parser)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pipecomp.config import Config
+from pipecomp.data import default_collate, eval_batches
+from pipecomp.errors import ConfigError, DataError, PipecompError
+from pipecomp.recipe_report import Report, Traffic
+
+DEFAULT_SEED = 0
+AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
+
+
+class UsageError(PipecompError, ValueError):
+    """The command line is wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists the arguments)")
+
+
+def arguments(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the arguments that every recipe has (DESIGN.md, §2); add the recipe's own to it."""
+    parser = _Parser(prog=name, description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE",
+        help="DeepSpeed's configuration with a 'pipecomp' section")  # fmt: skip
+    add("--model", required=True, metavar="NAME", help="a from_pretrained folder or a name on the Hugging Face hub")
+    add("--tokenizer", required=True, metavar="NAME", help="a tokenizer folder or a name on the hub")
+    add("--train-file", nargs="+", metavar="FILE", help="training text; several files are read in this order")
+    add("--eval-file", metavar="FILE", help="held-out text, evaluated after every epoch")
+    add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, in place of the files")
+    add("--stages", type=_at_least(1), metavar="K", help="pipeline stages; default: one per process")
+    add("--epochs", type=_at_least(1), default=1, metavar="N", help="passes over the training data (default 1)")
+    add("--max-steps", type=_at_least(1), metavar="N", help="stop after so many optimizer steps")
+    add("--seed", type=_at_least(0), metavar="S", help="order of samples, dropout, stochastic rounding (default 0)")
+    add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch")
+    add("--save", metavar="FOLDER", help="write the trained model as a from_pretrained folder")
+    add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
+    return parser
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"got {value}, allowed: a whole number of at least {low}")
+        return value
+
+    whole_number.__name__ = "whole number"  # for argparse's own message
+    return whole_number
+
+
+# -- starting and ending
+
+
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> NoReturn:
+    """Run `main` with the parsed command line and exit.
+
+    Exit status: 0; 2 for a wrong command line, 1 for this project's other errors, both told in one line on standard
+    error (once per machine where all ranks have the same); 130 after Ctrl-C. Anything else is a bug: a traceback.
+    """
+    try:
+        main(parser.parse_args())
+        status = 0
+    except PipecompError as error:
+        _say_once(f"{parser.prog}: error: {error}")
+        status = 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def _say_once(line: str) -> None:
+    """Print unless another rank of this machine has printed the same."""
+    first = True
+    if dist.is_initialized():
+        key = hashlib.sha256(f"{socket.gethostname()} {line}".encode()).hexdigest()
+        with contextlib.suppress(RuntimeError):  # the rank that serves the store may be gone: then print
+            first = distributed_c10d._get_default_store().add(f"pipecomp-said-{key}", 1) == 1
+    elif int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        time.sleep(3)  # the launcher ends all ranks when the first one fails: let the one that prints be first
+        first = False
+    if first:
+        print(line, file=sys.stderr, flush=True)
+
+
+def join(args: argparse.Namespace) -> None:
+    """Join the other processes, share the cores of this machine among them, seed torch. Call it before all else."""
+    if "LOCAL_SIZE" in os.environ:  # what the deepspeed launcher calls it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _cores() // local))
+    if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
+        # Otherwise gloo takes the address that the host name resolves to, which need not be reachable.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    from pipecomp.initialize import _join_processes
+
+    _join_processes()
+    torch.manual_seed((args.seed if args.seed is not None else DEFAULT_SEED) * 65536 + dist.get_rank())
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def together() -> Iterator[Callable[[str, Any], None]]:
+    """What every rank does for itself, ending on all ranks if it fails on one.
+
+    Yields `same(what, value)`, to be called with what must be equal on all ranks (the repr of value is compared).
+    Raises on every rank PipecompError with the first rank's error, DataError if what must be equal is not.
+    """
+    values: list[tuple[str, str]] = []
+    error: Exception | None = None
+    try:
+        yield lambda what, value: values.append((what, repr(value)))
+    except Exception as raised:
+        error = raised
+    mine = (None if error is None else str(error) or type(error).__name__, values)
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    if error is not None and not isinstance(error, PipecompError):
+        raise error
+    failed = [(rank, text) for rank, (text, _) in enumerate(all_ranks) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        raise PipecompError(text if len(failed) == len(all_ranks) else f"rank {rank}: {text}") from error
+    for rank, (_, others) in enumerate(all_ranks):
+        for (what, theirs), (_, first) in zip(others, all_ranks[0][1], strict=True):
+            if theirs != first:
+                raise DataError(f"rank {rank} differs from rank 0 in {what}: give all ranks the same")
+
+
+# -- configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """steps: optimizer steps in all. per_epoch: micro-batches of one epoch for each replica."""
+
+    steps: int
+    per_epoch: int
+    micro_batch: int
+    accumulation: int
+    replicas: int
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 1, in which step (from 1) starts."""
+        return (step - 1) * self.accumulation // self.per_epoch + 1
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether this step is the last one of its epoch, or the last of all."""
+        return step == self.steps or self.epoch(step + 1) != self.epoch(step)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """DeepSpeed's configuration from a JSON file, with its "pipecomp" section checked. Raises ConfigError."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--deepspeed_config", path, f"a file that can be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError("--deepspeed_config", path, f"valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigError("--deepspeed_config", path, "a JSON object")
+    Config.from_dict(config.get("pipecomp", {}))
+    return config
+
+
+def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: int, max_steps: int | None) -> Plan:
+    """How many steps `epochs` passes over `samples` are, from the configuration's batch sizes.
+
+    Needs train_micro_batch_size_per_gpu, and gradient_accumulation_steps or train_batch_size (1 step without both).
+    """
+    micro = _size(config, "train_micro_batch_size_per_gpu")
+    if micro is None:
+        raise ConfigError("train_micro_batch_size_per_gpu", None, "a whole number of at least 1")
+    accumulation, batch = _size(config, "gradient_accumulation_steps"), _size(config, "train_batch_size")
+    if batch is not None and batch != micro * replicas * (accumulation or max(1, batch // (micro * replicas))):
+        allowed = f"a multiple of micro-batch × replicas, {micro} × {replicas}"
+        if accumulation is not None:
+            allowed = f"micro-batch × accumulation × replicas, {micro * accumulation * replicas}"
+        raise ConfigError("train_batch_size", batch, allowed)
+    if accumulation is None:
+        accumulation = 1 if batch is None else batch // (micro * replicas)
+    per_epoch = samples // replicas // micro
+    steps = epochs * per_epoch // accumulation
+    if steps == 0:
+        raise DataError(
+            f"{samples} training samples in {epochs} epoch(s) do not fill one batch of {micro * accumulation * replicas}"
+        )
+    steps = min(steps, max_steps) if max_steps is not None else steps
+    return Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=replicas)
+
+
+def _size(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(key, value, "a whole number of at least 1")
+    return value
+
+
+def complete(config: dict[str, Any], plan: Plan, seed: int | None) -> dict[str, Any]:
+    """A copy with the seed set and every "auto" of the scheduler replaced by a number.
+
+    total_num_steps: the run's steps; warmup_num_steps: a tenth of them; warmup_max_lr: the optimizer's rate.
+    """
+    config = json.loads(json.dumps(config))
+    if seed is not None:
+        config.setdefault("pipecomp", {})["seed"] = seed
+    config.setdefault("steps_per_print", 10**9)  # the recipe reports by itself
+    params = config.get("scheduler", {}).get("params", {})
+    auto = {
+        "total_num_steps": plan.steps,
+        "warmup_num_steps": max(1, round(plan.steps * AUTO_WARMUP)),
+        "warmup_max_lr": config.get("optimizer", {}).get("params", {}).get("lr"),
+    }
+    for key, value in params.items():
+        if value == "auto":
+            if auto.get(key) is None:
+                raise ConfigError(f"scheduler.params.{key}", "auto", f"a number; 'auto' only for {', '.join(auto)}")
+            params[key] = auto[key]
+    return config
+
+
+# -- the run
+
+
+def train(
+    args: argparse.Namespace,
+    *,
+    model: Any,
+    training: Any,
+    held_out: Any = None,
+    collate: Callable[[list], Any] = default_collate,
+    measures: Callable[[float], dict[str, float]] | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Train and evaluate as the command line and the configuration say, and save; call it on every rank.
+
+    model: as for `pipecomp.initialize`. training, held_out: samples with a length. measures(loss): what an `eval` line
+    adds to the held-out loss. tokenizer: saved beside the model. Raises this project's errors.
+    """
+    with together() as same:
+        world = dist.get_world_size()
+        stages = args.stages or world
+        if world % stages:
+            raise ConfigError("--stages", stages, f"a divisor of the {world} processes of this run")
+        config = read_config(args.deepspeed_config)
+        plan = make_plan(
+            config, samples=len(training), replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps
+        )
+        config = complete(config, plan, args.seed)
+        settings = Config.from_dict(config.get("pipecomp", {}))
+        same("arguments or configuration", (stages, plan, config, args.save is None, held_out is None))
+        _forget_messages(settings, dist.get_rank())
+        report = Report(args.metrics, args.tensorboard, silent=dist.get_rank() != 0)
+        if args.save and dist.get_rank() == 0:
+            _make_folder(args.save)
+
+    from pipecomp.build import initialize
+
+    count = _TokenCount(collate)
+    engine = initialize(model, stages, config, training_data=training, collate_fn=count)
+    batches = None if held_out is None else eval_batches(held_out, plan.micro_batch, collate)
+    with report:
+        report.start(args, plan, settings, stages, len(training), 0 if held_out is None else len(held_out))
+        for step in range(1, plan.steps + 1):
+            lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
+            count.tokens = 0
+            loss = float(engine.train_batch())
+            seconds = time.perf_counter() - began
+            traffic = Traffic.of(engine.gather_comm_stats())
+            tokens_per_s = count.tokens * plan.replicas / seconds
+            report.step(step, plan.epoch(step), loss=loss, lr=lr, tokens_per_s=tokens_per_s, traffic=traffic)
+            if plan.ends_epoch(step):
+                found = None
+                if batches is not None:
+                    held_out_loss = evaluate(engine, batches)
+                    found = {"loss": held_out_loss, **(measures(held_out_loss) if measures else {})}
+                report.epoch(step, plan.epoch(step), found)
+        if args.save:
+            engine.save_pretrained(args.save)
+            if tokenizer is not None and dist.get_rank() == 0:
+                tokenizer.save_pretrained(args.save)
+        report.end(Traffic.of(engine.gather_comm_stats()), args.save)
+    engine.close()
+
+
+def evaluate(engine: Any, batches: list) -> float:
+    """Mean loss over all samples of `eval_batches`, each counted alike; every replica evaluates all of them."""
+    total, samples = 0.0, 0
+    size = len(batches[0].ids)
+    full = [batch for batch in batches if len(batch.ids) == size]
+    for part in (full, batches[len(full) :]):  # eval_batch weighs micro-batches alike, and the last may be short
+        if part:
+            loss = engine.eval_batch(iter(part), num_micro_batches=len(part))
+            count = sum(len(batch.ids) for batch in part)
+            total, samples = total + float(loss) * count, samples + count
+    return total / samples
+
+
+class _TokenCount:
+    """Collates, and counts the real tokens of what it collated."""
+
+    def __init__(self, collate: Callable[[list], Any]) -> None:
+        self._collate, self.tokens = collate, 0
+
+    def __call__(self, samples: list) -> Any:
+        batch = self._collate(samples)
+        mask = batch.get("attention_mask")
+        self.tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
+        return batch
+
+
+def _forget_messages(settings: Config, rank: int) -> None:
+    """Empty this rank's message store: a recipe starts from its model, to which an earlier run's messages mean nothing."""
+    from pipecomp.buffers.admin import prune
+    from pipecomp.buffers.lmdb_folder import DATA_FILE
+
+    folder = Path(settings.store.path) / f"rank-{rank}"
+    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb" and (folder / DATA_FILE).is_file():
+        prune(folder, everything=True)
+
+
+def _make_folder(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--save", path, f"a folder that can be written ({error.strerror})") from error

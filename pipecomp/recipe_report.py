@@ -1,0 +1,222 @@
+"""What a recipe tells: JSON lines, TensorBoard curves, and a terminal output for people. One rank does it all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipecomp.config import Activations, Config
+from pipecomp.errors import ConfigError
+
+DIRECTIONS = ("forward", "backward", "evaluation")
+PLAIN_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes since the start of the run, over all replicas and ranks.
+
+    links: by "k->k+1", for each of forward, backward and evaluation `<direction>_bytes_raw` (the values in the training
+    dtype) and `<direction>_bytes_sent` (whole messages). groups: by name, what the reductions of a group of ranks put
+    on the network, `bytes_raw` and `bytes_sent`.
+    """
+
+    links: dict[str, dict[str, int]]
+    groups: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, ranks: Iterable[dict[str, Any]]) -> Traffic:
+        """From `engine.gather_comm_stats()`: both ends of a link count the same messages, so one end is taken."""
+        links: dict[str, dict[str, int]] = {}
+        groups: dict[str, dict[str, int]] = {}
+        seen: set[tuple[int, str]] = set()
+        for rank in ranks:
+            for name, link in rank["links"].items():
+                if (rank["replica"], name) in seen:
+                    continue
+                seen.add((rank["replica"], name))
+                total = links.setdefault(name, {f"{d}_bytes_{k}": 0 for d in DIRECTIONS for k in ("raw", "sent")})
+                for direction in DIRECTIONS:
+                    for kind in ("raw", "sent"):
+                        total[f"{direction}_bytes_{kind}"] += link[direction][f"bytes_{kind}"]
+            for name, group in rank["groups"].items():
+                total = groups.setdefault(name, {"bytes_raw": 0, "bytes_sent": 0})
+                for key in total:
+                    total[key] += group[key]
+        return cls(dict(sorted(links.items())), dict(sorted(groups.items())))
+
+
+class Report:
+    """Opened before training, so that a file that cannot be written is known at once; a context manager."""
+
+    def __init__(self, metrics: str | None, tensorboard: str | None, *, silent: bool) -> None:
+        """metrics: JSON lines, overwritten. tensorboard: a folder. silent: do nothing at all, on all ranks but one."""
+        self._silent = silent
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._metrics = self._board = None
+        if silent:
+            return
+        if metrics is not None:
+            try:
+                Path(metrics).parent.mkdir(parents=True, exist_ok=True)
+                self._metrics = open(metrics, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+            except OSError as error:
+                raise ConfigError("--metrics", metrics, f"a file that can be written ({error.strerror})") from error
+        if tensorboard is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigError(
+                    "--tensorboard", tensorboard, "only with the package tensorboard (pip install tensorboard)"
+                ) from error
+            self._board = SummaryWriter(tensorboard)
+
+    def start(
+        self, args: argparse.Namespace, plan: Any, settings: Config, stages: int, samples: int, held_out: int
+    ) -> None:
+        """Say what is about to happen."""
+        self._steps, self._epoch_losses, self._began = plan.steps, [], time.perf_counter()
+        self._epoch_began = self._last_line = self._began
+        if self._silent:
+            return
+        batch = plan.micro_batch * plan.accumulation * plan.replicas
+        self._say(f"model     {args.model}: {stages} stage(s), {plan.replicas} replica(s) of the pipeline")
+        self._say(f"data      {samples:,} training samples, {held_out:,} held out")
+        self._say(f"training  {plan.steps:,} steps of {batch} samples, {plan.micro_batch} to a micro-batch")
+        if stages > 1:
+            self._say(f"links     {_in_words(settings.activations)}")
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(),
+                TextColumn("epoch {task.fields[epoch]}  loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-")
+            self._progress.start()
+
+    def step(self, step: int, epoch: int, *, loss: float, lr: float, tokens_per_s: float, traffic: Traffic) -> None:
+        """One optimizer step: its mean loss, the rate it used, and all traffic so far."""
+        if self._silent:
+            return
+        self._epoch_losses.append(loss)
+        record = {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "tokens_per_s": round(tokens_per_s, 1)}
+        self._write({**record, "links": traffic.links, "groups": traffic.groups})
+        self._curves(step, "train", {"loss": loss, "lr": lr, "tokens_per_s": tokens_per_s})
+        for part in (traffic.links, traffic.groups):
+            for name, counts in part.items():
+                self._curves(step, f"traffic {name}", counts)
+        if self._progress is not None:
+            fields = {"epoch": epoch, "loss": f"{loss:.4f}", "speed": f"{tokens_per_s:,.0f}"}
+            self._progress.update(self._task, completed=step, **fields)
+        elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
+            self._last_line = time.perf_counter()
+            width = len(str(self._steps))
+            self._say(
+                f"step {step:{width}}/{self._steps}  epoch {epoch}  loss {loss:.4f}  rate {lr:.2e}  "
+                f"{tokens_per_s:,.0f} tokens/s"
+            )
+
+    def epoch(self, step: int, epoch: int, measures: dict[str, float] | None) -> None:
+        """The end of an epoch: its mean training loss, and what evaluation found (None without held-out data)."""
+        if self._silent:
+            return
+        mean = sum(self._epoch_losses) / len(self._epoch_losses)
+        seconds, self._epoch_began = time.perf_counter() - self._epoch_began, time.perf_counter()
+        self._epoch_losses = []
+        line = f"epoch {epoch} done in {seconds:.0f} s: mean training loss {mean:.4f}"
+        if measures is not None:
+            self._write({"step": step, "epoch": epoch, "eval": measures, "train_loss": mean})
+            self._curves(step, "eval", measures)
+            others = ", ".join(f"{name} {value:.4g}" for name, value in measures.items() if name != "loss")
+            line += f", held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else "")
+        self._say(line)
+
+    def end(self, traffic: Traffic, saved: str | None) -> None:
+        """The last words: what crossed the links, and where the model is."""
+        if self._silent:
+            return
+        self._stop_progress()
+        for name, counts in traffic.links.items():
+            parts = [
+                _saving(direction, counts[f"{direction}_bytes_raw"], counts[f"{direction}_bytes_sent"])
+                for direction in DIRECTIONS
+                if counts[f"{direction}_bytes_raw"]
+            ]
+            self._say(f"link {name}: " + "; ".join(parts))
+        for name, counts in traffic.groups.items():
+            self._say(f"gradients, {name}: {_saving('reduced', counts['bytes_raw'], counts['bytes_sent'])}")
+        self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_progress()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+        sys.stdout.flush()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(json.dumps(_finite(record)) + "\n")
+            self._metrics.flush()  # so that a run can be watched, and what was reached outlives a crash
+
+    def _curves(self, step: int, group: str, values: dict[str, float] | dict[str, int]) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{group}/{name}", value, step)
+
+
+def _in_words(activations: Activations) -> str:
+    if activations.method not in Activations.QUANTIZED:
+        return "not compressed" if activations.method == "none" else activations.method
+    words = f"{activations.method}, {activations.forward_bits} bits forward, {activations.backward_bits} bits backward"
+    if activations.method == "aqsgd":
+        visit = activations.first_visit
+        words += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")
+    return words
+
+
+def _saving(what: str, raw: int, sent: int) -> str:
+    if sent >= 0.98 * raw:  # headers make it a little more
+        return f"{what} {_size(sent)}, not compressed"
+    return f"{what} {_size(sent)} for {_size(raw)}, {raw / sent:.1f} times less"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no Infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,256 @@
+"""Language modelling on any text: tokenizers, blocks of consecutive tokens, models with and without weights.
+
+N blocks, S tokens in a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipecomp.errors import ConfigError, DataError, PipecompError
+
+END_OF_TEXT = "<|endoftext|>"
+TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4}
+MAX_BLOCK = 1024
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What language modelling adds to a recipe's arguments."""
+    parser.add_argument(
+        "--block-size", type=int, metavar="S",
+        help=f"tokens in a sample (default: what the model takes, at most {MAX_BLOCK})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dropout", type=float, metavar="P", help="dropout of embeddings, attention and blocks (default: the model's)"
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what can be seen without reading anything."""
+    if args.block_size is not None and args.block_size < 2:
+        raise ConfigError("--block-size", args.block_size, "a whole number of at least 2")
+    if args.dropout is not None and not 0 <= args.dropout < 1:
+        raise ConfigError("--dropout", args.dropout, "0, or a share below 1")
+    if (args.train_file is None) == (args.dataset is None):
+        raise ConfigError("--train-file", args.train_file, "either --train-file or --dataset, and not both")
+    if args.dataset is not None and args.eval_file is not None:
+        raise ConfigError("--eval-file", args.eval_file, "only with --train-file; --dataset brings its own split")
+
+
+# -- text
+
+
+def training_lines(args: argparse.Namespace) -> list[str]:
+    """The training text, line by line, ends of lines included."""
+    if args.dataset is not None:
+        return _dataset_lines(args.dataset, ("train",))
+    return list(chain.from_iterable(map(read_lines, args.train_file)))
+
+
+def held_out_lines(args: argparse.Namespace) -> list[str] | None:
+    """The held-out text, or None if none was given."""
+    if args.dataset is not None:
+        return _dataset_lines(args.dataset, ("validation", "test"))
+    return None if args.eval_file is None else read_lines(args.eval_file)
+
+
+def read_lines(path: str) -> list[str]:
+    """Lines of a UTF-8 text file. Raises DataError."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
+
+
+def _dataset_lines(name: str, splits: tuple[str, ...]) -> list[str]:
+    path, _, config = name.partition(":")
+    with _hub_errors("--dataset", name):
+        from datasets import load_dataset
+
+        found = load_dataset(path, config or None)
+    split = next((split for split in splits if split in found), None)
+    if split is None:
+        raise DataError(f"dataset {name} has the splits {', '.join(sorted(found))}; needed: {' or '.join(splits)}")
+    if "text" not in found[split].column_names:
+        raise DataError(f"dataset {name} has the columns {', '.join(found[split].column_names)}; needed: text")
+    return [line if line.endswith("\n") else line + "\n" for line in found[split]["text"]]
+
+
+class Blocks(torch.utils.data.Dataset):
+    """Samples of S consecutive tokens, as input_ids and labels int64 [S]. Sample i is always the i-th block."""
+
+    def __init__(self, tokens: Tensor, size: int) -> None:
+        """tokens: int32 [any]; what does not fill a block at the end is left out. Raises DataError if no block is full."""
+        count = len(tokens) // size
+        if count == 0:
+            raise DataError(f"the text has {len(tokens)} tokens, too few for one block of {size}")
+        self.tokens_NS = tokens[: count * size].view(count, size)
+
+    def __len__(self) -> int:
+        return len(self.tokens_NS)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens_S = self.tokens_NS[index].long()
+        return {"input_ids": tokens_S, "labels": tokens_S}
+
+    def digest(self) -> str:
+        """A short hash of all blocks."""
+        return hashlib.sha256(self.tokens_NS.numpy().tobytes()).hexdigest()[:16]
+
+
+def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int) -> Blocks:
+    """All lines as one stream of tokens, cut into blocks. Raises DataError if the model's vocabulary is too small."""
+    encoded = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
+    tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
+    if len(tokens) and int(tokens.max()) >= vocabulary:
+        raise DataError(
+            f"the tokenizer makes token {int(tokens.max())}, the model knows {vocabulary}: they do not belong together"
+        )
+    return Blocks(tokens, size)
+
+
+# -- tokenizers
+
+
+def load_tokenizer(name: str, lines: list[str]) -> Any:
+    """A tokenizer from a folder (also one with GPT-2's vocab.json and merges.txt alone), a hub name, or the text itself.
+
+    name: "train:V" makes a byte-level BPE of at most V tokens from `lines`, on rank 0, the same one for all ranks; all
+    ranks must call this then.
+    """
+    if name.startswith("train:"):
+        return _trained_tokenizer(name, lines)
+    import transformers
+
+    folder = Path(name)
+    bare = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    described = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    loader = transformers.GPT2Tokenizer if bare and not described else transformers.AutoTokenizer
+    with _hub_errors("--tokenizer", name):
+        tokenizer = loader.from_pretrained(name)
+    tokenizer.model_max_length = 10**9  # no warning about long texts: they are cut into blocks
+    return tokenizer
+
+
+def _trained_tokenizer(name: str, lines: list[str]) -> Any:
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    size = name.removeprefix("train:")
+    if not size.isdecimal() or int(size) < 257:
+        raise ConfigError("--tokenizer", name, "'train:V' with V of at least 257: all bytes and the end of text")
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(
+            lines, vocab_size=int(size), min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
+        )
+        made = [bpe.to_str()]
+    dist.broadcast_object_list(made, src=0)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(made[0]), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+    )
+
+
+# -- models
+
+
+def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
+    """What `--model` means, as `pipecomp.initialize` takes it, and the model's config.
+
+    "tiny": random weights, a GPT-2 of 4 blocks and width 128 without dropout, for the tokenizer's vocabulary. A .json
+    file: random weights with that config. Anything else: a from_pretrained folder or hub name. `--dropout` replaces the
+    model's own.
+    """
+    from transformers import AutoConfig, GPT2Config
+
+    from pipecomp.stages import pretrained
+    from pipecomp.stages.loading import resolve
+
+    name = args.model
+    settings = {} if args.dropout is None else dict.fromkeys(DROPOUTS, args.dropout)
+    if name == "tiny":
+        end = tokenizer.eos_token_id
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_positions=args.block_size or 128, bos_token_id=end, eos_token_id=end,
+            **{**TINY, **dict.fromkeys(DROPOUTS, 0.0), **settings},
+        )  # fmt: skip
+        return resolve(config), config
+    with _hub_errors("--model", name):
+        config = AutoConfig.from_pretrained(name)
+    unknown = [key for key in settings if not hasattr(config, key)]
+    if unknown:
+        raise ConfigError("--dropout", args.dropout, f"only with a model that has {unknown[0]}, not {config.model_type}")
+    if name.endswith(".json"):
+        for key, value in settings.items():
+            setattr(config, key, value)
+        return resolve(config), config
+    if not settings:
+        return name, config
+    source = pretrained(name, **settings)
+    source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
+    return source, config
+
+
+def block_size(args: argparse.Namespace, config: Any) -> int:
+    """Tokens in a sample: --block-size, or what the model takes. Raises ConfigError if it takes fewer."""
+    positions = int(getattr(config, "max_position_embeddings", MAX_BLOCK))
+    size: int = args.block_size or min(positions, MAX_BLOCK)
+    if size > positions:
+        raise ConfigError("--block-size", size, f"at most {positions}, the positions of the model")
+    return size
+
+
+def perplexity(loss: float) -> dict[str, float]:
+    """What an `eval` line of a language model adds to its loss, nats a token."""
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+# -- the hub
+
+
+@contextlib.contextmanager
+def _hub_errors(argument: str, name: str) -> Iterator[None]:
+    """Turn what Hugging Face's libraries raise about a name into one line."""
+    _offline_without_network(name.partition(":")[0])
+    try:
+        yield
+    except PipecompError:
+        raise
+    except Exception as error:  # they raise OSError, ValueError, KeyError and errors of their own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(argument, name, f"a folder, or a name on the Hugging Face hub ({reason})") from error
+
+
+def _offline_without_network(name: str) -> None:
+    """Where there is no network, let the hub's library say so at once, not after a minute of retries.
+
+    What is cached still loads. A local path or a proxy settles it without a look.
+    """
+    import huggingface_hub.constants as hub
+
+    proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
+    if hub.HF_HUB_OFFLINE or proxied or Path(name).exists():
+        return
+    host = hub.ENDPOINT.split("://")[-1].split("/")[0].split(":")[0]
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        hub.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
