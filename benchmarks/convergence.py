@@ -1,0 +1,238 @@
+"""Does training converge with compressed links as it does without? Fine-tune a pre-trained GPT-2 and print the table.
+
+    python benchmarks/convergence.py [--seeds 3] [--stages 4 2] [--only NAME ...] [--workers 2]
+                                     [--data FOLDER] [--cache FOLDER] [--out FOLDER]
+
+All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
+What is finished is kept under --cache, so that a benchmark that was stopped continues. Writes convergence.md and
+convergence.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+EPOCHS, BATCH, MICRO_BATCH = 6, 16, 8
+LEARNING_RATE, WARM_UP = 5e-4, 24
+BITS = ((2, 4), (3, 6), (4, 8))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table: sections of the configuration, and where it is run."""
+
+    name: str
+    activations: dict[str, Any]
+    store: dict[str, Any] = field(default_factory=dict)
+    bf16: bool = False
+    every_k: bool = False
+
+
+def methods() -> list[Method]:
+    """All lines, the most important first."""
+    lines = [Method("FP32", {"method": "none"})]
+    for forward, backward in BITS:
+        for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
+            name = f"{label} fw{forward} bw{backward}"
+            lines.append(Method(name, _quantized(method, forward, backward), every_k=True))
+    for name, forward, extra, bits in (
+        ("first visit 8 bits, m8", 4, {"first_visit": 8}, 8),
+        ("m8", 4, {}, 8),
+        ("first visit 8 bits", 4, {"first_visit": 8}, 32),
+        ("m8", 2, {}, 8),
+        ("first visit 8 bits", 2, {"first_visit": 8}, 32),
+        ("m2", 2, {}, 2),
+        ("first visit 4 bits", 2, {"first_visit": 4}, 32),
+        ("rms scale", 2, {"scale": "rms"}, 32),
+        ("groups of 64", 2, {"group_size": 64}, 32),
+        ("stochastic", 2, {"rounding": "stochastic"}, 32),
+        ("bw8[0.2]", 2, {"backward_bits": 8, "backward_top_k": 0.2}, 32),
+        ("bw8[0.2]", 4, {"backward_top_k": 0.2}, 32),
+        ("m2", 4, {}, 2),
+    ):
+        backward = 2 * forward
+        base = f"AQ-SGD fw{forward}" if "backward_top_k" in extra else f"AQ-SGD fw{forward} bw{backward},"
+        activations = {**_quantized("aqsgd", forward, backward), **extra}
+        lines.append(Method(f"{base} {name}", activations, {} if bits == 32 else {"bits": bits}))
+    lines.append(Method("BF16", {"method": "none"}, bf16=True))
+    lines.append(Method("BF16, AQ-SGD fw4 bw8", _quantized("aqsgd", 4, 8), bf16=True))
+    return lines
+
+
+def _quantized(method: str, forward: int, backward: int) -> dict[str, Any]:
+    return {"method": method, "forward_bits": forward, "backward_bits": backward}
+
+
+def ds_config(method: Method, seed: int, steps: int) -> dict[str, Any]:
+    """The configuration, as `pipecomp.initialize` would take it."""
+    section: dict[str, Any] = {"seed": seed, "activations": method.activations}
+    if method.activations["method"] == "aqsgd":
+        section["store"] = {"backend": "memory", **method.store}
+    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
+    schedule = {"total_num_steps": steps, "warmup_num_steps": WARM_UP, "warmup_max_lr": LEARNING_RATE}
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
+        "gradient_clipping": 1.0,
+        "pipecomp": section,
+        **(half if method.bf16 else {}),
+    }
+
+
+def train(name: str, stages: int, seed: int, data: Path, cache: Path) -> dict[str, Any]:
+    """One run; plain values. Loads what it needs, so that it can be a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    from bf16_products import products_in_float32
+    from inprocess import InProcessPipeline
+    from wikitext import pretrained_model, wikitext_task
+
+    from pipecomp.data import eval_batches
+    from pipecomp.demo_task import Sequences
+
+    method = next(m for m in methods() if m.name == name)
+    task = wikitext_task(data, cache)
+    model, report = pretrained_model(task, cache, seed)
+    training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
+    steps = EPOCHS * (len(training) // BATCH)
+    pipeline = InProcessPipeline(model, stages, ds_config(method, seed, steps), training)
+    began = time.process_time()
+    epochs: list[float] = []
+    evaluations: list[float] = []
+    first_epoch: dict[str, int] = {}
+    with products_in_float32(method.bf16):
+        before = float(pipeline.eval_batch(held_out))
+        for _ in range(EPOCHS):
+            losses = [float(pipeline.train_batch()) for _ in range(pipeline.steps_per_epoch)]
+            epochs.append(sum(losses) / len(losses))
+            evaluations.append(float(pipeline.eval_batch(held_out)))
+            first_epoch = first_epoch or _bytes(pipeline)
+    if not pipeline.same_messages():
+        raise AssertionError("the two ends of a link hold different messages")
+    total = _bytes(pipeline)
+    return {
+        "method": name, "stages": stages, "seed": seed,
+        "train_loss": epochs[-1], "eval_loss": evaluations[-1], "eval_loss_before": before,
+        "train_losses": epochs, "eval_losses": evaluations, **total,
+        "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
+        "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
+        "store_bytes": pipeline.store_bytes(), "cpu_seconds": time.process_time() - began,
+        **report,
+    }  # fmt: skip
+
+
+def _bytes(pipeline: Any) -> dict[str, int]:
+    """Bytes of training over all links so far."""
+    links = pipeline.comm_stats().values()
+    return {
+        f"{way}_{kind}": sum(link[way][kind] for link in links)
+        for way in ("forward", "backward")
+        for kind in ("bytes_raw", "bytes_sent")
+    }
+
+
+def setup_digest() -> str:
+    """What runs must have in common to stand in one table."""
+    from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
+
+    values = [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
+
+
+def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
+    """(method, K, seed) in the order in which they are worth having."""
+    chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
+    main = [m for m in chosen if m.every_k or m.name == "FP32"]
+    groups = [
+        [(m, stages[0]) for m in main],
+        [(m, stages[0]) for m in chosen if m not in main and not m.bf16],
+        [(m, k) for k in stages[1:] for m in main if m.every_k],  # FP32 is the same, bit for bit, for every K
+        [(m, stages[0]) for m in chosen if m.bf16],
+    ]
+    return [(m.name, k, seed) for group in groups for seed in range(seeds) for m, k in group]
+
+
+def finished(path: Path, digest: str) -> list[dict[str, Any]]:
+    """The runs of this set-up that are kept."""
+    if not path.exists():
+        return []
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    return [run for run in runs if run.pop("setup") == digest]
+
+
+def main() -> None:
+    """See the top of the file."""
+    arguments = _arguments()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    digest, kept = setup_digest(), arguments.cache / "runs.jsonl"
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    runs = finished(kept, digest)
+    done = {(run["method"], run["stages"], run["seed"]) for run in runs}
+    todo = [job for job in jobs(arguments.stages, arguments.seeds, arguments.only) if job not in done]
+    _prepare(arguments)
+    pool = ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn"))
+    with pool, kept.open("a") as file:
+        waiting = [pool.submit(train, *job, arguments.data, arguments.cache) for job in todo]
+        for number, ready in enumerate(as_completed(waiting), 1):
+            run = ready.result()
+            runs.append(run)
+            print(json.dumps({**run, "setup": digest}), file=file, flush=True)
+            print(
+                f"{number}/{len(todo)}  {run['method']:<40} K={run['stages']} seed {run['seed']}  "
+                f"train {run['train_loss']:.4f}  held out {run['eval_loss']:.4f}  {run['cpu_seconds']:.0f} s",
+                flush=True,
+            )
+    from convergence_report import write_report
+
+    write_report(arguments.out, runs, [m.name for m in methods()], "python benchmarks/convergence.py")
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    """Tokens and pre-trained models, before two workers could both start to make them."""
+    from wikitext import wikitext_task
+
+    wikitext_task(arguments.data, arguments.cache)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+        waiting = [pool.submit(_pretrain, arguments.data, arguments.cache, seed) for seed in range(arguments.seeds)]
+        for ready in waiting:
+            ready.result()
+
+
+def _pretrain(data: Path, cache: Path, seed: int) -> None:
+    import torch
+    from wikitext import pretrained_model, wikitext_task
+
+    torch.set_num_threads(1)
+    pretrained_model(wikitext_task(data, cache), cache, seed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    add("--stages", type=int, nargs="+", default=[4, 2], help="K; variants are run for the first only (4 2)")
+    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
+    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
+    add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

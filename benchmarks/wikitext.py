@@ -1,0 +1,115 @@
+"""The convergence benchmark's task: a small GPT-2 on WikiText-2.
+
+It is pre-trained on the training text and fine-tuned on articles of the validation text. Tokens and pre-trained weights
+are cached, so that a second run starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.demo_task import pretrain, sequences, train_tokenizer
+from pipecomp.errors import DataError
+
+VOCABULARY, LENGTH = 2048, 32
+TRAINING, HELD_OUT = 512, 128
+PRETRAINING = {"tokens": 800_000, "batch": 16, "epochs": 1, "lr": 2e-3}
+_TITLE = re.compile(r"(?m)^ = [^=\n]+ = $")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Token sequences of equal length, int64 [n, LENGTH]."""
+
+    pretraining: torch.Tensor
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+
+def articles(path: Path) -> Iterator[str]:
+    """The articles of one of WikiText's files."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; --data names the folder with train.txt and valid.txt") from error
+    starts = [match.start() for match in _TITLE.finditer(text)]
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        yield text[start:end]
+
+
+def wikitext_task(data: Path, cache: Path) -> Task:
+    """Sequences of the training text for pre-training; of the first validation articles, shuffled, for the rest."""
+    kept = cache / f"tokens-{VOCABULARY}-{LENGTH}-{TRAINING}-{HELD_OUT}.pt"
+    if kept.exists():
+        return Task(**torch.load(kept))
+    general, special = list(articles(data / "train.txt")), list(articles(data / "valid.txt"))
+    tokenizer = train_tokenizer(general, VOCABULARY)
+    chosen: list[list[int]] = []
+    for article in special:
+        chosen += sequences(tokenizer, [article], LENGTH)
+        if len(chosen) >= TRAINING + HELD_OUT:
+            break
+    if len(chosen) < TRAINING + HELD_OUT:
+        raise DataError(f"{data / 'valid.txt'} has only {len(chosen)} sequences of {LENGTH} tokens")
+    order = torch.randperm(TRAINING + HELD_OUT, generator=torch.Generator().manual_seed(0))
+    pool = torch.tensor(chosen)[order]
+    parts = {
+        "pretraining": torch.tensor(sequences(tokenizer, general, LENGTH)),
+        "training": pool[:TRAINING],
+        "held_out": pool[TRAINING:],
+    }
+    _write(kept, parts)
+    return Task(**parts)
+
+
+def new_model(seed: int) -> Any:
+    """GPT-2 with random weights; no dropout, so that methods differ by what they send alone."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=128, n_layer=8, n_head=4, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        activation_function="gelu_pytorch_tanh",  # the same function as gelu_new, in one kernel
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(config)
+
+
+def pretrained_model(task: Task, cache: Path, seed: int) -> tuple[Any, dict[str, float]]:
+    """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
+    model = new_model(seed)
+    settings = json.dumps([PRETRAINING, LENGTH, VOCABULARY], sort_keys=True)
+    kept = cache / f"pretrained-{seed}.pt"
+    if kept.exists():
+        found = torch.load(kept)
+        if found["settings"] == settings:
+            model.load_state_dict(found["weights"])
+            return model, found["report"]
+    rows = task.pretraining
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    rows = rows[order[: int(PRETRAINING["tokens"]) // LENGTH]]
+    began = time.perf_counter()
+    loss = pretrain(
+        model, rows.tolist(), epochs=int(PRETRAINING["epochs"]), batch=int(PRETRAINING["batch"]),
+        lr=float(PRETRAINING["lr"]), seed=seed,
+    )  # fmt: skip
+    report = {"pretraining_loss": loss, "pretraining_seconds": time.perf_counter() - began}
+    _write(kept, {"settings": settings, "weights": model.state_dict(), "report": report})
+    return model, report
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    torch.save(value, partial)
+    partial.replace(path)
