@@ -126,7 +126,7 @@ def join(args: argparse.Namespace) -> None:
         # Otherwise gloo takes the address that the host name resolves to, which need not be reachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    from pipecomp.initialize import _join_processes
+    from pipecomp.build import _join_processes
 
     _join_processes()
     torch.manual_seed((args.seed if args.seed is not None else DEFAULT_SEED) * 65536 + dist.get_rank())
@@ -222,7 +222,7 @@ def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: in
     steps = epochs * per_epoch // accumulation
     if steps == 0:
         raise DataError(
-            f"{samples} training samples in {epochs} epoch(s) do not fill one batch of {micro * accumulation * replicas}"
+            f"{samples} training samples, {epochs} time(s), do not fill one batch of {micro * accumulation * replicas}"
         )
     steps = min(steps, max_steps) if max_steps is not None else steps
     return Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=replicas)
@@ -349,7 +349,7 @@ class _TokenCount:
 
 
 def _forget_messages(settings: Config, rank: int) -> None:
-    """Empty this rank's message store: a recipe starts from its model, to which an earlier run's messages mean nothing."""
+    """Empty this rank's message store: a recipe starts from its model, and an earlier run's messages are of another."""
     from pipecomp.buffers.admin import prune
     from pipecomp.buffers.lmdb_folder import DATA_FILE
 

@@ -65,6 +65,7 @@ class Report:
         self._silent = silent
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self._epoch_losses: list[float] = []
         self._metrics = self._board = None
         if silent:
             return
@@ -87,7 +88,7 @@ class Report:
         self, args: argparse.Namespace, plan: Any, settings: Config, stages: int, samples: int, held_out: int
     ) -> None:
         """Say what is about to happen."""
-        self._steps, self._epoch_losses, self._began = plan.steps, [], time.perf_counter()
+        self._steps, self._began = plan.steps, time.perf_counter()
         self._epoch_began = self._last_line = self._began
         if self._silent:
             return
@@ -118,8 +119,8 @@ class Report:
             for name, counts in part.items():
                 self._curves(step, f"traffic {name}", counts)
         if self._progress is not None:
-            fields = {"epoch": epoch, "loss": f"{loss:.4f}", "speed": f"{tokens_per_s:,.0f}"}
-            self._progress.update(self._task, completed=step, **fields)
+            speed = f"{tokens_per_s:,.0f}"
+            self._progress.update(self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", speed=speed)
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))

@@ -96,7 +96,7 @@ class Blocks(torch.utils.data.Dataset):
     """Samples of S consecutive tokens, as input_ids and labels int64 [S]. Sample i is always the i-th block."""
 
     def __init__(self, tokens: Tensor, size: int) -> None:
-        """tokens: int32 [any]; what does not fill a block at the end is left out. Raises DataError if no block is full."""
+        """tokens: int32 [any]; a block that is not full is left out at the end. Raises DataError if none is full."""
         count = len(tokens) // size
         if count == 0:
             raise DataError(f"the text has {len(tokens)} tokens, too few for one block of {size}")
@@ -129,7 +129,7 @@ def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int) 
 
 
 def load_tokenizer(name: str, lines: list[str]) -> Any:
-    """A tokenizer from a folder (also one with GPT-2's vocab.json and merges.txt alone), a hub name, or the text itself.
+    """A tokenizer from a folder (GPT-2's vocab.json and merges.txt are enough), a hub name, or the text itself.
 
     name: "train:V" makes a byte-level BPE of at most V tokens from `lines`, on rank 0, the same one for all ranks; all
     ranks must call this then.
@@ -196,7 +196,8 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(name)
     unknown = [key for key in settings if not hasattr(config, key)]
     if unknown:
-        raise ConfigError("--dropout", args.dropout, f"only with a model that has {unknown[0]}, not {config.model_type}")
+        allowed = f"only with a model that has {unknown[0]}, not {config.model_type}"
+        raise ConfigError("--dropout", args.dropout, allowed)
     if name.endswith(".json"):
         for key, value in settings.items():
             setattr(config, key, value)
