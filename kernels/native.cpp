@@ -63,18 +63,34 @@ namespace avx512 {
 
 namespace pipecomp {
 
-CodeValues::CodeValues() {
+Constants::Constants() {
     for (int bits = 1; bits <= 8; bits++) {
-        const int count = 1 << bits;
+        const int count = 1 << bits, top = count - 1;
         for (int c = 0; c < 256; c++) {
             const int code = c % count;
             w[0][bits][c] = float((code + 0.5) / (count / 2) - 1.0);
-            w[1][bits][c] = float(-1.0 + 2.0 * code / (count - 1));
+            w[1][bits][c] = float(-1.0 + 2.0 * code / top);
+        }
+        high[bits] = bits_float((float_bits(2.0f / float(top)) + 0x2000u) & ~0x3FFFu);
+        low[bits] = float(2.0 / top - double(high[bits]));
+        pack_weight_1[bits] = int16_t(bits < 8 ? 1 | 1 << (bits + 8) : 1);
+        pack_weight_2[bits] = bits < 8 ? 1 | 1 << (2 * bits + 16) : 1;
+        pack_shift[bits] = bits <= 4 ? 32 - 4 * bits : 4 * bits;
+        for (int i = 0; i < 16; i++) {
+            int from = i < bits ? i : i < 2 * bits ? 8 + i - bits : -1;
+            pack_order[bits][i] = pack_order[bits][i + 16] = int8_t(from);
+        }
+        for (int i = 0; i < 8; i++) {
+            const int at = i * bits / 8;
+            unpack_order[bits][4 * i] = int8_t(at);
+            unpack_order[bits][4 * i + 1] = int8_t(at < 7 ? at + 1 : -1);
+            unpack_order[bits][4 * i + 2] = unpack_order[bits][4 * i + 3] = -1;
+            unpack_shift[bits][i] = i * bits % 8;
         }
     }
 }
 
-const CodeValues code_values;
+const Constants constants;
 
 uint32_t kth_largest(uint32_t* v, int64_t n, int64_t k) {
     std::nth_element(v, v + (k - 1), v + n, std::greater<uint32_t>());
@@ -114,7 +130,12 @@ struct Scaler {
     }
 };
 
-// Scales of groups that are cut into pieces; returns false where whole_group would give -1.
+static void lower(std::atomic<int64_t>& least, int64_t value) {
+    int64_t seen = least.load();
+    while (value < seen && !least.compare_exchange_weak(seen, value)) {}
+}
+
+// Scales of groups that are cut into pieces; notes rows where whole_group would give -1.
 static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, std::vector<uint32_t>& most,
                              std::vector<int64_t>& sums, std::atomic<int64_t>& bad, int thread, int threads,
                              Barrier& barrier) {
@@ -126,7 +147,7 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
         for (int64_t g = 0; g < groups; g++) {
             uint32_t& top = most[size_t(g * l.pieces)];
             for (int64_t p = 1; p < l.pieces; p++) top = std::max(top, most[size_t(g * l.pieces + p)]);
-            if (top > SCALE_MAX_BITS) bad.store(std::min(bad.load(), g / l.groups));
+            if (top > SCALE_MAX_BITS) lower(bad, g / l.groups);
             else s.a.scales[g] = s.finish(bits_float(top));
         }
     barrier.wait();
@@ -146,6 +167,8 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
     barrier.wait();
 }
 
+// Codes first, then m += deq(codes) once every group is known to be finite: m stays untouched otherwise. Visiting m twice
+// costs less than any other way to know beforehand, which would read x twice as well.
 static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
     const Layout l(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
@@ -155,45 +178,27 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
     std::vector<uint32_t> most(l.pieces > 1 ? size_t(units) : 0);
     std::vector<int64_t> sums(l.pieces > 1 && a.rms ? size_t(units) : 0);
     const uint8_t* const end = a.codes + a.rows * l.row_bytes;
+    const DequantizeArgs update{a.codes, a.scales, a.m, a.m_stride, a.rows, a.H, a.group, a.bits, a.stochastic, 1};
     run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
         Range part(units, 1, thread, count);
-        // Bytes of this thread end where the next thread's first unit begins.
+        // Codes of this thread end where the next thread's first unit begins.
         const uint8_t* limit = part.end < units ? a.codes + l.at(part.end).byte : end;
-        auto note = [&](int64_t row) {
-            int64_t seen = bad.load();
-            while (row < seen && !bad.compare_exchange_weak(seen, row)) {}
-        };
         if (l.pieces > 1) {
             scales_of_pieces(scaler, l, units, most, sums, bad, thread, count, barrier);
-        } else if (a.m) {
-            for (int64_t u = part.begin; u < part.end; u++) {
-                Layout::Unit unit = l.at(u);
-                float scale = scaler.whole_group(unit);
-                if (scale < 0) note(unit.row);
-                a.scales[u] = scale;
-            }
-            barrier.wait();  // m stays untouched until every group of every thread is known to be finite
-        } else {
-            for (int64_t u = part.begin; u < part.end; u++) {
-                Layout::Unit unit = l.at(u);
-                float scale = scaler.whole_group(unit);
-                if (scale < 0) note(unit.row);
-                else t.quantize(a, l, unit, a.scales[u] = scale, limit);
-            }
-            return;
+            if (bad.load() != INT64_MAX) return;
         }
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            if (l.pieces == 1) a.scales[u] = scaler.whole_group(unit);
+            if (a.scales[unit.id] < 0) lower(bad, unit.row);
+            else if (unit.n) t.quantize(a, l, unit, a.scales[unit.id], limit);
+        }
+        if (!a.m) return;
+        barrier.wait();
         if (bad.load() != INT64_MAX) return;
-        // Last values first: they are still in the cache. Forward within a block, as codes are written over the edge.
-        const int64_t block = std::max<int64_t>(1, PIECE / std::min(l.group, l.H));
-        const uint8_t* block_limit = limit;
-        for (int64_t last = part.end; last > part.begin;) {
-            int64_t first = std::max(part.begin, last - block);
-            for (int64_t u = first; u < last; u++) {
-                Layout::Unit unit = l.at(u);
-                if (unit.n) t.quantize(a, l, unit, a.scales[unit.id], block_limit);
-            }
-            block_limit = a.codes + l.at(first).byte;
-            last = first;
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            if (unit.n) t.dequantize(update, l, unit, end, false);
         }
     });
     return bad.load() == INT64_MAX ? -1 : bad.load();

@@ -63,16 +63,24 @@ inline float bits_float(uint32_t b) {
     return v;
 }
 
-// w_c for [stochastic][bits][code]: what a code decodes to in a group of scale 1.
-struct CodeValues {
+// What depends on the number of bits alone, made once.
+struct Constants {
+    // w_c for [stochastic][bits][code]: what a code decodes to in a group of scale 1; repeats beyond the last code.
     float w[2][9][256];
-    CodeValues();
+    // 2 / (2**bits - 1) as a part of 10 significant bits and the rest: k * high is exact for every code's k, and
+    // k * high + k * low rounds to w_c (checked by tests for every code).
+    float high[9], low[9];
+    int16_t pack_weight_1[9];
+    int32_t pack_weight_2[9], pack_shift[9];
+    int8_t pack_order[9][32], unpack_order[9][32];
+    int32_t unpack_shift[9][8];
+    Constants();
 };
-extern const CodeValues code_values;
+extern const Constants constants;
 
 struct QuantizeArgs {
     const void* x;
-    float* m;  // null: quantize x itself; else x - m, and m is moved
+    float* m;  // null: quantize x itself; else x - m, and then m is moved
     uint8_t* codes;
     float* scales;
     int64_t x_stride, m_stride;  // values from one row to the next

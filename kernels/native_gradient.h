@@ -20,7 +20,7 @@ INLINE void put_codes(const Packer& p, I8* c, uint8_t* codes, int64_t i, int64_t
     __builtin_memcpy(out, part, size_t(((end - i) * p.bits + 7) / 8));
 }
 
-template <class T, int CLASS>
+template <class T, int CLASS, class R>
 static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end) {
     const T* g = static_cast<const T*>(a.g);
     const F8 divisor = splat(a.norm > 0 ? a.norm : 1.0f);
@@ -28,7 +28,7 @@ static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end
     const Packer packer = Packer::make(a.bits);
     const uint8_t* limit = a.codes + (end * a.bits + 7) / 8;
     F8 levels = splat(a.levels[0]);
-    Random random = Random::start(a.seed, a.start + uint64_t(begin), end - begin);
+    R random = R::start(a.seed, a.start + uint64_t(begin));
     for (int64_t i = begin; i < end; i += 32) {
         I8 c[4];
         for (int j = 0; j < 4; j++) {
@@ -38,7 +38,7 @@ static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end
                 for (int64_t t = 0; t < 8; t++) levels[t] = at + t < end ? a.levels[a.index[at + t]] : 1.0f;
             F8 y = relative(v, divisor) * levels;
             I8 whole = to_int(y);
-            I8 up = uniform(Random::take(random)) < y - to_float(whole);  // -1 where true
+            I8 up = uniform(R::take(random)) < y - to_float(whole);  // -1 where true
             I8 level = minimum(whole - up, offset);
             I8 negative = v < splat(0.0f);
             c[j] = offset + ((level ^ negative) - negative);
@@ -47,15 +47,18 @@ static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end
     }
 }
 
-template <class T>
+template <class T, class R>
 static void linear_encode_bits(const LinearArgs& a, int64_t begin, int64_t end) {
-    if (a.bits <= 4) return linear_encode_values<T, 4>(a, begin, end);
-    if (a.bits < 8) return linear_encode_values<T, 7>(a, begin, end);
-    linear_encode_values<T, 8>(a, begin, end);
+    if (a.bits <= 4) return linear_encode_values<T, 4, R>(a, begin, end);
+    if (a.bits < 8) return linear_encode_values<T, 7, R>(a, begin, end);
+    linear_encode_values<T, 8, R>(a, begin, end);
 }
 
 static void linear_encode(const LinearArgs& a, int64_t begin, int64_t end) {
-#define CALL(T) linear_encode_bits<T>(a, begin, end)
+    const bool across = crosses(a.start + uint64_t(begin), end - begin);
+#define CALL(T)                                                              \
+    if (across) return linear_encode_bits<T, RandomAcross>(a, begin, end);   \
+    return linear_encode_bits<T, Random>(a, begin, end)
     BY_DTYPE(a.dtype, CALL)
 #undef CALL
 }
@@ -96,21 +99,21 @@ static void scale_index(uint8_t* out, const void* g, int dtype, float norm, cons
     }
 }
 
-template <class T, int BITS>
+template <class T, int BITS, class R>
 static void exponential_encode_values(const ExponentialArgs& a, int64_t begin, int64_t end) {
     const T* g = static_cast<const T*>(a.g);
     const int top = (1 << (BITS - 1)) - 1;
     const F8 divisor = splat(a.norm > 0 ? a.norm : 1.0f), smallest = splat(bits_float(uint32_t(126 + top - a.depth) << 23));
     const Packer packer = Packer::make(BITS);
     const uint8_t* limit = a.codes + (end * BITS + 7) / 8;
-    Random random = Random::start(a.seed, a.start + uint64_t(begin), end - begin);
+    R random = R::start(a.seed, a.start + uint64_t(begin));
     for (int64_t i = begin; i < end; i += 32) {
         I8 c[4];
         for (int j = 0; j < 4; j++) {
             int64_t at = i + 8 * j;
             F8 v = at < end ? bucket8(g, at, end) : F8{};
             F8 y = relative(v, divisor);
-            U8 h = Random::take(random);
+            U8 h = R::take(random);
             I8 pattern = I8(y);
             I8 below = splat(int32_t(128 + a.depth)) - (pattern >> 23);
             I8 up = I8(h >> 9) < (pattern & splat(int32_t(0x7FFFFF)));  // -1 where true
@@ -123,10 +126,17 @@ static void exponential_encode_values(const ExponentialArgs& a, int64_t begin, i
     }
 }
 
+template <class T>
+static void exponential_encode_bits(const ExponentialArgs& a, int64_t begin, int64_t end, bool across) {
+    if (across && a.bits == 8) return exponential_encode_values<T, 8, RandomAcross>(a, begin, end);
+    if (across) return exponential_encode_values<T, 4, RandomAcross>(a, begin, end);
+    if (a.bits == 8) return exponential_encode_values<T, 8, Random>(a, begin, end);
+    exponential_encode_values<T, 4, Random>(a, begin, end);
+}
+
 static void exponential_encode(const ExponentialArgs& a, int64_t begin, int64_t end) {
-#define CALL(T)                                                                  \
-    if (a.bits == 8) return exponential_encode_values<T, 8>(a, begin, end);      \
-    return exponential_encode_values<T, 4>(a, begin, end)
+    const bool across = crosses(a.start + uint64_t(begin), end - begin);
+#define CALL(T) exponential_encode_bits<T>(a, begin, end, across)
     BY_DTYPE(a.dtype, CALL)
 #undef CALL
 }
@@ -209,7 +219,7 @@ INLINE __m256i reduce32(__m256i a, __m256i b, __m256i random, __m256i* far) {
 }
 
 static void exponential_reduce_8(const ReduceArgs& a, int64_t begin, int64_t end) {
-    Random random = Random::start(a.seed, uint64_t(begin) / 4, (end - begin) / 4 + 8);
+    Random random = Random::start(a.seed, uint64_t(begin) / 4);
     int64_t i = begin;
     for (; i + 32 <= end; i += 32) {
         __m256i far, r = __m256i(Random::take(random)), va = loadu<__m256i>(a.a + i), vb = loadu<__m256i>(a.b + i);
@@ -231,7 +241,7 @@ static void exponential_reduce_8(const ReduceArgs& a, int64_t begin, int64_t end
 
 static void exponential_reduce_4(const ReduceArgs& a, int64_t begin, int64_t end) {
     const __m256i nibble = _mm256_set1_epi8(15), low = _mm256_set1_epi16(255);
-    Random random = Random::start(a.seed, uint64_t(begin) / 4, (end - begin) / 4 + 16);
+    Random random = Random::start(a.seed, uint64_t(begin) / 4);
     int64_t i = begin;
     for (; i + 64 <= end; i += 64) {
         __m256i far, r0 = __m256i(Random::take(random)), r1 = __m256i(Random::take(random));
@@ -252,6 +262,7 @@ static void exponential_reduce_4(const ReduceArgs& a, int64_t begin, int64_t end
 
 static void exponential_reduce(const ReduceArgs& a, int64_t begin, int64_t end) {
 #if PC_AVX2
+    if (crosses(uint64_t(begin) / 4, (end - begin) / 4)) return reduce_some(a, begin, end);
     if (a.bits == 8) return exponential_reduce_8(a, begin, end);
     return exponential_reduce_4(a, begin, end);
 #else

@@ -6,7 +6,7 @@ INLINE const T* unit_values(const QuantizeArgs& a, const Layout::Unit& u) {
     return static_cast<const T*>(a.x) + u.row * a.x_stride + u.column;
 }
 
-INLINE float* unit_message(const QuantizeArgs& a, const Layout::Unit& u) {
+INLINE const float* unit_message(const QuantizeArgs& a, const Layout::Unit& u) {
     return a.m ? a.m + u.row * a.m_stride + u.column : nullptr;
 }
 
@@ -63,24 +63,18 @@ static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) 
 template <bool STOCHASTIC>
 struct Coder {
     F8 inverse, step, top, offset, low, high, scale, table;
-    Packer packer;
 
     INLINE Coder make(float scale, int bits) {
-        const int top = (1 << bits) - 1;
-        const float half = float(1 << (bits - 1));
+        const float top = float((1 << bits) - 1), half = float(1 << (bits - 1));
+        const float inverse = 1.0f / scale;
         Coder c;
-        c.top = splat(float(top));
-        c.packer = Packer::make(bits);
-        float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+        c.top = splat(top);
         if (STOCHASTIC) {
-            // w_c = k * (2 / top) with k = c - top / 2: hi has 10 significant bits, so k * hi is exact, and the sum
-            // rounds to the table's value for every code of every width (checked by tests).
-            uint32_t cut = (float_bits(2.0f / float(top)) + 0x2000u) & ~0x3FFFu;
             c.inverse = splat(inverse);
-            c.step = splat(float(top) * 0.5f);
-            c.offset = splat(float(top) * -0.5f);
-            c.high = splat(bits_float(cut));
-            c.low = splat(float(2.0 / top - double(bits_float(cut))));
+            c.step = splat(top * 0.5f);
+            c.offset = splat(top * -0.5f);
+            c.high = splat(constants.high[bits]);
+            c.low = splat(constants.low[bits]);
             c.scale = splat(scale);
         } else {
             c.inverse = splat(inverse * half);
@@ -88,15 +82,15 @@ struct Coder {
             c.offset = splat(0.5f - half);
             c.scale = splat(scale / half);
         }
-        for (int i = 0; i < 8; i++) c.table[i] = code_values.w[STOCHASTIC][bits][i & top] * scale;
+        c.table = loadu<F8>(constants.w[STOCHASTIC][bits]) * splat(scale);
         return c;
     }
 
     template <bool CLIP>
-    INLINE I8 code(const Coder& c, F8 v, Random& random) {
+    INLINE I8 code(const Coder& c, F8 v, U8 random) {
         F8 steps;
         if (STOCHASTIC) {
-            steps = (v * c.inverse + splat(1.0f)) * c.step + uniform(Random::take(random));
+            steps = (v * c.inverse + splat(1.0f)) * c.step + uniform(random);
         } else {
             steps = v * c.inverse + c.step;
         }
@@ -113,59 +107,76 @@ struct Coder {
     }
 };
 
-template <class T, int CLASS, bool DELTA, bool STOCHASTIC, bool CLIP>
-static void quantize_values(const T* x, float* m, int64_t n, float scale, int bits, uint8_t* out, const uint8_t* limit,
-                            Random random) {
-    const auto coder = Coder<STOCHASTIC>::make(scale, bits);
+template <class T, int CLASS, bool DELTA, class R, bool CLIP>
+static void quantize_values(const T* x, const float* m, int64_t n, float scale, int bits, uint8_t* out,
+                            const uint8_t* limit, R random) {
+    typedef Coder<R::stochastic> C;
+    const C coder = C::make(scale, bits);
+    const Packer packer = Packer::make(bits);
     int64_t i = 0;
     for (; i + 32 <= n; i += 32, out += 4 * bits) {
         I8 c[4];
         for (int j = 0; j < 4; j++) {
-            int64_t at = i + 8 * j;
-            F8 v = load8(x + at);
-            F8 base = DELTA ? load8(m + at) : F8{};
-            if (DELTA) v = v - base;
-            c[j] = Coder<STOCHASTIC>::template code<CLIP>(coder, v, random);
-            if (DELTA) storeu(m + at, base + Coder<STOCHASTIC>::template decode<CLASS>(coder, c[j]));
+            F8 v = load_values<T, DELTA>(x + i + 8 * j, m + i + 8 * j);
+            c[j] = C::template code<CLIP>(coder, v, R::take(random));
         }
-        Packer::put<CLASS>(coder.packer, c, out, limit);
+        // This group comes from the first cache; the next one can be on its way meanwhile.
+        for (int64_t line = 0; line < 32 * int64_t(sizeof(T)); line += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(x + n + i) + line);
+        if (DELTA) __builtin_prefetch(m + n + i);
+        if (DELTA) __builtin_prefetch(m + n + i + 16);
+        Packer::put<CLASS>(packer, c, out, limit);
     }
     if (i == n) return;
     const int64_t rest = n - i;
     I8 c[4] = {};
     for (int64_t j = 0; 8 * j < rest; j++) {
         int64_t at = i + 8 * j, left = n - at < 8 ? n - at : 8;
-        F8 v = load_some(x + at, left);
-        F8 base = DELTA ? load_some(m + at, left) : F8{};
-        if (DELTA) v = v - base;
-        c[j] = Coder<STOCHASTIC>::template code<CLIP>(coder, v, random);
-        if (DELTA) store_some(m + at, base + Coder<STOCHASTIC>::template decode<CLASS>(coder, c[j]), left);
-        c[j] = zero_from(c[j], left);
+        F8 v = load_some_values<T, DELTA>(x + at, m + at, left);
+        c[j] = zero_from(C::template code<CLIP>(coder, v, R::take(random)), left);
     }
     uint8_t part[64];
-    Packer::put<CLASS>(coder.packer, c, part, part + sizeof part);
+    Packer::put<CLASS>(packer, c, part, part + sizeof part);
     __builtin_memcpy(out, part, size_t((rest * bits + 7) / 8));
 }
 
-// A group whose scale is 0: codes 0, and m + 0.0.
-static void quantize_zeros(float* m, int64_t n, uint8_t* out, int64_t bytes) {
-    __builtin_memset(out, 0, size_t(bytes));
-    for (int64_t i = 0; m && i < n; i++) m[i] += 0.0f;
+// Stochastic rounding where the element index passes a multiple of 2**32: once in so many values, so one at a time.
+template <class T>
+static void quantize_across(const T* x, const float* m, int64_t n, float scale, int bits, uint8_t* out, uint64_t seed,
+                            uint64_t index) {
+    const float inverse = 1.0f / scale, step = float((1 << bits) - 1) * 0.5f;
+    uint32_t word = 0;
+    int have = 0;
+    for (int64_t i = 0; i < n; i++, index++) {
+        float v = one_value(x + i);
+        if (m) v = v - m[i];
+        float r = float(random_bits(make_keys(seed, index >> 32), uint32_t(index)) >> 8) * 0x1p-24f;
+        float steps = (v * inverse + 1.0f) * step + r;
+        uint32_t c = steps >= 2.0f * step ? uint32_t((1 << bits) - 1) : uint32_t(int32_t(steps));
+        word |= c << have;
+        for (have += bits; have >= 8; have -= 8, word >>= 8) *out++ = uint8_t(word);
+    }
+    if (have) *out = uint8_t(word);
 }
 
 template <class T, int CLASS, bool DELTA>
 static void quantize_class(const QuantizeArgs& a, const Layout& l, const Layout::Unit& u, float scale,
                            const uint8_t* limit) {
     const T* x = unit_values<T>(a, u);
-    float* m = unit_message(a, u);
+    const float* m = unit_message(a, u);
     uint8_t* out = a.codes + u.byte;
-    if (scale == 0.0f) return quantize_zeros(m, u.n, out, l.code_bytes(u.n));
-    if (a.stochastic) {
-        Random r = Random::start(a.seed, uint64_t(u.row * a.H + u.column), u.n);
-        return quantize_values<T, CLASS, DELTA, true, false>(x, m, u.n, scale, a.bits, out, limit, r);
+    if (scale == 0.0f) {
+        __builtin_memset(out, 0, size_t(l.code_bytes(u.n)));
+        return;
     }
-    if (a.rms) return quantize_values<T, CLASS, DELTA, false, true>(x, m, u.n, scale, a.bits, out, limit, Random{});
-    quantize_values<T, CLASS, DELTA, false, false>(x, m, u.n, scale, a.bits, out, limit, Random{});
+    if (a.stochastic) {
+        const uint64_t at = uint64_t(u.row * a.H + u.column);
+        if (crosses(at, u.n)) return quantize_across<T>(x, m, u.n, scale, a.bits, out, a.seed, at);
+        Random r = Random::start(a.seed, at);
+        return quantize_values<T, CLASS, DELTA, Random, false>(x, m, u.n, scale, a.bits, out, limit, r);
+    }
+    if (a.rms) return quantize_values<T, CLASS, DELTA, NoRandom, true>(x, m, u.n, scale, a.bits, out, limit, {});
+    quantize_values<T, CLASS, DELTA, NoRandom, false>(x, m, u.n, scale, a.bits, out, limit, {});
 }
 
 template <class T, bool DELTA>
@@ -267,7 +278,7 @@ static void dequantize(const DequantizeArgs& a, const Layout&, const Layout::Uni
     const float scale = a.scales[u.id];
     uint32_t pattern = float_bits(scale);
     if (pattern < SCALE_MIN_BITS || pattern > SCALE_MAX_BITS)
-        return dequantize_plainly(in, code_values.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add);
+        return dequantize_plainly(in, constants.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add);
     stream = stream && reinterpret_cast<uintptr_t>(out) % 32 == 0;
     if (a.bits <= 3) return dequantize_class<3>(a, in, limit, out, u.n, scale, stream);
     if (a.bits == 4) return dequantize_class<4>(a, in, limit, out, u.n, scale, stream);

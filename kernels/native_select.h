@@ -9,8 +9,10 @@ static void pack_values(uint8_t* out, const T* values, int64_t n, int bits) {
         const Packer packer = Packer::make(bits);
         const uint8_t* limit = out + (n * bits + 7) / 8;
         for (; i + 32 <= n; i += 32, out += 4 * bits) {
+            typedef T V __attribute__((vector_size(8 * sizeof(T))));
             I8 c[4];
-            for (int j = 0; j < 32; j++) c[j / 8][j % 8] = int32_t(uint32_t(values[i + j]) & mask);
+            for (int j = 0; j < 4; j++)
+                c[j] = I8(__builtin_convertvector(loadu<V>(values + i + 8 * j), U8) & splat(mask));
             if (bits <= 4) Packer::put<4>(packer, c, out, limit);
             else if (bits < 8) Packer::put<7>(packer, c, out, limit);
             else Packer::put<8>(packer, c, out, limit);
@@ -51,10 +53,6 @@ static void unpack(int32_t* out, const uint8_t* codes, int64_t n, int bits) {
         have -= bits;
     }
 }
-
-INLINE float one_value(const float* p) { return *p; }
-INLINE float one_value(const Half* p) { return half_to_float(p->bits); }
-INLINE float one_value(const BHalf* p) { return bits_float(uint32_t(p->bits) << 16); }
 
 constexpr int BUCKET_SHIFT = 20;  // 11 bits: exponent and three bits of the mantissa
 constexpr int BUCKETS = 1 << 11;
@@ -99,19 +97,24 @@ static void select(float* values, int32_t* index, const void* x, int dtype, int6
 template <class T>
 static void kmeans_values(uint8_t* out, const T* x, const float* bounds, int count, int64_t begin, int64_t end) {
     if (count <= 16) {
-        for (int64_t i = begin; i < end; i += 8) {
-            F8 v = end - i >= 8 ? load8(x + i) : load_some(x + i, end - i);
-            I8 at{};
-            for (int j = 0; j < count; j++) at += (splat(bounds[j]) > v) + splat(int32_t(1));
-            for (int64_t t = 0; t < 8 && i + t < end; t++) out[i + t] = uint8_t(at[t]);
+        const Packer bytes = Packer::make(8);
+        for (int64_t i = begin; i < end; i += 32) {
+            I8 at[4] = {};
+            for (int j = 0; j < 4 && i + 8 * j < end; j++) {
+                F8 v = bucket8(x, i + 8 * j, end);
+                for (int k = 0; k < count; k++) at[j] += (splat(bounds[k]) > v) + splat(int32_t(1));
+            }
+            put_codes<8>(bytes, at, out, i, end, out + end);
         }
         return;
     }
+    float sorted[256];
+    for (int k = 0; k < 256; k++) sorted[k] = k < count ? bounds[k] : __builtin_inff();
     for (int64_t i = begin; i < end; i++) {
         float v = one_value(x + i);
         int low = 0;
-        for (int step = 128; step; step /= 2) low += low + step <= count && !(bounds[low + step - 1] > v) ? step : 0;
-        out[i] = uint8_t(low);
+        for (int step = 128; step; step /= 2) low += step & -int(!(sorted[low + step - 1] > v));
+        out[i] = uint8_t(low < count ? low : count);
     }
 }
 

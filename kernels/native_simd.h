@@ -59,6 +59,10 @@ INLINE F8 load8(const Half* p) {
 #endif
 }
 
+INLINE float one_value(const float* p) { return *p; }
+INLINE float one_value(const Half* p) { return half_to_float(p->bits); }
+INLINE float one_value(const BHalf* p) { return bits_float(uint32_t(p->bits) << 16); }
+
 template <class T>
 INLINE F8 load_some(const T* p, int64_t n) {
     T part[8] = {};
@@ -80,37 +84,47 @@ INLINE uint32_t reduce_max(U8 v) {
     return r;
 }
 
-INLINE U8 random8(const Keys& k, uint32_t index) {
-    U8 h = U8(lanes()) + splat(index + k.first);
-    h ^= h >> 16;
-    h *= splat(MULTIPLIER_1);
-    h ^= h >> 15;
-    h ^= splat(k.second);
-    h *= splat(MULTIPLIER_2);
-    return h ^ (h >> 16);
-}
+// The random bits of consecutive elements: none (nearest rounding), or within one block of 2**32, or across blocks.
+struct NoRandom {
+    static constexpr bool stochastic = false;
+    INLINE NoRandom start(uint64_t, uint64_t) { return {}; }
+    INLINE U8 take(NoRandom&) { return U8{}; }
+};
 
-// The random bits of consecutive elements, also across a multiple of 2**32.
 struct Random {
-    uint64_t seed, next;
-    Keys keys;
-    bool crosses;
+    static constexpr bool stochastic = true;
+    U8 index, second;
 
-    INLINE Random start(uint64_t seed, uint64_t index, int64_t count) {
-        uint64_t block = index >> 32;
-        return {seed, index, make_keys(seed, block), block != (index + uint64_t(count) + 31) >> 32};
+    INLINE Random start(uint64_t seed, uint64_t index) {
+        Keys k = make_keys(seed, index >> 32);
+        return {U8(lanes()) + splat(uint32_t(index) + k.first), splat(k.second)};
     }
     INLINE U8 take(Random& r) {
+        U8 h = r.index;
+        r.index += splat(8u);
+        h ^= h >> 16;
+        h *= splat(MULTIPLIER_1);
+        h ^= h >> 15;
+        h ^= r.second;
+        h *= splat(MULTIPLIER_2);
+        return h ^ (h >> 16);
+    }
+};
+
+struct RandomAcross {
+    static constexpr bool stochastic = true;
+    uint64_t seed, next;
+
+    INLINE RandomAcross start(uint64_t seed, uint64_t index) { return {seed, index}; }
+    static __attribute__((noinline)) U8 take(RandomAcross& r) {
         U8 h;
-        if (__builtin_expect(r.crosses, 0)) {
-            for (int i = 0; i < 8; i++) h[i] = random_bits(make_keys(r.seed, (r.next + i) >> 32), uint32_t(r.next + i));
-        } else {
-            h = random8(r.keys, uint32_t(r.next));
-        }
-        r.next += 8;
+        for (int i = 0; i < 8; i++, r.next++) h[i] = random_bits(make_keys(r.seed, r.next >> 32), uint32_t(r.next));
         return h;
     }
 };
+
+// Whether any of `count` elements, or of the 63 after them that a loop may run over, lie in another block.
+INLINE bool crosses(uint64_t index, int64_t count) { return index >> 32 != (index + uint64_t(count) + 63) >> 32; }
 
 INLINE F8 uniform(U8 h) { return to_float(I8(h >> 8)) * splat(0x1p-24f); }
 
@@ -127,15 +141,10 @@ struct Packer {
         Packer p;
         p.bits = bits;
 #if PC_AVX2
-        p.weight_1 = _mm256_set1_epi16(int16_t(1 | (bits < 8 ? 1 << bits : 0) << 8));
-        p.weight_2 = _mm256_set1_epi32(1 | (bits < 8 ? 1 << (2 * bits) : 0) << 16);
-        p.shift = _mm_cvtsi32_si128(bits <= 4 ? 32 - 4 * bits : 4 * bits);
-        alignas(32) int8_t order[32];
-        for (int i = 0; i < 16; i++) {
-            int8_t from = i < bits ? int8_t(i) : i < 2 * bits ? int8_t(8 + i - bits) : int8_t(-1);
-            order[i] = order[i + 16] = from;
-        }
-        p.shuffle = loadu<__m256i>(order);
+        p.weight_1 = _mm256_set1_epi16(constants.pack_weight_1[bits]);
+        p.weight_2 = _mm256_set1_epi32(constants.pack_weight_2[bits]);
+        p.shift = _mm_cvtsi32_si128(constants.pack_shift[bits]);
+        p.shuffle = loadu<__m256i>(constants.pack_order[bits]);
 #endif
         return p;
     }
@@ -201,17 +210,8 @@ struct Unpacker {
         Unpacker u;
         u.bits = bits;
 #if PC_AVX2
-        alignas(32) int8_t order[32];
-        alignas(32) int32_t shifts[8];
-        for (int i = 0; i < 8; i++) {
-            int at = i * bits / 8;
-            order[4 * i] = int8_t(at);
-            order[4 * i + 1] = int8_t(at < 7 ? at + 1 : -1);
-            order[4 * i + 2] = order[4 * i + 3] = -1;
-            shifts[i] = i * bits % 8;
-        }
-        u.shuffle = loadu<__m256i>(order);
-        u.shift = loadu<__m256i>(shifts);
+        u.shuffle = loadu<__m256i>(constants.unpack_order[bits]);
+        u.shift = loadu<__m256i>(constants.unpack_shift[bits]);
         u.mask = _mm256_set1_epi32((1 << bits) - 1);
 #endif
         return u;

@@ -236,7 +236,9 @@ def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") 
 def crc32(data: Tensor | ReadableBuffer, value: int = 0) -> int:
     """zlib's CRC-32 of a tensor's bytes in row-major order (any dtype) or of a buffer, continuing from `value`."""
     if isinstance(data, Tensor):
-        data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        view = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    else:
+        view = memoryview(data)
+    view = view.cast("B") if view.nbytes else memoryview(b"")
     loaded = native.load() if view.nbytes >= NATIVE_CRC_BYTES else "a call costs more than it saves"
     return zlib.crc32(view, value) if isinstance(loaded, str) else loaded.crc32(view, value)

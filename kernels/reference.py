@@ -83,19 +83,21 @@ def quantize_rows(x_RH: Tensor, options: Options, name: str) -> tuple[Tensor, Te
     """Quantize float32 rows: codes uint8 [R, row_bytes] and scales float32 [R, groups]."""
     rows, H = x_RH.shape
     random_RH = row_random(options.seed, rows, H, x_RH.device) if options.rounding == "stochastic" else None
-    codes, scales = [], []
-    for run in layout.segments(H, options.bits, options.group_size):
-        span = slice(run.value_start, run.value_start + run.groups * run.group)
-        x_RGn = x_RH[:, span].reshape(rows, run.groups, run.group)
-        scale_RG = group_scales(x_RGn, options)
-        bad_R = ~(scale_RG <= layout.SCALE_MAX).all(-1)
-        if bool(bad_R.any()):
-            raise non_finite(name, int(bad_R.nonzero()[0]))
-        r_RGn = None if random_RH is None else random_RH[:, span].reshape(rows, run.groups, run.group)
-        packed = bitpack.pack_bits(group_codes(x_RGn, scale_RG, options, r_RGn), options.bits)
+    runs = layout.segments(H, options.bits, options.group_size)
+    grouped = [x_RH[:, r.value_start : r.value_start + r.groups * r.group].reshape(rows, r.groups, -1) for r in runs]
+    scales = [group_scales(x_RGn, options) for x_RGn in grouped]
+    scale_RG = torch.cat(scales, 1)
+    bad_R = ~(scale_RG <= layout.SCALE_MAX).all(-1)
+    if bool(bad_R.any()):
+        raise non_finite(name, int(bad_R.nonzero()[0]))
+    codes = []
+    for run, x_RGn, s_RG in zip(runs, grouped, scales, strict=True):
+        r_RGn = None
+        if random_RH is not None:
+            r_RGn = random_RH[:, run.value_start : run.value_start + run.groups * run.group].reshape(x_RGn.shape)
+        packed = bitpack.pack_bits(group_codes(x_RGn, s_RG, options, r_RGn), options.bits)
         codes.append(packed.reshape(rows, run.groups * run.group_bytes))
-        scales.append(scale_RG)
-    return torch.cat(codes, 1), torch.cat(scales, 1)
+    return torch.cat(codes, 1), scale_RG
 
 
 def dequantize_rows(
