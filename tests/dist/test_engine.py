@@ -1,0 +1,311 @@
+"""The engine over real processes against stock DeepSpeed, against Algorithm 1 in one process, and against one stage."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import ds_config, gpt2, samples
+
+from pipecomp.local import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+STEPS = 10
+UNCLIPPED = {"gradient_clipping": 1e9}  # stock DeepSpeed counts only the first stage's norm
+
+
+def train(stages, section=None, *, model=None, steps=STEPS, data=None, config=None, **more):
+    """Losses of `steps` steps, the engine still open."""
+    from pipecomp import initialize
+
+    engine = initialize(
+        gpt2() if model is None else model, num_stages=stages, config=config or ds_config(section, **more),
+        training_data=data or samples(),
+    )  # fmt: skip
+    return engine, [float(engine.train_batch()) for _ in range(steps)]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def messages(engine) -> dict[str, dict[int, tuple[int, str]]]:
+    """For each link of this rank: sample -> (version, digest of m)."""
+    out = {}
+    for end in engine.links:
+        ids = [h.sample for h in end.store.inventory()]
+        held = end.store.get(ids)
+        out[f"{end.index}"] = {i: (m.version, digest(m.m_nH)) for i, m in zip(ids, held, strict=True)}
+    return out
+
+
+# -- bit for bit
+
+
+def stock_and_ours(rank, world, note):
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    from pipecomp.data import ShardedSampler
+    from pipecomp.stages import default_loss, split
+
+    engine, ours = train(2, {"tie": False}, model=gpt2(tied=False), **UNCLIPPED)
+    engine.close()
+
+    class First(torch.nn.Module):
+        def __init__(self, stage):
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, input_ids):
+            return self.stage({"input_ids": input_ids})["hidden_states"]
+
+    class Last(First):
+        def forward(self, hidden):
+            return self.stage({"hidden_states": hidden, "attention_mask": None})
+
+    stages = split(gpt2(tied=False), num_stages=2)
+    loss_fn = default_loss(stages[0].config)
+    module = PipelineModule(
+        [First(stages[0]), Last(stages[1])], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
+    )
+    config = ds_config(**UNCLIPPED)
+    config["optimizer"]["params"]["torch_adam"] = True
+    config.pop("pipecomp")
+    stock, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    data, sampler = samples(), ShardedSampler(24, 2)
+
+    def batches():
+        number = 0
+        while True:
+            x = torch.stack([data[i]["input_ids"] for i in sampler.batch(number)])
+            number += 1
+            yield x, x
+
+    iterator = batches()
+    theirs = [float(stock.train_batch(iterator)) for _ in range(STEPS)]
+    weights = {n.split(".", 2)[2]: digest(p) for n, p in module.named_parameters()}
+    return ours, theirs, weights == {n: digest(p) for n, p in engine.stage.named_parameters()}
+
+
+def test_without_compression_every_loss_and_weight_is_stock_deepspeeds():
+    for ours, theirs, same_weights in run_ranks(2, stock_and_ours, timeout_s=200).values():
+        assert ours == theirs
+        assert same_weights
+        assert len(set(ours)) == STEPS
+
+
+def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """deq(Q_b(x)): ALGORITHMS §1.2, nearest, one group a row."""
+    scale = x.abs().amax(-1, keepdim=True)
+    inverse = torch.where(scale < 2.0**-100, torch.zeros(()), 1 / scale)
+    code = ((x * inverse + 1) * 2 ** (bits - 1)).floor().clamp(0, 2**bits - 1)
+    return torch.where(scale < 2.0**-100, torch.zeros(()), scale * ((code + 0.5) / 2 ** (bits - 1) - 1))
+
+
+def algorithm_1(stages: int, forward_bits: int, backward_bits: int, steps: int, micro_batches: int = 3):
+    """AQ-SGD in one process: plain torch, one message per sample and link. Returns losses and messages."""
+    from pipecomp.data import ShardedSampler
+    from pipecomp.stages import default_loss, split
+
+    parts = split(gpt2(), num_stages=stages)
+    loss_fn = default_loss(parts[0].config)
+    optimizers = [torch.optim.AdamW(p.parameters(), lr=1e-3, weight_decay=0.01) for p in parts]
+    data, sampler = samples(), ShardedSampler(24, 2)
+    held: list[dict[int, torch.Tensor]] = [{} for _ in range(stages - 1)]
+    tied = [p.tied_parameters() for p in parts]
+    losses = []
+    for step in range(steps):
+        total = torch.zeros(())
+        for micro_batch in range(micro_batches):
+            ids = sampler.batch(step * micro_batches + micro_batch)
+            x = torch.stack([data[i]["input_ids"] for i in ids])
+            inputs: list[Any] = [{"input_ids": x, "attention_mask": None}]
+            outputs: list[Any] = []
+            for k, part in enumerate(parts):
+                outputs.append(part(inputs[k]))
+                if k == stages - 1:
+                    break
+                a = outputs[k]["hidden_states"].detach()
+                for i, sample in enumerate(ids):
+                    m = held[k].get(sample)
+                    held[k][sample] = a[i].clone() if m is None else m + quantize(a[i] - m, forward_bits)
+                received = torch.stack([held[k][sample] for sample in ids]).requires_grad_()
+                inputs.append({"hidden_states": received, "attention_mask": None})
+            loss = loss_fn(outputs[-1], x)
+            total += loss.detach()
+            (loss / micro_batches).backward()
+            for k in reversed(range(stages - 1)):
+                g = quantize(inputs[k + 1]["hidden_states"].grad, backward_bits)
+                outputs[k]["hidden_states"].backward(g)
+        for name in tied[0]:
+            grad = tied[0][name].grad + tied[-1][name].grad
+            tied[0][name].grad = grad
+            tied[-1][name].grad = grad.clone()
+        counted = [p.grad for k, part in enumerate(parts) for p in part.parameters()
+                   if not (k == stages - 1 and any(p is t for t in tied[-1].values()))]  # fmt: skip
+        norm = torch.stack([g.norm() for g in counted]).double().square().sum().sqrt()
+        scale = 0.5 / (norm + 1e-6)
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            for p in part.parameters():
+                if float(scale) < 1:
+                    p.grad.mul_(float(scale))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(total / micro_batches))
+    return losses, [{i: digest(m) for i, m in link.items()} for link in held]
+
+
+def compressed(rank, world, note, folder):
+    out = {}
+    for name, section in {
+        "lmdb": {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
+                 "store": {"path": f"{folder}/lmdb"}},
+        "memory": {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
+                   "store": {"backend": "memory"}},
+    }.items():  # fmt: skip
+        engine, losses = train(world, section)
+        before = messages(engine)
+        evaluated = [float(engine.eval_batch(iter(eval_data()), num_micro_batches=3)) for _ in range(2)]
+        out[name] = (losses, before, messages(engine) == before, evaluated, engine.comm_stats())
+        engine.close()
+    return out
+
+
+def eval_data():
+    from pipecomp.data import eval_batches
+
+    return eval_batches(samples(6, seed=5), 2)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_aqsgd_is_algorithm_1_bit_for_bit(stages, tmp_path):
+    torch.set_num_threads(1)
+    losses, held = algorithm_1(stages, 3, 6, STEPS)
+    ranks = run_ranks(stages, compressed, str(tmp_path), timeout_s=200)
+    for name in ("lmdb", "memory"):
+        for rank, result in ranks.items():
+            got, kept, untouched, evaluated, stats = result[name]
+            assert got == losses
+            assert untouched, "evaluation changed a message"
+            assert evaluated[0] == evaluated[1]
+            for link, by_sample in kept.items():
+                assert {i: d for i, (_, d) in by_sample.items()} == held[int(link)], f"rank {rank}, link {link}"
+            for link in stats["links"].values():
+                assert link["full_samples"] == 24
+                assert link["delta_samples"] == STEPS * 6 - 24
+        for upstream in range(stages - 1):  # versions too
+            ours, theirs = (ranks[upstream + k][name][1][str(upstream)] for k in (0, 1))
+            assert ours == theirs
+
+
+# -- the same training however it is spread
+
+
+def spread(rank, world, note, stages, more):
+    engine, losses = train(stages, steps=4, **more)
+    norm = float(engine.get_global_grad_norm())
+    groups = engine.comm_stats()["groups"]
+    weights = {n: digest(p) for n, p in engine.stage.named_parameters()}
+    engine.close()
+    return losses, norm, weights, groups
+
+
+MODES = {
+    "fp32": {},
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16-zero1": {
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+    },
+}  # fmt: skip
+
+
+def all_modes(rank, world, note, stages):
+    return {name: spread(rank, world, note, stages, more) for name, more in MODES.items()}
+
+
+def test_stages_and_replicas_train_alike_in_every_precision():
+    """Same losses and the same true global norm for one stage and two, one replica and two; tied weights stay equal."""
+    whole = run_ranks(1, all_modes, 1, timeout_s=200)[0]
+    halves = run_ranks(2, all_modes, 2, timeout_s=200)
+    replicas = run_ranks(2, all_modes, 1, timeout_s=200)
+    both = run_ranks(4, all_modes, 2, timeout_s=250)
+    for mode in MODES:
+        tolerance = 2e-3 if "bf16" in mode else 1e-6
+        for one, several in ((whole, halves), (replicas[0], both)):
+            for result in several.values():
+                assert result[mode][0] == pytest.approx(one[mode][0], rel=tolerance)
+                assert result[mode][1] == pytest.approx(one[mode][1], rel=10 * tolerance)
+        assert halves[0][mode][2]["transformer.wte.weight"] == halves[1][mode][2]["lm_head.weight"]
+        for a, b in ((0, 1), (2, 3)):  # replicas of a stage
+            assert both[a][mode][2] == both[b][mode][2]
+        group = both[0][mode][3]["data parallel"]
+        assert group["bytes_raw"] == group["bytes_sent"] > 0
+        assert "tied transformer.wte.weight" in both[0][mode][3]
+
+
+# -- refusals
+
+
+def refused(rank, world, note):
+    import pipecomp
+    from pipecomp.errors import ConfigError, DataError
+
+    out = {}
+    for name, call in {
+        "stages": lambda: pipecomp.initialize(gpt2(), num_stages=3, config=ds_config()),
+        "one stage": lambda: pipecomp.initialize(
+            gpt2(), num_stages=1, config=ds_config({"activations": {"method": "direct"}})
+        ),
+        "key": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config({"activations": {"bits": 4}})),
+        "file": lambda: pipecomp.initialize(gpt2(), num_stages=2, config="no/such.json"),
+    }.items():
+        try:
+            call()
+        except ConfigError as error:
+            out[name] = str(error)
+    engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config())
+    try:
+        engine.train_batch()
+    except DataError as error:
+        out["no data"] = str(error)
+    except Exception as error:
+        out["no data"] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def test_what_is_refused():
+    ranks = run_ranks(2, refused, timeout_s=100)
+    for out in ranks.values():
+        assert "num_stages: got 3, allowed: a divisor of the 2 processes" in out["stages"]
+        assert "activations.method: got 'direct', allowed: 'none' with one stage" in out["one stage"]
+        assert "activations.bits" in out["key"]
+        assert "no/such.json" in out["file"]
+    assert "training_data" in ranks[0]["no data"]
+    assert "rank 0 stopped: DataError: no data" in ranks[1]["no data"]
+
+
+def misaligned(rank, world, note):
+    import pipecomp
+
+    data = samples() if rank == 0 else samples(23)
+    engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(), training_data=data)
+    try:
+        engine.train_batch()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_labels_of_other_samples_are_an_error_everywhere():
+    ranks = run_ranks(2, misaligned, timeout_s=100)
+    assert "DataError: step 0, micro-batch 0: the first stage sent samples" in ranks[1]
+    assert "PeerLostError: rank 1 stopped: DataError" in ranks[0]
