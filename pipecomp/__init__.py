@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pipecomp import kernels
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
-from pipecomp.kernels import ops as _ops  # makes pipecomp.kernels.ops reachable
+from pipecomp.kernels import ops as _ops  # noqa: F401 (makes pipecomp.kernels.ops reachable)
 
 if TYPE_CHECKING:
-    from pipecomp.engine import PipelineEngine
     from pipecomp.build import initialize
+    from pipecomp.engine import PipelineEngine
 
 __version__ = "0.1.0"
 __all__ = ["Config", "PipecompError", "PipelineEngine", "initialize", "kernels", "stages"]

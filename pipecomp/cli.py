@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,10 @@ from rich.table import Table
 
 from pipecomp.errors import PipecompError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split("\n")[0])
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Pipeline-parallel fine-tuning of Hugging Face models over slow links.",
+)  # fmt: skip
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 app.add_typer(store, name="store")
 console = Console()
@@ -155,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.config import Activations
 from pipecomp.errors import NonFiniteError, ShapeError, WireError
 from pipecomp.kernels import ops
 from pipecomp.wire import DType, Method
@@ -49,9 +48,12 @@ def from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], dev
 class Codec(Protocol):
     """A tensor of rows to bytes and back. `method`, `bits` and `payload_dtype` go into the message's header."""
 
-    method: Method
-    bits: int
-    payload_dtype: DType
+    @property
+    def method(self) -> Method: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def payload_dtype(self) -> DType: ...
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
@@ -85,7 +87,7 @@ class Cast:
         y_TH = x_TH.detach().to(self.dtype)
         if self.dtype == torch.float16 and x_TH.dtype != torch.float16 and not bool(torch.isfinite(y_TH).all()):
             raise NonFiniteError(
-                f"values up to {float(x_TH.abs().max()):.4g} do not fit float16 (65504): use bf16, none, direct or aqsgd"
+                f"values up to {float(x_TH.abs().max()):.4g} do not fit float16 (65504): use bf16, direct or aqsgd"
             )
         return [to_bytes(y_TH)]
 

@@ -45,7 +45,7 @@ class Activations:
     "aqsgd" quantizes its change since the sample's last visit.
     forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd".
     first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8 quantizes it too.
-    rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None for a token's
+    rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
     whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
     eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
     """

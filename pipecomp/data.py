@@ -25,7 +25,7 @@ MAX_ID = 2**63 - 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """inputs: what the first stage is called with, input_ids [B, S] among it. labels: what the loss takes. ids: B ids."""
+    """ids: B sample ids. inputs: for the first stage, with input_ids [B, S] among them. labels: for the loss."""
 
     ids: tuple[int, ...]
     inputs: dict[str, Tensor]
@@ -75,7 +75,14 @@ class ShardedSampler:
     """
 
     def __init__(
-        self, samples: int, micro_batch: int, *, replicas: int = 1, replica: int = 0, seed: int = 0, shuffle: bool = True
+        self,
+        samples: int,
+        micro_batch: int,
+        *,
+        replicas: int = 1,
+        replica: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
     ) -> None:
         self._own = torch.arange(samples // replicas) * replicas + replica
         self._micro_batch, self._seed, self._replica, self._shuffle = micro_batch, seed, replica, shuffle

@@ -64,8 +64,9 @@ def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[int]]:
 
 
 def documentation_task(*, vocabulary: int = 2048, length: int = 128, training: int = 640, held_out: int = 96) -> Task:
-    """The demo's sequences: `training` and `held_out` of them from the fine-tuning modules, all else for pre-training."""
-    general, special = [], []
+    """The demo's sequences: `training` and `held_out` of them from the fine-tuning modules; the rest pre-trains."""
+    general: list[str] = []
+    special: list[str] = []
     for module, text in docstrings():
         (special if module in FINE_TUNED_ON else general).append(text)
     tokenizer = train_tokenizer(general + special, vocabulary)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
 from pipecomp.errors import DataError, LinkError, PeerLostError, PipecompError
 from pipecomp.schedule import EvalSchedule, TrainSchedule
+from pipecomp.stages import write_index, write_shard
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
 from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages import write_index, write_shard
 from pipecomp.stages.splitting import Stage
 from pipecomp.stats import GroupStats, Seconds
 from pipecomp.wire import Kind, peek
@@ -52,8 +52,8 @@ class Links:
 class _Slot:
     """One micro-batch between its forward and its backward."""
 
-    layout: Layout | None = None
-    inputs: dict[str, Tensor | None] = field(default_factory=dict)
+    layout: Layout
+    inputs: dict[str, Tensor | None]
 
 
 def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +97,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         first_holder = {g.name: g.stages[0] == stage.index for g in plan.tied}
         self._tied = stage.tied_parameters()
         for name, parameter in self._tied.items():
-            parameter.ds_pipe_replicated = not first_holder[name]
+            parameter.ds_pipe_replicated = not first_holder[name]  # type: ignore[attr-defined]
 
     @property
     def stage(self) -> Stage:
@@ -154,12 +154,11 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         if self.is_first_stage():
             mask_BS = batch.inputs.get("attention_mask")
             layout = Layout.of_mask(batch.ids, mask_BS, batch.inputs["input_ids"].shape[1])
-            inputs = {key: value.to(self.device) for key, value in batch.inputs.items() if value is not None}
+            inputs: dict[str, Tensor | None] = {k: v.to(self.device) for k, v in batch.inputs.items()}
             self._slots[buffer_id] = _Slot(layout, inputs)
             self._prefetch_next()
         if self.is_last_stage():
             layout = self._slots[buffer_id].layout
-            assert layout is not None
             if layout.ids != batch.ids:
                 raise DataError(
                     f"step {self._step_number}, micro-batch {micro_batch}: the first stage sent samples "
@@ -193,9 +192,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         if self.eval_return_logits:
             self.outputs = outputs
         self.fwd_outputs.append(self.loss.detach())
-        if self.total_loss is None:
-            self.total_loss = torch.zeros_like(self.loss.detach())
-        self.total_loss += self.loss.detach()
+        loss = self.loss.detach()
+        self.total_loss: Tensor | None = loss.clone() if self.total_loss is None else self.total_loss + loss
 
     def _exec_send_activation(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_next is not None
@@ -221,14 +219,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         assert self.links.to_previous is not None
         slot = self._slots.pop(buffer_id)
         x_BSH = slot.inputs["hidden_states"]
-        assert x_BSH is not None and x_BSH.grad is not None and slot.layout is not None
+        assert x_BSH is not None
+        assert x_BSH.grad is not None
         self.links.to_previous.send_gradient(x_BSH.grad, slot.layout, self._at(micro_batch))
 
     def _exec_recv_grad(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_next is not None
-        layout = self._slots[buffer_id].layout
-        assert layout is not None
-        self.grad_layer = self.links.to_next.recv_gradient(layout, self._at(micro_batch))
+        self.grad_layer = self.links.to_next.recv_gradient(self._slots[buffer_id].layout, self._at(micro_batch))
 
     def _exec_reduce_tied_grads(self) -> None:
         """Sum the gradients of tied weights over the stages that hold them."""
@@ -278,7 +275,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Clip by the norm over all stages, tied weights counted once (DeepSpeed counts the first stage only)."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         counted = [
-            p.grad for p in self.module.parameters() if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
+            p.grad
+            for p in self.module.parameters()
+            if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
         ]
         norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=self.device)
         square = norms.double().square().sum()

@@ -111,8 +111,8 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
     out = np.empty(message_bytes(len(header.samples), payload), dtype=np.uint8)
     _HEADER.pack_into(
         out, 0, MAGIC, VERSION, header.kind, _FLAG_CHECKSUM if checksum else 0, header.method, header.bits,
-        header.first_bits, header.dtype, header.payload_dtype, header.link, header.step, header.micro_batch, len(header.samples),
-        header.tokens, header.hidden, header.group_size, payload,
+        header.first_bits, header.dtype, header.payload_dtype, header.link, header.step, header.micro_batch,
+        len(header.samples), header.tokens, header.hidden, header.group_size, payload,
     )  # fmt: skip
     at = _HEADER.size
     for s in header.samples:

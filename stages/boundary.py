@@ -5,6 +5,7 @@ Shapes: B samples, S tokens with padding, H hidden size, T real tokens of all sa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class Layout:
         ends = [0]
         for count in self.counts:
             ends.append(ends[-1] + count)
-        return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     def mask_BS(self, device: torch.device) -> Tensor | None:
         """Attention mask [B, S] int64 with ones at real tokens; None if all are."""
@@ -73,7 +74,7 @@ class Layout:
         run_BS = (where_S >= starts_B[:, None]) & (where_S < (starts_B + counts_B)[:, None])
         if not torch.equal(run_BS, real_BS):
             i = int((run_BS != real_BS).any(1).nonzero()[0])
-            raise DataError(f"attention_mask of sample {ids[i]} has padding between real tokens: pad left or right only")
+            raise DataError(f"attention_mask of sample {ids[i]} has padding between real tokens: pad left or right")
         return cls(ids, tuple(starts_B.tolist()), tuple(counts_B.tolist()), tokens)
 
 

@@ -10,6 +10,7 @@ message travels as frames; between messages, frames of no content say that the s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import re
 import struct
@@ -242,7 +243,7 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
     me = dist.get_rank()
     mine = {}
     for ranks in pipelines:
-        for pair in zip(ranks, ranks[1:], strict=False):
+        for pair in itertools.pairwise(ranks):
             group = dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
             if me in pair:
                 mine[pair] = group

@@ -81,13 +81,13 @@ class _End:
         self._checksum = config.transport.checksum
         self._seed, self._replica = config.seed, replica
         self._pass_nonfinite = pass_nonfinite
-        quantized = {"rounding": a.rounding, "scale": a.scale, "group_size": a.group_size}
+        how = (a.rounding, a.scale, a.group_size)
         self._group_size = a.group_size
-        self._forward = Quantized(a.forward_bits, **quantized)
-        self._first = None if a.first_visit == "full" else Quantized(int(a.first_visit), **quantized)
-        self._backward: Codec = Quantized(a.backward_bits, **quantized)
+        self._forward = Quantized(a.forward_bits, *how)
+        self._first = None if a.first_visit == "full" else Quantized(int(a.first_visit), *how)
+        self._backward: Codec = Quantized(a.backward_bits, *how)
         if a.backward_top_k is not None:
-            self._backward = TopK(a.backward_bits, share=a.backward_top_k, **quantized)
+            self._backward = TopK(a.backward_bits, a.backward_top_k, *how)
 
     # -- sending and receiving whole messages
 
@@ -295,7 +295,8 @@ class DownstreamEnd(_End):
     def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:
         assert self.store is not None
         if header.first_bits != (self._first.bits if self._first is not None else 0):
-            raise LinkError(self._where(at, f"first visits at {header.first_bits} bits: the ranks' configurations differ"))
+            got = header.first_bits or "full"
+            raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
         sizes = [self._sample_bytes(s, header) for s in header.samples]
         if sum(sizes) != payload.size:
             raise WireError(self._where(at, f"payload of {payload.size} bytes where its samples need {sum(sizes)}"))

@@ -67,7 +67,9 @@ class LoopbackTransport:
             self._outbox.put(PeerLostError(f"the peer of rank {self.peer} closed the connection", self.peer))
 
 
-def loopback_pair(ranks: tuple[int, int] = (0, 1), timeout_s: float = 10.0) -> tuple[LoopbackTransport, LoopbackTransport]:
+def loopback_pair(
+    ranks: tuple[int, int] = (0, 1), timeout_s: float = 10.0
+) -> tuple[LoopbackTransport, LoopbackTransport]:
     """Two joined ends: the first is rank `ranks[0]`'s, whose peer is `ranks[1]`."""
     a_to_b: queue.SimpleQueue = queue.SimpleQueue()
     b_to_a: queue.SimpleQueue = queue.SimpleQueue()

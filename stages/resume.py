@@ -67,5 +67,5 @@ def _send(end: UpstreamEnd | DownstreamEnd, part: int, payload: np.ndarray) -> N
 def _recv(end: UpstreamEnd | DownstreamEnd, part: int) -> np.ndarray:
     header, payload = decode(end.transport.recv())
     if (header.kind, header.link, header.micro_batch) != (Kind.INVENTORY, end.index, part):
-        raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()} before its inventory")
+        raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()}, not its inventory")
     return payload

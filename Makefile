@@ -1,0 +1,28 @@
+# `make demo` or `make test` can be the first command on a new machine: both set up .venv when it is missing or old.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cpp kernels/native*.h)
+	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)
+
+demo: $(READY)
+	$(BIN)/pipecomp demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/pipecomp bench kernels $(ARGS)
+
+clean:
+	rm -rf $(VENV) demo-out build *.egg-info
