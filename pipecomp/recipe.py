@@ -313,7 +313,7 @@ def train(
                 if batches is not None:
                     held_out_loss = evaluate(engine, batches)
                     found = {"loss": held_out_loss, **(measures(held_out_loss) if measures else {})}
-                report.epoch(step, plan.epoch(step), found)
+                report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
         if args.save:
             engine.save_pretrained(args.save)
             if tokenizer is not None and dist.get_rank() == 0:

@@ -129,7 +129,7 @@ class Report:
                 f"{tokens_per_s:,.0f} tokens/s"
             )
 
-    def epoch(self, step: int, epoch: int, measures: dict[str, float] | None) -> None:
+    def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:
         """The end of an epoch: its mean training loss, and what evaluation found (None without held-out data)."""
         if self._silent:
             return
@@ -138,7 +138,8 @@ class Report:
         self._epoch_losses = []
         line = f"epoch {epoch} done in {seconds:.0f} s: mean training loss {mean:.4f}"
         if measures is not None:
-            self._write({"step": step, "epoch": epoch, "eval": measures, "train_loss": mean})
+            record = {"step": step, "epoch": epoch, "eval": measures, "train_loss": mean}
+            self._write({**record, "links": traffic.links, "groups": traffic.groups})
             self._curves(step, "eval", measures)
             others = ", ".join(f"{name} {value:.4g}" for name, value in measures.items() if name != "loss")
             line += f", held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else "")

@@ -37,8 +37,9 @@ def run(folder: Path, *command: str, timeout_s: float = 240) -> Ended:
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_SET}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        command, cwd=folder, env=env, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -172,6 +173,9 @@ def test_metrics_count_bytes(work: Path, metrics: list[dict]) -> None:
     assert codes * (len(trained) - step - 1) <= later < 1.25 * codes * (len(trained) - step - 1)
     evaluations = token_blocks(work, "held-out.txt").numel() * WIDTH * 4
     assert last["evaluation_bytes_raw"] == evaluations  # of the first epoch; the last comes after the last step
+    assert metrics[-1]["links"]["0->1"] == last | {
+        "evaluation_bytes_raw": 2 * evaluations, "evaluation_bytes_sent": 2 * last["evaluation_bytes_sent"]
+    }  # fmt: skip
     (group,) = trained[-1]["groups"].values()
     embedding = json.loads((work / "model.json").read_text())["vocab_size"] * WIDTH * 4
     assert group["bytes_raw"] == 2 * embedding * len(trained)  # a ring of two: each rank sends it once
@@ -207,7 +211,8 @@ def test_wikitext_with_gpt2s_tokenizer(work: Path) -> None:
     found = run(
         work, sys.executable, str(RECIPE / "train.py"),
         "--deepspeed_config", str(RECIPE / "ds_config_cpu_fp32.json"),
-        "--model", "tiny", "--tokenizer", str(DATA / "gpt2-tokenizer"), "--train-file", str(DATA / "wikitext-2/valid.txt"),
+        "--model", "tiny", "--tokenizer", str(DATA / "gpt2-tokenizer"),
+        "--train-file", str(DATA / "wikitext-2/valid.txt"),
         "--metrics", "wikitext.jsonl", "--max-steps", "3", "--block-size", "64",
     )  # fmt: skip
     assert found.status == 0, found.output
