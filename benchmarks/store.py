@@ -32,8 +32,8 @@ def markdown(rows: list[Row], command: str) -> str:
         "the stored value. put: what `put` and `commit` cost the training. write: until the step is packed (quantized, "
         "CRC-32) and committed, in the background where there is a disk. get: read, checked and decoded. ahead: the "
         "same when it was prefetched. memcpy, pwrite, pread: the same bytes, nothing else. ratio: size of the LMDB "
-        "file over z·n·H bits. What is above 1: the quantizer's scales (4 bytes a token), headers, LMDB's pages, and the "
-        "pages of the last two steps, which no step may use yet.",
+        "file over z·n·H bits. What is above 1: the quantizer's scales (4 bytes a token), headers, LMDB's pages, and "
+        "the pages of the last two steps, which no step may use yet.",
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|" + "---|" * len(HEADINGS),

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,20 +153,22 @@ def prune(
             raise ConfigError(key, limit, "a whole number from 0")
     if everything and (link is not None or ids_below is not None or max_samples is not None):
         raise ConfigError("everything", everything, "without link, ids_below and max_samples: nothing is kept")
-    folders = rank_folders(path)
-    if link is not None:
-        names = sorted(set().union(*(_links(folder) for _, folder in folders)))
-        if link not in names:
-            raise StoreError(f"{path}: no store of {link}; there are: {', '.join(names)}")
+    folders = [folder for _, folder in rank_folders(path)]
     report = PruneReport()
-    for _, folder in folders:
-        with _held(folder, shared=False):
+    with ExitStack() as held:
+        for folder in folders:  # all of them before any is changed
+            held.enter_context(_held(folder, shared=False))
+        if link is not None:
+            names = sorted(set().union(*map(_links, folders)))
+            if link not in names:
+                raise StoreError(f"{path}: no store of {link}; there are: {', '.join(names)}")
+        for folder in folders:
             report.bytes_before += (folder / DATA_FILE).stat().st_size
             if everything:
                 _remove(folder)
-                continue
-            _copy(folder, report, link, lambda ids: _kept(ids, ids_below, max_samples))
-            report.bytes_after += (folder / DATA_FILE).stat().st_size
+            else:
+                _copy(folder, report, link, lambda ids: _kept(ids, ids_below, max_samples))
+                report.bytes_after += (folder / DATA_FILE).stat().st_size
     return report
 
 
@@ -232,10 +234,9 @@ def _copy_link(
 
 
 def _links(folder: Path) -> set[str]:
-    with _held(folder, shared=True):
-        _require_structure(folder)
-        with _readable(folder) as file:
-            return set(file.table_names())
+    _require_structure(folder)
+    with _readable(folder) as file:
+        return set(file.table_names())
 
 
 def _require_structure(folder: Path) -> None:

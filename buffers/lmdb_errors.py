@@ -42,7 +42,7 @@ def _advice(error: lmdb.Error | OSError, path: Path) -> str:
     if code in _FULL:
         return f". The disk is full, or a limit on file sizes is reached: {way_out}"
     if code == errno.EIO:  # LMDB's word for a write that was cut short, which a full disk does
-        return f". The disk has {shutil.disk_usage(path).free >> 20} MiB free. If it is full: {way_out}"
+        return f". The disk has {_free_mib(path)} MiB free. If it is full: {way_out}"
     if isinstance(error, lmdb.ReadonlyError) or code in _READ_ONLY:
         return ". It must be writable: change its permissions, or give another store.path"
     if isinstance(error, _DAMAGED):
@@ -50,3 +50,10 @@ def _advice(error: lmdb.Error | OSError, path: Path) -> str:
     if code == errno.ENOMEM:
         return ". The process may not map more memory: see `ulimit -v`"
     return ""
+
+
+def _free_mib(path: Path) -> int | str:
+    try:
+        return shutil.disk_usage(path).free >> 20
+    except OSError:
+        return "an unknown number of"

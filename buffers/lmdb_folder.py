@@ -1,8 +1,9 @@
 """A rank's folder on disk: held by one process at a time, marked while not all of it has reached the disk.
 
 `in-use` is locked by the process that works here; the system frees the lock when the process ends, however it ends.
-`unsynced` exists from the first transaction after a sync to the next sync, and names the boot of the machine. A store
-that is opened under another boot with the mark still there may have lost writes: see `lmdb_check`.
+`unsynced` exists from the first transaction to the close, and names the boot of the machine. A store that is opened
+under another boot with the mark still there may have lost writes: see `lmdb_check`. It is not taken away by each sync:
+to set it again costs an fsync, which can take seconds while others write to the same disk.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import threading
 from pathlib import Path
 
+from pipecomp.buffers.lmdb_errors import explained
 from pipecomp.errors import StoreError
 
 DATA_FILE = "data.mdb"
@@ -46,14 +48,13 @@ class Folder:
         self.path = path
         self._real = os.path.realpath(path)
         self._lock_fd = -1
-        try:
+        self._marked = False
+        with explained(path, "use it as a message store"):
             if not shared:
                 path.mkdir(parents=True, exist_ok=True)
             elif not (path / DATA_FILE).is_file():
                 raise StoreError(f"{path}: no message store here")
             self._acquire(shared)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be used as a message store: {error}") from error
 
     def restarted(self) -> bool:
         """Whether the machine was started again since the last writes, which never were synced."""
@@ -62,24 +63,29 @@ class Folder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise StoreError(f"{self.path / UNSYNCED_FILE}: {error}") from error
+            raise StoreError(f"{self.path}: cannot be read: {error}") from error
         return marked != boot_id()
 
     def mark_unsynced(self) -> None:
-        """From now on the file may be ahead of the disk. Cheap when marked already."""
-        mark = self.path / UNSYNCED_FILE
-        if mark.exists():
+        """From now on the file may be ahead of the disk; the mark itself is not. Cheap when marked already."""
+        if self._marked:
             return
-        with open(mark, "w") as file:
-            file.write(boot_id() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._sync_folder()
+        with explained(self.path, "write"):
+            with open(self.path / UNSYNCED_FILE, "w") as file:
+                file.write(boot_id() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self._sync_folder()
+        self._marked = True
 
     def mark_synced(self) -> None:
-        """Everything has reached the disk."""
-        (self.path / UNSYNCED_FILE).unlink(missing_ok=True)
-        self._sync_folder()
+        """Everything has reached the disk, and nothing more will be written."""
+        mark = self.path / UNSYNCED_FILE
+        with explained(self.path, "write"):
+            if mark.exists():
+                mark.unlink()
+                self._sync_folder()
+        self._marked = False
 
     def release(self) -> None:
         """Let others use the folder; safe to call twice."""

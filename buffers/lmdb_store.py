@@ -170,7 +170,7 @@ class LmdbEnvironment:
         self.check()
         with self._lock:
             self._write_ended()
-        self.writer.submit(self._sync)
+        self.writer.submit(self.file.sync)
         self.writer.drain()
 
     def check(self) -> None:
@@ -188,6 +188,7 @@ class LmdbEnvironment:
                 store._stop()
             if not self.writer.failed:
                 self.flush()
+                self._folder.mark_synced()
         finally:
             self._closed = True
             atexit.unregister(self.close)
@@ -228,10 +229,6 @@ class LmdbEnvironment:
             for entry in step.values():
                 if entry is not None:
                     entry.release()
-
-    def _sync(self) -> None:
-        self.file.sync()
-        self._folder.mark_synced()
 
     def _prove_sound(self) -> None:
         if not self._folder.restarted() or not (self.path / DATA_FILE).is_file():

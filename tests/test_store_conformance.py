@@ -1,5 +1,6 @@
 """One suite that every message store passes, and a comparison with a plain dict over random call sequences."""
 
+import os
 import shutil
 import tempfile
 import threading
@@ -18,6 +19,13 @@ from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, StoreError
 
 H = 12
 SETTINGS = {"method": "aqsgd", "forward_bits": 4}
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory where there is such a place: an fsync can take seconds while others write to the same disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(params=["memory", "lmdb"])
@@ -193,10 +201,9 @@ def test_wrong_options_are_refused(backend, tmp_path):
 def test_both_ends_of_a_link_forget_alike(tmp_path):
     """One end on disk, one in memory; puts of a step in another order; the same samples stay."""
     size = ValueFormat(4).size(3, H)
-    ends = [
-        open_environment(backend, tmp_path, 0, bits=4, max_bytes=10 * size + 5).link("link-0", SETTINGS)
-        for backend in ("memory", "lmdb")
-    ]
+    options = {"bits": 4, "max_bytes": 10 * size + 5}
+    environments = [open_environment(backend, tmp_path, 0, **options) for backend in ("memory", "lmdb")]
+    ends = [environment.link("link-0", SETTINGS) for environment in environments]
     order = torch.Generator().manual_seed(0)
     for epoch in range(3):
         samples = torch.randperm(40, generator=order).tolist()
@@ -215,7 +222,27 @@ def test_both_ends_of_a_link_forget_alike(tmp_path):
         assert counts["stored_bytes"] == 10 * size
         assert counts["evictions"] > 0
         assert counts["declined"] > 0
-        end.close()
+    for environment in environments:
+        environment.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bits", [4, 16, 32])
+def test_messages_on_a_gpu_store_the_same_bytes(make, bits):
+    environment = make(bits=bits)
+    here, there = environment.link("link-0", SETTINGS), environment.link("link-1", SETTINGS)
+    side = torch.cuda.Stream()
+    for sample in range(8):
+        with torch.cuda.stream(side):  # packed by another thread, which must wait for this stream
+            m_nH = message(sample, 1, n=500).cuda(non_blocking=True)
+            for _ in range(50):
+                m_nH = m_nH * 1.0
+            there.put(sample, 1, m_nH)
+        here.put(sample, 1, message(sample, 1, n=500))
+    environment.commit()
+    assert here.inventory() == there.inventory()
+    assert all(m.m_nH.device.type == "cpu" for m in there.get(range(8)))
 
 
 def test_any_thread_may_call(make):
@@ -261,7 +288,7 @@ class Compared(RuleBasedStateMachine):
         group_size=st.none() | st.integers(1, 15),
     )
     def start(self, bits, prefetch, max_bytes, group_size):
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
         self.options = {"bits": bits, "prefetch": prefetch, "max_bytes": max_bytes, "group_size": group_size}
         self.format = ValueFormat(bits, group_size)
         self.now: dict = {}

@@ -50,11 +50,11 @@ class TestBudget:
         assert 2300 < top < 2700, "about a quarter"
 
     @given(
-        st.dictionaries(st.integers(0, 30), st.integers(1, 40), min_size=1, max_size=25),
-        st.integers(1, 300),
+        st.dictionaries(st.integers(0, 30), st.integers(1, 40), min_size=1, max_size=14),
+        st.integers(1, 250),
         st.randoms(use_true_random=False),
     )
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     def test_any_order_settles_at_the_greedy_choice(self, sizes, max_bytes, rng):
         kept = Kept(max_bytes)
         for _ in range(len(sizes) + 1):
@@ -68,13 +68,13 @@ class TestBudget:
     @given(st.lists(st.lists(st.tuples(st.integers(0, 12), st.none() | st.integers(1, 30)), max_size=6), max_size=12))
     @settings(max_examples=150, deadline=None)
     def test_the_order_inside_a_step_does_not_matter(self, steps):
-        one, other = Kept(100), Kept(100)
+        one, other = Kept(40), Kept(40)
         for step in steps:
             changed = dict(step)
             one.step(changed)
             other.step(dict(reversed(list(changed.items()))))
             assert one == other
-            assert one.budget.total == other.budget.total <= 100
+            assert one.budget.total == other.budget.total <= 40
 
     def test_equal_sizes_settle_in_one_epoch_and_the_hit_rate_is_the_kept_share(self):
         kept, rng = Kept(25 * 8), random.Random(3)
@@ -251,7 +251,7 @@ class TestPrefetch:
         taker.start()
         taker.join(0.02)
         prefetcher.invalidate(5)
-        taker.join(WAIT_S)
+        taker.join(WAIT_S / 2)  # sooner than the load itself gives up
         assert got == [(False, None)]
 
     def test_a_failed_load_is_left_to_the_caller_and_the_next_goes_on(self, source, ahead):
