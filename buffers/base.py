@@ -50,7 +50,10 @@ class MessageStore(Protocol):
         ...
 
     def prefetch(self, samples: Sequence[int]) -> None:
-        """Start loading a micro-batch in the background; a later `get` takes it from memory. Returns at once."""
+        """Start loading a micro-batch in the background; a later `get` takes it from memory. Returns at once.
+
+        To ask for the same micro-batch again before it was taken does no harm and no work.
+        """
         ...
 
     def commit(self) -> None:

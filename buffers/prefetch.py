@@ -57,12 +57,12 @@ class Prefetcher:
         self._closed = False
 
     def request(self, samples: Iterable[int]) -> None:
-        """Start loading these samples; returns at once."""
-        batch = {sample: _Slot() for sample in samples}
-        if not self._ahead or not batch:
+        """Start loading these samples, but for those that an earlier request still holds; returns at once."""
+        if not self._ahead:
             return
         with self._changed:
-            if self._closed:
+            batch = {s: _Slot() for s in samples if not any(s in earlier for earlier in self._batches)}
+            if self._closed or not batch:
                 return
             self._batches.append(batch)
             if len(self._batches) > MAX_WAITING:

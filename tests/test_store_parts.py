@@ -215,6 +215,17 @@ class TestPrefetch:
         settle(prefetcher, 4)
         assert source.loads == [0, 1, 2, 3, 4, 5]
 
+    def test_asking_again_loads_nothing_again(self, source, ahead):
+        prefetcher = ahead(2)
+        source.let(100)
+        for first in range(4):  # as a pipeline asks: at each micro-batch for the next two
+            prefetcher.request([first, 10 + first])
+            prefetcher.request([first + 1, 11 + first])
+            settle(prefetcher, 4)
+            assert prefetcher.take(first).found
+            assert prefetcher.take(10 + first).found
+        assert sorted(source.loads) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+
     def test_batches_that_nobody_came_for_are_given_up(self, source, ahead):
         prefetcher = ahead(2)
         source.let(100)
