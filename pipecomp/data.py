@@ -46,7 +46,7 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
         batch = {**(dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is a {type(batch).__name__}; expected a mapping with input_ids, or a pair")
-    fields = dict(batch)
+    fields = {key: value for key, value in batch.items() if value is not None}
     found = fields.pop(ID_KEY, None)
     if ids is None and found is not None:
         ids = [int(i) for i in found]

@@ -193,7 +193,8 @@ class GlooTransport:
                         self._deliver(message)
                 elif kind == _ABORT:
                     (rank,) = struct.unpack_from("<i", content)
-                    raise PeerLostError(f"{bytes(content[4:]).decode()} (told by rank {self.peer})", rank)
+                    # Keep receiving: the peer's orderly end needs receives to end in.
+                    self._fail(PeerLostError(f"{bytes(content[4:]).decode()} (told by rank {self.peer})", rank))
                 elif kind == _CLOSE:
                     while posted:
                         posted.popleft()[0].wait(self._timeout)

@@ -1,0 +1,48 @@
+"""A rank that dies in the middle of training: the others say which, soon, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import ds_config, gpt2, samples
+
+from pipecomp.local import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+WITHIN_S = 60.0
+
+
+def dies_at_step_3(rank, world, note, victim, folder):
+    import pipecomp
+    from pipecomp.errors import PeerLostError
+
+    section = {"activations": {"method": "aqsgd"}, "store": {"path": folder}}
+    engine = pipecomp.initialize(gpt2(), num_stages=world, config=ds_config(section), training_data=samples())
+    for step in range(100):
+        if rank == victim and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            engine.train_batch()
+        except PeerLostError as error:
+            return error.rank, str(error), time.monotonic() - began, step
+    return None
+
+
+@pytest.mark.parametrize(("world", "victim"), [(3, 0), (3, 2)])
+def test_the_lost_rank_is_named_by_all_others(world, victim, tmp_path):
+    ranks = run_ranks(world, dies_at_step_3, victim, str(tmp_path), timeout_s=150, may_die=(victim,))
+    assert set(ranks) == set(range(world)) - {victim}
+    for lost, message, seconds, step in ranks.values():
+        assert lost == victim
+        assert f"rank {victim}" in message
+        assert seconds < WITHIN_S
+        assert step in (2, 3)
