@@ -11,6 +11,7 @@ convergence.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -175,6 +176,8 @@ def finished(path: Path, digest: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """See the top of the file."""
+    from convergence_report import write_report
+
     arguments = _arguments()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
@@ -183,7 +186,7 @@ def main() -> None:
     runs = finished(kept, digest)
     done = {(run["method"], run["stages"], run["seed"]) for run in runs}
     todo = [job for job in jobs(arguments.stages, arguments.seeds, arguments.only) if job not in done]
-    _prepare(arguments)
+    report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
     pool = ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn"))
     with pool, kept.open("a") as file:
         waiting = [pool.submit(train, *job, arguments.data, arguments.cache) for job in todo]
@@ -196,29 +199,9 @@ def main() -> None:
                 f"train {run['train_loss']:.4f}  held out {run['eval_loss']:.4f}  {run['cpu_seconds']:.0f} s",
                 flush=True,
             )
-    from convergence_report import write_report
-
-    write_report(arguments.out, runs, [m.name for m in methods()], "python benchmarks/convergence.py")
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
-    """Tokens and pre-trained models, before two workers could both start to make them."""
-    from wikitext import wikitext_task
-
-    wikitext_task(arguments.data, arguments.cache)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-        waiting = [pool.submit(_pretrain, arguments.data, arguments.cache, seed) for seed in range(arguments.seeds)]
-        for ready in waiting:
-            ready.result()
-
-
-def _pretrain(data: Path, cache: Path, seed: int) -> None:
-    import torch
-    from wikitext import pretrained_model, wikitext_task
-
-    torch.set_num_threads(1)
-    pretrained_model(wikitext_task(data, cache), cache, seed)
+            report(runs)
+    if runs:
+        report(runs)
 
 
 def _arguments() -> argparse.Namespace:

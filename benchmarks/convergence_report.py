@@ -22,23 +22,23 @@ HEADINGS = (
 )
 
 
-def write_report(folder: Path, runs: list[Run], order: list[str], command: str) -> None:
+def write_report(folder: Path, runs: list[Run], order: list[str]) -> None:
     """Write convergence.md and convergence.json; `order`: the methods as they stand in the table."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = sorted(runs, key=lambda run: (order.index(run["method"]), -run["stages"], run["seed"]))
     (folder / "convergence.json").write_text(json.dumps(runs, indent=1) + "\n")
-    (folder / "convergence.md").write_text("\n".join([*_head(runs, command), *_gaps(runs), *_table(runs)]) + "\n")
+    (folder / "convergence.md").write_text("\n".join([*_head(runs), *_gaps(runs), *_table(runs)]) + "\n")
 
 
-def _head(runs: list[Run], command: str) -> list[str]:
+def _head(runs: list[Run]) -> list[str]:
     before = _spread([r["eval_loss_before"] for r in runs if r["method"] == "FP32"])
     seconds = statistics.mean(r["cpu_seconds"] for r in runs)
     return [
         "# Convergence with compressed links",
         "",
-        f"`{command}`, on {os.cpu_count()} cores ({platform.machine()}, no GPU), torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}; a run takes one thread and "
-        f"{seconds:.0f} s of it.",
+        f"`python benchmarks/convergence.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU), torch "
+        f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}; a run "
+        f"takes one thread and {seconds:.0f} s of it.",
         "",
         f"GPT-2 with 8 layers, d = 128, 4 heads, {VOCABULARY} tokens (byte-level BPE) and no dropout, pre-trained once "
         f"per seed on {int(PRETRAINING['tokens']) // 1000}k tokens of WikiText-2's training text, then fine-tuned "

@@ -6,8 +6,9 @@ are cached, so that a second run starts at once.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ def articles(path: Path) -> Iterator[str]:
 def wikitext_task(data: Path, cache: Path) -> Task:
     """Sequences of the training text for pre-training; of the first validation articles, shuffled, for the rest."""
     kept = cache / f"tokens-{VOCABULARY}-{LENGTH}-{TRAINING}-{HELD_OUT}.pt"
+    with _one_at_a_time(kept):
+        return _task(data, kept)
+
+
+def _task(data: Path, kept: Path) -> Task:
     if kept.exists():
         return Task(**torch.load(kept))
     general, special = list(articles(data / "train.txt")), list(articles(data / "valid.txt"))
@@ -87,9 +93,14 @@ def new_model(seed: int) -> Any:
 
 def pretrained_model(task: Task, cache: Path, seed: int) -> tuple[Any, dict[str, float]]:
     """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
+    kept = cache / f"pretrained-{seed}.pt"
+    with _one_at_a_time(kept):
+        return _pretrained(task, kept, seed)
+
+
+def _pretrained(task: Task, kept: Path, seed: int) -> tuple[Any, dict[str, float]]:
     model = new_model(seed)
     settings = json.dumps([PRETRAINING, LENGTH, VOCABULARY], sort_keys=True)
-    kept = cache / f"pretrained-{seed}.pt"
     if kept.exists():
         found = torch.load(kept)
         if found["settings"] == settings:
@@ -108,8 +119,16 @@ def pretrained_model(task: Task, cache: Path, seed: int) -> tuple[Any, dict[str,
     return model, report
 
 
-def _write(path: Path, value: Any) -> None:
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """The first worker makes a file, the others wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
     torch.save(value, partial)
     partial.replace(path)
