@@ -56,9 +56,18 @@ def load_native(device: str) -> Any:
     return native.load() if device == "cpu" else f"takes CPU tensors, got one on {device}"
 
 
+@cache
 def load_triton(device: str) -> Any:
     """The Triton backend, or a sentence saying why it cannot run on this device."""
-    return "is not in this build"
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    if device != "cuda" and not triton.knobs.runtime.interpret:
+        return f"takes GPU tensors, got one on {device}"
+    from pipecomp.kernels import triton_backend
+
+    return triton_backend
 
 
 @cache

@@ -57,12 +57,12 @@ def linear_factors(norm: float, levels: tuple[int, ...], workers: int) -> list[f
 
 
 def linear_decode(
-    total_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, workers: int
+    total_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, workers: int, out: Tensor | None
 ) -> Tensor:
-    """norm / (s * n) * total: int32 [d] to float32 [d], one conversion and one multiply, each rounded."""
+    """norm / (s * n) * total: int32 [d] to float32 [d] (`out`), one conversion and one multiply, each rounded."""
     factor = torch.tensor(linear_factors(norm, levels, workers), dtype=torch.float32, device=total_d.device)
     factor_d = factor[0] if index_d is None else factor[index_d.to(torch.int64)]
-    return total_d.to(torch.float32) * factor_d
+    return torch.mul(total_d.to(torch.float32), factor_d, out=out)
 
 
 def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
@@ -109,11 +109,14 @@ def exponential_factor(norm: float, depth: int, workers: int) -> float:
     return float(torch.tensor(norm * 2.0 ** (depth - 1) / workers, dtype=torch.float64).to(torch.float32))
 
 
-def exponential_decode(codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int) -> Tensor:
+def exponential_decode(
+    codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int, out: Tensor | None
+) -> Tensor:
     """sign * 2**-e * norm * 2**(1 + depth) / n: float32 [d], rounded once for the factor and once for a value."""
     sign_d, e_d = unpack_exponential(codes, d, bits)
     power_d = ((129 - e_d) << 23 | sign_d << 31).view(torch.float32)  # sign * 2**(2 - e): normal for every e >= 1
-    return torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, depth, workers))
+    values_d = torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, depth, workers))
+    return values_d if out is None else out.copy_(values_d)
 
 
 def chance(k_d: Tensor, seed: int, extension_seed: int) -> Tensor:

@@ -100,17 +100,19 @@ def linear_decode(
     *,
     workers: int = 1,
     scale_index: Tensor | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """norm / (s * n) * total: the mean over workers, float32 [d]. A norm that is not finite gives NaN or Inf."""
+    """norm / (s * n) * total: the mean over workers, float32 [d], new or in `out`; not finite if the norm is not."""
     check_workers(workers)
     if total.dtype != torch.int32 or total.dim() != 1:
         raise ShapeError(f"total: {total.dtype} {tuple(total.shape)}, allowed: torch.int32 [d]")
     choices = check_levels(levels, scale_index, total.numel())
     picked = None if scale_index is None else scale_index.reshape(-1)
-    tensors = (total,) if picked is None else (total, picked)
-    out: Tensor = dispatch.pick(backend, *tensors).linear_decode(total, norm, choices, picked, workers)
-    return out
+    check_out(out, total.numel())
+    tensors = [t for t in (total, picked, out) if t is not None]
+    values: Tensor = dispatch.pick(backend, *tensors).linear_decode(total, norm, choices, picked, workers, out)
+    return values
 
 
 @torch.no_grad()
@@ -157,15 +159,25 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, *, bits: int = 8, seed: in
 
 @torch.no_grad()
 def exponential_decode(
-    codes: Tensor, d: int, norm: float, *, bits: int = 8, workers: int = 1, divide: bool = True, backend: str = "auto"
+    codes: Tensor,
+    d: int,
+    norm: float,
+    *,
+    bits: int = 8,
+    workers: int = 1,
+    divide: bool = True,
+    out: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """Values of (reduced) codes, float32 [d]; `workers` as encoded. divide: the mean over workers, not their sum."""
+    """Values of (reduced) codes, float32 [d], new or in `out`; `workers` as encoded. divide: the mean, not the sum."""
     depth = tree_depth(workers)
     check_exponential(bits, depth)
     check_bytes(codes, d, bits)
+    check_out(out, d)
     divisor = workers if divide else 1
-    out: Tensor = dispatch.pick(backend, codes).exponential_decode(codes, d, norm, bits, depth, divisor)
-    return out
+    tensors = [codes] if out is None else [codes, out]
+    values: Tensor = dispatch.pick(backend, *tensors).exponential_decode(codes, d, norm, bits, depth, divisor, out)
+    return values
 
 
 @torch.no_grad()
@@ -229,6 +241,12 @@ def check_gradient(g: Tensor, norm: float) -> Tensor:
     if not math.isfinite(norm) or norm < 0:
         raise NonFiniteError(f"norm: got {norm}, allowed: finite, at least 0")
     return g.reshape(-1)
+
+
+def check_out(out: Tensor | None, d: int) -> None:
+    """Raise ShapeError unless out is None or contiguous float32 [d]."""
+    if out is not None and (out.dtype != torch.float32 or tuple(out.shape) != (d,) or not out.is_contiguous()):
+        raise ShapeError(f"out: {out.dtype} {tuple(out.shape)}, allowed: contiguous torch.float32 [{d}]")
 
 
 def check_bytes(codes: Tensor, d: int, bits: int) -> None:

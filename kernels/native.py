@@ -218,11 +218,12 @@ class Backend:
         shape: tuple[int, ...],
         group_size: int | None,
         rounding: str,
-        add_to: Tensor | None,
+        out: Tensor | None,
+        add: bool,
     ) -> Tensor:
         """As `reference.dequantize`."""
         codes, scale = codes.contiguous(), scale.contiguous()
-        target = torch.empty(shape, dtype=torch.float32) if add_to is None else add_to
+        target = torch.empty(shape, dtype=torch.float32) if out is None else out
         out, stride = with_stride(target)
         args = DequantizeArgs(
             codes=codes.data_ptr(),
@@ -234,7 +235,7 @@ class Backend:
             group=shape[-1] if group_size is None else min(group_size, shape[-1]),
             bits=bits,
             stochastic=rounding == "stochastic",
-            add=add_to is not None,
+            add=add,
         )
         if out.numel():
             self.library.pipecomp_dequantize(ctypes.byref(args), self.isa_index, self.threads)
@@ -332,13 +333,19 @@ class Backend:
         return total_d if total is total_d else total_d.copy_(total)
 
     def linear_decode(
-        self, total_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, workers: int
+        self,
+        total_d: Tensor,
+        norm: float,
+        levels: tuple[int, ...],
+        index_d: Tensor | None,
+        workers: int,
+        out: Tensor | None,
     ) -> Tensor:
         """As `dithering.linear_decode`."""
         total_d = total_d.contiguous()
         index_d = None if index_d is None else index_d.contiguous()
         factors = (c_float * len(levels))(*dithering.linear_factors(norm, levels, workers))
-        out = torch.empty(total_d.numel(), dtype=torch.float32)
+        out = torch.empty(total_d.numel(), dtype=torch.float32) if out is None else out
         index = None if index_d is None else index_d.data_ptr()
         self.library.pipecomp_linear_decode(
             out.data_ptr(), total_d.data_ptr(), index, factors, out.numel(), self.isa_index, self.threads
@@ -375,10 +382,12 @@ class Backend:
         self.library.pipecomp_exponential_encode(ctypes.byref(args), self.isa_index, self.threads)
         return codes
 
-    def exponential_decode(self, codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int) -> Tensor:
+    def exponential_decode(
+        self, codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int, out: Tensor | None
+    ) -> Tensor:
         """As `dithering.exponential_decode`."""
         codes = codes.contiguous()
-        out = torch.empty(d, dtype=torch.float32)
+        out = torch.empty(d, dtype=torch.float32) if out is None else out
         factor = dithering.exponential_factor(norm, depth, workers)
         args = ExponentialArgs(codes=codes.data_ptr(), out=out.data_ptr(), d=d, norm=factor, bits=bits, depth=depth)
         self.library.pipecomp_exponential_decode(ctypes.byref(args), self.isa_index, self.threads)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipecomp.errors import ShapeError
+from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import bitpack, dispatch, layout, native, topk
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
@@ -108,24 +108,30 @@ def dequantize(
     group_size: int | None = None,
     rounding: str = "nearest",
     add_to: Tensor | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Decode what `quantize` returned to float32 of `shape` ([..., H]); `rounding` as it was quantized.
 
     add_to: float32 tensor of `shape`, changed in place to add_to + deq (one multiply and one add a value, each
-    rounded) and returned.
+    rounded) and returned. out: float32 tensor of `shape` that is overwritten and returned; large results come several
+    times faster than in a new tensor, whose pages the system has to provide first.
     """
     size = tuple(int(n) for n in shape)
     options = layout.check_options(bits, group_size, "max", rounding)
     layout.check_codes(codes, scale, bits, size, group_size)
+    if add_to is not None and out is not None:
+        raise ConfigError("out", "a tensor", "None where add_to is given")
+    target = out if add_to is None else add_to
     tensors = [codes, scale]
-    if add_to is not None:
-        check_message(add_to, size, "add_to")
-        tensors.append(add_to)
-    out: Tensor = dispatch.pick(backend, *tensors).dequantize(
-        codes, scale, bits, size, options.group_size, options.rounding, add_to
+    if target is not None:
+        check_message(target, size, "out" if add_to is None else "add_to")
+        tensors.append(target)
+    chosen = dispatch.pick(backend, *tensors)
+    decoded: Tensor = chosen.dequantize(
+        codes, scale, bits, size, options.group_size, options.rounding, target, add_to is not None
     )
-    return out
+    return decoded
 
 
 @torch.no_grad()

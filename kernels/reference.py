@@ -40,25 +40,33 @@ def round_up_to_bfloat16(scale: Tensor) -> Tensor:
     return ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
-def group_scales(x_RGn: Tensor, options: Options) -> Tensor:
-    """Scale of each group, float32 [R, G]; NaN, Inf and values above 2**100 stay visible, small ones become 0.
+def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: Options) -> Tensor:
+    """Scales from the largest magnitude of each group (float32) and, for rms, `squares` (int64) of `count` values.
 
-    The mean square is summed in integers (squares relative to the largest value, in units of 2**-30), so that it does
-    not depend on the order of summation, and every backend finds the same scale.
+    squares: sum of (x / most)**2 in units of 2**-30. It is an integer so that it does not depend on the order of
+    summation, and every backend finds the same scale. NaN, Inf and values above 2**100 stay visible; small ones turn 0.
     """
-    scale_RG = x_RGn.abs().amax(-1)
+    scale = most
     if options.scale == "rms":
-        usable = (scale_RG >= layout.SCALE_MIN) & (scale_RG <= layout.SCALE_MAX)
-        safe_RG = torch.where(usable, scale_RG, 1.0)
-        t_RGn = x_RGn * torch.reciprocal(safe_RG).unsqueeze(-1)
-        square = (t_RGn * t_RGn * RMS_FIXED_POINT).round().to(torch.int64).sum(-1)
-        root = (square.to(torch.float64) / (x_RGn.shape[-1] * RMS_FIXED_POINT)).sqrt()
-        loaded = (safe_RG.to(torch.float64) * layout.RMS_LOADING[options.bits] * root).to(torch.float32)
-        scale_RG = torch.where(usable, torch.minimum(safe_RG, loaded), scale_RG)
-    scale_RG = torch.where(scale_RG < layout.SCALE_MIN, 0.0, scale_RG)
+        usable = (most >= layout.SCALE_MIN) & (most <= layout.SCALE_MAX)
+        root = (squares.to(torch.float64) / (count * RMS_FIXED_POINT)).sqrt()
+        loaded = (most.to(torch.float64) * layout.RMS_LOADING[options.bits] * root).to(torch.float32)
+        scale = torch.where(usable, torch.minimum(most, loaded), most)
+    scale = torch.where(scale < layout.SCALE_MIN, 0.0, scale)
     if options.scale_dtype == torch.bfloat16:
-        scale_RG = torch.where(scale_RG <= layout.SCALE_MAX, round_up_to_bfloat16(scale_RG), scale_RG)
-    return scale_RG
+        scale = torch.where(scale <= layout.SCALE_MAX, round_up_to_bfloat16(scale), scale)
+    return scale
+
+
+def group_scales(x_RGn: Tensor, options: Options) -> Tensor:
+    """Scale of each group, float32 [R, G]."""
+    most_RG = x_RGn.abs().amax(-1)
+    squares_RG = torch.zeros_like(most_RG, dtype=torch.int64)
+    if options.scale == "rms":
+        usable = (most_RG >= layout.SCALE_MIN) & (most_RG <= layout.SCALE_MAX)
+        t_RGn = x_RGn * torch.reciprocal(torch.where(usable, most_RG, 1.0)).unsqueeze(-1)
+        squares_RG = (t_RGn * t_RGn * RMS_FIXED_POINT).round().to(torch.int64).sum(-1)
+    return finish_scales(most_RG, squares_RG, x_RGn.shape[-1], options)
 
 
 def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: Options, r_RGn: Tensor | None) -> Tensor:
@@ -67,10 +75,7 @@ def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: Options, r_RGn: Tensor
     zero_RG1 = (scale_RG == 0).unsqueeze(-1)
     inv_RG1 = torch.reciprocal(torch.where(scale_RG == 0, 1.0, scale_RG)).unsqueeze(-1)
     u_RGn = x_RGn * inv_RG1 + 1.0
-    if r_RGn is None:
-        steps = u_RGn * float(1 << (options.bits - 1))
-    else:
-        steps = u_RGn * (top / 2) + r_RGn
+    steps = u_RGn * float(1 << options.bits - 1) if r_RGn is None else u_RGn * (top / 2) + r_RGn
     return steps.floor().clamp(0, top).masked_fill(zero_RG1, 0).to(torch.uint8)
 
 
@@ -131,20 +136,23 @@ def dequantize(
     shape: tuple[int, ...],
     group_size: int | None,
     rounding: str,
-    add_to: Tensor | None,
+    out: Tensor | None,
+    add: bool,
 ) -> Tensor:
-    """Decode checked codes to float32 of `shape`; with add_to, add to it in place and return it."""
+    """Decode checked codes to float32 of `shape`: a new tensor, or into `out`, or (`add`) added to what `out` holds."""
     rows = 1
     for size in shape[:-1]:
         rows *= size
     codes_Rk = codes.reshape(rows, codes.shape[-1])
     scale_RG = scale.reshape(rows, layout.groups(shape[-1], group_size))
     deq = dequantize_rows(codes_Rk, scale_RG, shape[-1], bits, group_size, rounding).reshape(shape)
-    return deq if add_to is None else add_to.add_(deq)
+    if out is None:
+        return deq
+    return out.add_(deq) if add else out.copy_(deq)
 
 
 def delta_quantize_(a: Tensor, m: Tensor, options: Options, name: str = "a - m") -> tuple[Tensor, Tensor]:
     """Q_b(a - m) of checked inputs; then m += deq, in place. Nothing is changed if it raises NonFiniteError."""
     codes, scale = quantize(a.to(torch.float32) - m, options, name)
-    dequantize(codes, scale, options.bits, tuple(m.shape), options.group_size, options.rounding, m)
+    dequantize(codes, scale, options.bits, tuple(m.shape), options.group_size, options.rounding, m, True)
     return codes, scale

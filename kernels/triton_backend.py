@@ -1,0 +1,318 @@
+"""The Triton backend: host side of the GPU kernels, under the names that `dispatch` looks for.
+
+Codes and scales lie dense in GPU memory when a call returns, ready for one asynchronous copy to pinned host memory.
+A quantizer call reads back one number (the first row that is not finite), which is its only wait.
+With TRITON_INTERPRET=1, set before triton is imported, the kernels also run on CPU tensors, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from pipecomp.kernels import dithering, layout, native, reference, rng, topk
+from pipecomp.kernels import triton_gradient as gradient
+from pipecomp.kernels import triton_quantize as quantizer
+from pipecomp.kernels.layout import Options
+
+FINE = 2**63 - 1
+MOST_VALUES = 16384  # of a group that one program holds in registers
+BLOCK = 1024
+OCT = 128
+
+
+def key_table(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, int]:
+    """Keys of the blocks of elements start ... start + count - 1, int64 [blocks, 2]; and start within the first."""
+    blocks = range(start >> 32, ((start + max(count, 1) - 1) >> 32) + 1)
+    table = [rng.keys(seed, block) for block in blocks]
+    return torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True), start & rng.MASK32
+
+
+def whole_group_block(group: int) -> int:
+    """Octets of a program that holds a whole group."""
+    return max(1, triton.next_power_of_2(-(-group // 8)))
+
+
+class Shape:
+    """Strides and counts of one quantizer call that every kernel takes."""
+
+    def __init__(self, shape: tuple[int, ...], bits: int, group_size: int | None) -> None:
+        self.H = shape[-1]
+        self.rows = native.rows_of(shape)
+        self.group = self.H if group_size is None else min(group_size, self.H)
+        self.groups = -(-self.H // self.group)
+        self.group_bytes = (self.group * bits + 7) // 8
+        self.row_bytes = layout.row_bytes(self.H, bits, group_size)
+
+    def units(self) -> int:
+        """Groups of all rows."""
+        return self.rows * self.groups
+
+    def grid(self, chunk: int) -> tuple[int, int]:
+        """One program per group and chunk of `chunk` values."""
+        return self.units(), -(-self.group // chunk)
+
+
+def quantize(x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
+    """As `reference.quantize`."""
+    codes, scales, bad = launch_quantize(x, None, options)
+    raise_if_bad(bad, name)
+    return codes, scales
+
+
+def delta_quantize_(a: Tensor, m: Tensor, options: Options, name: str = "a - m") -> tuple[Tensor, Tensor]:
+    """As `reference.delta_quantize_`. The kernel that moves m looks at the first one's verdict itself."""
+    walkable, _ = native.with_stride(m)
+    codes, scales, bad = launch_quantize(a, walkable, options)
+    launch_dequantize(codes, scales, options.bits, walkable, options.group_size, options.rounding, True, bad)
+    raise_if_bad(bad, name)
+    if walkable is not m:
+        m.copy_(walkable)
+    return codes, scales
+
+
+def raise_if_bad(bad: Tensor, name: str) -> None:
+    """Raise NonFiniteError if a kernel noted a row."""
+    row = int(bad)
+    if row != FINE:
+        raise reference.non_finite(name, row)
+
+
+def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and the first bad row (int64 [1], FINE if none)."""
+    shape = tuple(x.shape)
+    s = Shape(shape, options.bits, options.group_size)
+    x, x_stride = native.with_stride(x)
+    base = x if m is None else m
+    m_stride = s.H if m is None else native.row_stride(m) or s.H
+    codes = torch.empty((*shape[:-1], s.row_bytes), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(layout.scale_shape(shape, options.group_size), dtype=torch.float32, device=x.device)
+    bad = torch.full((1,), FINE, dtype=torch.int64, device=x.device)
+    if not x.numel():
+        return codes, scales, bad
+    stochastic = options.rounding == "stochastic"
+    keys, _ = key_table(options.seed, 0, x.numel(), x.device)
+    fused = options.scale == "max" and s.group <= MOST_VALUES
+    where = (x_stride, m_stride, s.H, s.group, s.groups)
+    if not fused:
+        largest = torch.zeros(s.units(), dtype=torch.int32, device=x.device)
+        quantizer.measure_kernel[s.grid(BLOCK)](x, base, largest, *where, m is not None, BLOCK, enable_fp_fusion=False)
+        most = largest.view(torch.float32)
+        usable = (most >= layout.SCALE_MIN) & (most <= layout.SCALE_MAX)
+        sums = torch.zeros(s.units(), dtype=torch.int64, device=x.device)
+        if options.scale == "rms":
+            safe = torch.where(usable, most, 1.0)
+            quantizer.squares_kernel[s.grid(BLOCK)](
+                x, base, safe, sums, *where, m is not None, BLOCK, enable_fp_fusion=False
+            )
+        whole = torch.full((s.groups,), s.group, dtype=torch.int64, device=x.device)
+        whole[-1] = s.H - (s.groups - 1) * s.group
+        found = reference.finish_scales(most, sums, whole.repeat(s.rows), options)
+        scales.copy_(found.reshape(scales.shape))
+        wrong = ~(found <= layout.SCALE_MAX).reshape(s.rows, s.groups).all(-1)
+        row = torch.arange(s.rows, device=x.device)
+        bad.copy_(torch.where(wrong, row, FINE).min().reshape(1))
+    octets = whole_group_block(s.group) if fused else OCT
+    quantizer.quantize_kernel[s.grid(8 * octets)](
+        x, base, codes, scales, bad, keys, *where, s.group_bytes, s.row_bytes,
+        BITS=options.bits, DELTA=m is not None, MEASURE=fused, STOCHASTIC=stochastic,
+        BF16_SCALE=options.scale_dtype == torch.bfloat16, OCT=octets, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scales, bad
+
+
+def launch_dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    bits: int,
+    out: Tensor,
+    group_size: int | None,
+    rounding: str,
+    add: bool,
+    bad: Tensor | None = None,
+) -> None:
+    """Decode into `out`, whose rows can be walked; with `bad`, only if it names no row."""
+    if not out.numel():
+        return
+    s = Shape(tuple(out.shape), bits, group_size)
+    w = torch.tensor(reference.code_values(bits, rounding), dtype=torch.float32).to(out.device, non_blocking=True)
+    quantizer.dequantize_kernel[s.grid(BLOCK)](
+        codes, scales, w, out, codes if bad is None else bad, native.row_stride(out) or s.H,
+        s.H, s.group, s.groups, s.group_bytes, s.row_bytes,
+        BITS=bits, ADD=add, GUARDED=bad is not None, BLOCK=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    bits: int,
+    shape: tuple[int, ...],
+    group_size: int | None,
+    rounding: str,
+    out: Tensor | None,
+    add: bool,
+) -> Tensor:
+    """As `reference.dequantize`."""
+    target = torch.empty(shape, dtype=torch.float32, device=codes.device) if out is None else out
+    walkable, _ = native.with_stride(target)
+    launch_dequantize(codes.contiguous(), scale.contiguous(), bits, walkable, group_size, rounding, add)
+    return target if walkable is target else target.copy_(walkable)
+
+
+def pack_bits(values: Tensor, bits: int) -> Tensor:
+    """As `bitpack.pack_bits`."""
+    values = values.contiguous()
+    n = values.shape[-1]
+    size = (n * bits + 7) // 8
+    codes = torch.empty((*values.shape[:-1], size), dtype=torch.uint8, device=values.device)
+    if codes.numel():
+        grid = (native.rows_of(values.shape), triton.cdiv(size, BLOCK))
+        gradient.pack_kernel[grid](codes, values, n, size, bits, BLOCK)
+    return codes
+
+
+def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
+    """As `bitpack.unpack_bits`."""
+    codes = codes.contiguous()
+    values = torch.empty((*codes.shape[:-1], count), dtype=torch.int32, device=codes.device)
+    if values.numel():
+        grid = (native.rows_of(codes.shape), triton.cdiv(count, BLOCK))
+        gradient.unpack_kernel[grid](values, codes, count, codes.shape[-1], bits, BLOCK)
+    return values
+
+
+def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
+    """As `topk.select`. A group that no program can hold is sorted by torch."""
+    s = Shape(tuple(x.shape), 8, group_size)
+    if s.group > MOST_VALUES:
+        return topk.select(x, fraction, group_size)
+    x, stride = native.with_stride(x)
+    K = topk.row_kept(s.H, fraction, group_size)
+    values = torch.empty((*x.shape[:-1], K), dtype=torch.float32, device=x.device)
+    index = torch.empty((*x.shape[:-1], K), dtype=torch.int32, device=x.device)
+    if values.numel():
+        kept, kept_last = topk.kept(s.group, fraction), topk.kept(s.H % s.group or s.group, fraction)
+        block = triton.next_power_of_2(s.group)
+        gradient.select_kernel[(s.units(),)](
+            values, index, x, stride, s.H, s.group, s.groups, K, kept, kept_last, BLOCK=block
+        )
+    return values, index
+
+
+def flat_grid(d: int, chunk: int) -> tuple[int]:
+    """One program per chunk of a flat bucket."""
+    return (-(-d // chunk),)
+
+
+def divisor(norm: float) -> float:
+    """What values are divided by: the norm, or 1 where that is 0."""
+    return norm if norm > 0 else 1.0
+
+
+def float_table(values: Any, device: torch.device) -> Tensor:
+    """A small float32 table on the device."""
+    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def linear_encode(
+    g_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, bits: int, seed: int, start: int
+) -> Tensor:
+    """As `dithering.linear_encode`."""
+    g_d = g_d.contiguous()
+    d, size = g_d.numel(), (g_d.numel() * bits + 7) // 8
+    codes = torch.empty(size, dtype=torch.uint8, device=g_d.device)
+    if d:
+        keys, first = key_table(seed, start, d, g_d.device)
+        index = codes if index_d is None else index_d.contiguous()
+        gradient.linear_encode_kernel[flat_grid(d, 8 * OCT)](
+            g_d, index, float_table(levels, g_d.device), codes, keys, first, d, divisor(norm), min(levels), size,
+            BITS=bits, INDEXED=index_d is not None, OCT=OCT, enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes
+
+
+def linear_add_(total_d: Tensor, codes: Tensor, bits: int, offset: int) -> Tensor:
+    """As `dithering.linear_add_`."""
+    total, codes = total_d.contiguous(), codes.contiguous()
+    if total.numel():
+        grid = flat_grid(total.numel(), BLOCK)
+        gradient.linear_add_kernel[grid](total, codes, total.numel(), offset, codes.numel(), bits, BLOCK)
+    return total_d if total is total_d else total_d.copy_(total)
+
+
+def linear_decode(
+    total_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, workers: int, out: Tensor | None
+) -> Tensor:
+    """As `dithering.linear_decode`."""
+    total_d = total_d.contiguous()
+    d = total_d.numel()
+    out = torch.empty(d, dtype=torch.float32, device=total_d.device) if out is None else out
+    if d:
+        factors = float_table(dithering.linear_factors(norm, levels, workers), total_d.device)
+        index = total_d if index_d is None else index_d.contiguous()
+        gradient.linear_decode_kernel[flat_grid(d, BLOCK)](
+            out, total_d, index, factors, d, INDEXED=index_d is not None, BLOCK=BLOCK
+        )
+    return out
+
+
+def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
+    """As `dithering.scale_index`."""
+    g_d = g_d.contiguous()
+    d = g_d.numel()
+    out = torch.empty(d, dtype=torch.uint8, device=g_d.device)
+    if d:
+        table = float_table(levels, g_d.device)
+        gradient.scale_index_kernel[flat_grid(d, BLOCK)](out, g_d, table, d, divisor(norm), len(levels), BLOCK)
+    return out
+
+
+def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
+    """As `dithering.exponential_encode`."""
+    g_d = g_d.contiguous()
+    d, size = g_d.numel(), (g_d.numel() * bits + 7) // 8
+    codes = torch.empty(size, dtype=torch.uint8, device=g_d.device)
+    if d:
+        keys, first = key_table(seed, start, d, g_d.device)
+        smallest = 2.0 ** (dithering.max_exponent(bits) - 1 - depth)
+        gradient.exponential_encode_kernel[flat_grid(d, 8 * OCT)](
+            g_d, codes, keys, first, d, divisor(norm), smallest, depth, size,
+            BITS=bits, OCT=OCT, enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes
+
+
+def exponential_decode(
+    codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int, out: Tensor | None
+) -> Tensor:
+    """As `dithering.exponential_decode`."""
+    codes = codes.contiguous()
+    out = torch.empty(d, dtype=torch.float32, device=codes.device) if out is None else out
+    if d:
+        factor = dithering.exponential_factor(norm, depth, workers)
+        gradient.exponential_decode_kernel[flat_grid(d, BLOCK)](out, codes, d, factor, codes.numel(), bits, BLOCK)
+    return out
+
+
+def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
+    """As `dithering.exponential_reduce_`."""
+    target, b = a.contiguous(), b.contiguous()
+    if d:
+        keys, _ = key_table(seed, 0, d, a.device)
+        more, _ = key_table(dithering.extension(seed), 0, d, a.device)
+        gradient.exponential_reduce_kernel[flat_grid(d, 8 * OCT)](target, b, keys, more, d, b.numel(), bits, OCT)
+    return a if target is a else a.copy_(target)
+
+
+def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
+    """As `dithering.kmeans_assign`."""
+    x_d, bounds = x_d.contiguous(), bounds.contiguous()
+    d = x_d.numel()
+    out = torch.empty(d, dtype=torch.uint8, device=x_d.device)
+    if d:
+        gradient.kmeans_kernel[flat_grid(d, BLOCK)](out, x_d, bounds, d, bounds.numel(), BLOCK)
+    return out
