@@ -213,10 +213,10 @@ def test_wikitext_with_gpt2s_tokenizer(work: Path) -> None:
         "--deepspeed_config", str(RECIPE / "ds_config_cpu_fp32.json"),
         "--model", "tiny", "--tokenizer", str(DATA / "gpt2-tokenizer"),
         "--train-file", str(DATA / "wikitext-2/valid.txt"),
-        "--metrics", "wikitext.jsonl", "--max-steps", "3", "--block-size", "64",
+        "--metrics", "wikitext.jsonl", "--max-steps", "2", "--block-size", "64",
     )  # fmt: skip
     assert found.status == 0, found.output
     lines = [json.loads(line) for line in (work / "wikitext.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["loss"] == pytest.approx(math.log(50257), rel=0.02)  # knows nothing yet
     assert lines[0]["links"] == {}
