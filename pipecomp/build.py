@@ -73,7 +73,7 @@ def initialize(
     """
     ds_config = _read_config(config)
     settings = Config.from_dict(ds_config.get(SECTION, {}))
-    _join_processes()
+    join_processes()
     split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
     stages, world = split_plan.num_stages, dist.get_world_size()
     if world % stages:
@@ -83,7 +83,7 @@ def initialize(
     _complete(ds_config)
 
     with _without_noise():
-        module = _pipeline_module(model, split_plan, ds_config, loss_fn)
+        module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
         engine = PipelineEngine(
             pipecomp_config=settings,
             plan=split_plan,
@@ -152,8 +152,8 @@ def _without_noise() -> Iterator[None]:
         deepspeed_logger.removeFilter(wanted)
 
 
-def _join_processes() -> None:
-    """Initialize torch.distributed as the launcher says, or for this process alone."""
+def join_processes() -> None:
+    """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless."""
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -162,7 +162,8 @@ def _join_processes() -> None:
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
     accelerator = get_accelerator()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    # torchrun and deepspeed name differently how many ranks share this machine
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
     shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
     backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
@@ -180,7 +181,7 @@ class _StageSpec(LayerSpec):
 
 
 def _pipeline_module(
-    model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None
+    model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
 ) -> PipelineModule:
     half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
     dtype = torch.float32 if isinstance(model, (str, os.PathLike)) and not half else None
@@ -188,7 +189,7 @@ def _pipeline_module(
 
     def builder(index: int) -> Callable[[], Stage]:
         def build() -> Stage:
-            stage = build_stage(model, split_plan, index, dtype=dtype)
+            stage = build_stage(model, split_plan, index, dtype=dtype, seed=seed)
             loss.append(loss_fn or default_loss(stage.config))
             return stage
 

@@ -66,8 +66,8 @@ def demo(
         for found in tables(results):
             console.print(found)
         console.print(
-            "Raw is float32. The prediction uses the bytes and the compute that were measured here. Input and output "
-            "embeddings are not tied, so that only activations and their gradients cross the links."
+            "Raw is float32. Seconds a step are predicted from the bytes and the compute that were measured here.\n"
+            "Input and output embeddings are not tied, so that only activations and their gradients are sent."
         )
         console.print(f"Written: {out}/demo.json, {out}/losses.png", highlight=False)
 

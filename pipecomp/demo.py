@@ -23,7 +23,7 @@ from pipecomp.predict import StepCosts, step_seconds
 from pipecomp.stats import total_bytes
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
-MICRO_BATCH, MICRO_BATCHES = 8, 4
+MICRO_BATCH, MICRO_BATCHES = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Settings:
     width: int = 256
     length: int = 64
     vocabulary: int = 1024
-    training: int = 512
+    training: int = 384
     epochs: int = 5
-    pretraining: int = 3072
+    pretraining: int = 4480
     pretraining_lr: float = 2e-3
     lr: float = 5e-4
     timeout_s: float = 1800.0

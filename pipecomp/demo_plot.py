@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 NAMES = {"none": "FP32", "fp16": "FP16", "bf16": "BF16", "direct": "DirectQ", "aqsgd": "AQ-SGD"}
@@ -27,7 +28,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     """What each method reached and sent, and what its steps take on slower links; one line for each method."""
     reached = _table("What each method reached and sent", "training\nloss", "held-out\nloss", "MB sent\nforward",
                      "MB sent\nbackward", "raw /\nsent", "store\nMB", "seconds\nhere")  # fmt: skip
-    rates = _table("Predicted seconds a step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
+    rates = _table("Seconds a step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
     for r in results:
         raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
         sent = r["forward_bytes_sent"] + r["backward_bytes_sent"]
@@ -41,7 +42,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    out = Table(title=title, title_justify="left", title_style="bold")
+    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
     out.add_column("method", no_wrap=True)
     for heading in headings:
         out.add_column(heading, justify="right", no_wrap=True)
@@ -63,7 +64,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
         right.plot([seconds * (i + 1) / 60 for i in range(len(smooth))], smooth, label=label(r))
     left.set_xlabel("optimizer step")
     left.set_ylabel("training loss (mean of the last 8 steps)")
-    right.set_xlabel(f"minutes at {rate}, predicted from measured bytes and compute, after the first epoch")
+    right.set_xlabel(f"minutes at {rate} (predicted; step time after the first epoch)")
     for axis in (left, right):
         axis.grid(alpha=0.3)
         axis.legend()

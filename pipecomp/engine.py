@@ -25,15 +25,17 @@ from torch import Tensor
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
-from pipecomp.errors import DataError, LinkError, PeerLostError, PipecompError
+from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError
+from pipecomp.export import save_pretrained
 from pipecomp.schedule import EvalSchedule, TrainSchedule
-from pipecomp.stages import write_index, write_shard
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
 from pipecomp.stats import GroupStats, Seconds
 from pipecomp.wire import Kind, peek
+
+_STATE_KEY = "pipecomp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self._loader: TrainLoader | None = None
         self._step_number = 0
         self._evaluations = 0
+        self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
         self._seconds = Seconds()
         self._reductions: dict[str, GroupStats] = {}
         super().__init__(**ds)
@@ -127,6 +130,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self._step_number = self.global_steps
         with self._telling_others():
             loss = super().train_batch(data_iter)
+            if data_iter is None:
+                self._batches_taken += self.micro_batches
             if self.links.environment is not None:
                 self.links.environment.commit()
         return loss
@@ -137,6 +142,31 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             result = super().eval_batch(data_iter, *args, **kwargs)
         self._evaluations += 1
         return result
+
+    def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: dict | None = None, **kwargs: Any) -> Any:
+        """As DeepSpeed's; the place in the training data is saved too.
+
+        Raises ConfigError for bf16 without ZeRO: DeepSpeed 0.19 cannot load what it would save.
+        """
+        if self.using_bf16_optimizer and not self.zero_optimization():
+            raise ConfigError(
+                "zero_optimization.stage",
+                0,
+                "1, with data_types.grad_accum_dtype 'fp32', for checkpoints of bf16 training: DeepSpeed cannot load "
+                "what it saves without",
+            )
+        state = {**(client_state or {}), _STATE_KEY: {"batches_taken": self._batches_taken}}
+        return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As DeepSpeed's; training goes on where it was in the training data."""
+        path, state = super().load_checkpoint(load_dir, *args, **kwargs)
+        if path is not None and _STATE_KEY in (state or {}):
+            self._batches_taken = state.pop(_STATE_KEY)["batches_taken"]
+            if self._loader is not None:
+                self._loader.taken = self._batches_taken
+                self.set_dataloader(self._loader)
+        return path, state
 
     def _train_schedule(self) -> TrainSchedule:
         return TrainSchedule(micro_batches=self.micro_batches, stages=self.num_stages, stage_id=self.stage_id)
@@ -309,13 +339,12 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     # -- saving
 
     def save_pretrained(self, folder: str) -> None:
-        """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this."""
-        if self.grid.data_parallel_id == 0:
-            write_shard(self.stage, folder)
-        dist.barrier()
-        if self.global_rank == 0:
-            write_index(self.stage, folder)
-        dist.barrier()
+        """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this.
+
+        The folder is complete on the machine of rank 0, whether or not the machines share a disk.
+        """
+        owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
+        save_pretrained(self.stage, folder, owners=owners)
 
     def comm_stats(self) -> dict[str, Any]:
         """This rank's traffic and time so far.

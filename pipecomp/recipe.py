@@ -126,9 +126,9 @@ def join(args: argparse.Namespace) -> None:
         # Otherwise gloo takes the address that the host name resolves to, which need not be reachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    from pipecomp.build import _join_processes
+    from pipecomp.build import join_processes
 
-    _join_processes()
+    join_processes()
     torch.manual_seed((args.seed if args.seed is not None else DEFAULT_SEED) * 65536 + dist.get_rank())
 
 

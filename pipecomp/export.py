@@ -1,0 +1,81 @@
+"""Gather a Hugging Face folder from stages whose machines share no disk.
+
+Every stage writes its shard into the folder on its own machine; what the first rank cannot see there is sent to it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipecomp.stages.saving import write_index, write_shard
+from pipecomp.stages.splitting import Stage
+
+_PIECE = 1 << 24  # bytes a send
+
+
+class _Shard(NamedTuple):
+    stage: int
+    name: str
+    size_bytes: int
+    check: int  # CRC-32 of the file
+
+
+def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> None:
+    """Write the model to `folder` on the machine of rank `owners[0]`; every rank must call this.
+
+    owners: for each stage the rank that writes it. Raises SplitError where a tensor is missing, OSError from the disk.
+    """
+    folder, rank = Path(folder), dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    file = write_shard(stage, folder) if rank in owners else None
+    mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, _check(file))
+    shards: list[_Shard | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, mine, group=group)
+    wanted: list[list[_Shard]] = [[]]
+    if rank == owners[0]:
+        wanted = [[s for s in shards if s is not None and not _is_here(folder, s)]]
+    dist.broadcast_object_list(wanted, src=owners[0], group=group)
+    for shard in wanted[0]:
+        if rank == owners[shard.stage]:
+            _send(folder / shard.name, shard.size_bytes, owners[0], group)
+        elif rank == owners[0]:
+            _receive(folder / shard.name, shard.size_bytes, owners[shard.stage], group)
+    if rank == owners[0]:
+        write_index(stage, folder)
+    dist.barrier(group=group)
+    if rank in owners[1:] and file is not None:
+        file.unlink(missing_ok=True)  # the first rank has its own copy, or has renamed this one
+    dist.destroy_process_group(group)
+
+
+def _check(file: Path) -> int:
+    check = 0
+    with file.open("rb") as source:
+        while piece := source.read(_PIECE):
+            check = zlib.crc32(piece, check)
+    return check
+
+
+def _is_here(folder: Path, shard: _Shard) -> bool:
+    file = folder / shard.name
+    return file.is_file() and file.stat().st_size == shard.size_bytes and _check(file) == shard.check
+
+
+def _send(file: Path, size_bytes: int, to: int, group: dist.ProcessGroup) -> None:
+    with file.open("rb") as source:
+        for start in range(0, size_bytes, _PIECE):
+            piece = bytearray(source.read(min(_PIECE, size_bytes - start)))
+            dist.send(torch.frombuffer(piece, dtype=torch.uint8), to, group=group)
+
+
+def _receive(file: Path, size_bytes: int, source: int, group: dist.ProcessGroup) -> None:
+    with file.open("wb") as target:
+        for start in range(0, size_bytes, _PIECE):
+            piece = torch.empty(min(_PIECE, size_bytes - start), dtype=torch.uint8)
+            dist.recv(piece, source, group=group)
+            target.write(memoryview(piece.numpy()))

@@ -1,0 +1,85 @@
+"""Checkpoints that go on where they were, and Hugging Face folders written without a common disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import ds_config, gpt2, samples
+
+from pipecomp.errors import ConfigError
+from pipecomp.local import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+
+BF16 = {"bf16": {"enabled": True}}
+BF16_ZERO1 = {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def trained(folder, section, more, steps, *, resume=False):
+    import pipecomp
+
+    engine = pipecomp.initialize(
+        gpt2(seed=9 if resume else 0), num_stages=2, config=ds_config(section, **more), training_data=samples()
+    )
+    if resume:
+        path, state = engine.load_checkpoint(f"{folder}/checkpoint")
+        assert path is not None
+        assert state["mine"] == 7
+        assert "pipecomp" not in state
+    return engine, [float(engine.train_batch()) for _ in range(steps)]
+
+
+def saving(rank, world, note, folder):
+    out = {}
+    for name, section, more in (
+        ("fp32", {}, {}),
+        ("bf16", {}, BF16_ZERO1),
+        ("zero1", {}, {"zero_optimization": {"stage": 1}}),
+        ("aqsgd", {"activations": {"method": "aqsgd"}, "store": {"path": f"{folder}/aqsgd/m"}}, {}),
+    ):
+        where = f"{folder}/{name}"
+        engine, _ = trained(where, section, more, 3)
+        engine.save_checkpoint(f"{where}/checkpoint", client_state={"mine": 7})
+        expected = [float(engine.train_batch()) for _ in range(4)]
+        engine.close()
+        engine, got = trained(where, section, more, 4, resume=True)
+        out[name] = (expected, got)
+        engine.close()
+    engine, _ = trained(folder, {}, BF16, 1)
+    with pytest.raises(ConfigError, match="zero_optimization.stage"):
+        engine.save_checkpoint(f"{folder}/refused")
+    engine.close()
+    engine, _ = trained(folder, {}, {}, 2)
+    own = f"{folder}/machine-{rank}/model"
+    engine.save_pretrained(own)
+    evaluated = float(engine.eval_batch(iter(eval_data()), num_micro_batches=2))
+    engine.save_pretrained(own)  # over what is there
+    engine.close()
+    return out, evaluated
+
+
+def eval_data():
+    from pipecomp.data import eval_batches
+
+    return eval_batches(samples(4, seed=3), 2)
+
+
+def test_checkpoints_and_folders(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    ranks = run_ranks(2, saving, str(tmp_path), timeout_s=180)
+    for name, (expected, got) in ranks[0][0].items():
+        if name == "aqsgd":  # the messages are newer than the checkpoint, so the errors differ
+            assert got == pytest.approx(expected, rel=1e-2)
+        else:
+            assert got == expected, name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "machine-0" / "model").eval()
+    losses = [model(**b.inputs, labels=b.labels).loss.detach() for b in eval_data()]
+    assert float(torch.stack(losses).mean()) == pytest.approx(ranks[0][1], rel=1e-6)
+    assert list((tmp_path / "machine-1" / "model").glob("*.safetensors*")) == []
