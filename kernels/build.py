@@ -16,6 +16,7 @@ SOURCE = "native.cpp"
 COMPILE_FLAGS = (
     "-std=c++17",
     "-O3",
+    "-g0",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",

@@ -104,9 +104,9 @@ def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: in
     return pack_exponential(g_d < 0, e_d, bits)
 
 
-def exponential_factor(norm: float, depth: int, workers: int) -> float:
-    """norm * 2**(depth - 1) / n, rounded to float32: what decodes to it is +1 at exponent 2."""
-    return float(torch.tensor(norm * 2.0 ** (depth - 1) / workers, dtype=torch.float64).to(torch.float32))
+def exponential_factor(norm: float, workers: int) -> float:
+    """norm / n, rounded to float32: what +1 at exponent 1 + depth decodes to."""
+    return float(torch.tensor(norm / workers, dtype=torch.float64).to(torch.float32))
 
 
 def exponential_decode(
@@ -114,8 +114,9 @@ def exponential_decode(
 ) -> Tensor:
     """sign * 2**-e * norm * 2**(1 + depth) / n: float32 [d], rounded once for the factor and once for a value."""
     sign_d, e_d = unpack_exponential(codes, d, bits)
-    power_d = ((129 - e_d) << 23 | sign_d << 31).view(torch.float32)  # sign * 2**(2 - e): normal for every e >= 1
-    values_d = torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, depth, workers))
+    # sign * 2**(1 + depth - e) from its bits: a normal number for every e >= 1
+    power_d = ((128 + depth - e_d) << 23 | sign_d << 31).view(torch.float32)
+    values_d = torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, workers))
     return values_d if out is None else out.copy_(values_d)
 
 

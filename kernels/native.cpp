@@ -231,7 +231,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 1; }
+PC_EXPORT int32_t pipecomp_abi() { return 2; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)

@@ -22,7 +22,7 @@ from pipecomp.kernels import dithering, layout, reference, topk
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.rng import MASK64
 
-ABI = 1
+ABI = 2
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -388,7 +388,7 @@ class Backend:
         """As `dithering.exponential_decode`."""
         codes = codes.contiguous()
         out = torch.empty(d, dtype=torch.float32) if out is None else out
-        factor = dithering.exponential_factor(norm, depth, workers)
+        factor = dithering.exponential_factor(norm, workers)
         args = ExponentialArgs(codes=codes.data_ptr(), out=out.data_ptr(), d=d, norm=factor, bits=bits, depth=depth)
         self.library.pipecomp_exponential_decode(ctypes.byref(args), self.isa_index, self.threads)
         return out

@@ -152,7 +152,7 @@ static void exponential_decode(const ExponentialArgs& a, int64_t begin, int64_t 
         bool whole = left == 8 && limit - in >= 8;
         I8 c = whole ? Unpacker::get(u, in) : Unpacker::get_some(u, in, (left * a.bits + 7) / 8);
         I8 e = c & top;
-        U8 power = U8(splat(int32_t(129)) - e) << 23 | U8(c & ~top) << (32 - a.bits);
+        U8 power = U8(splat(int32_t(128 + a.depth)) - e) << 23 | U8(c & ~top) << (32 - a.bits);
         F8 v = e == splat(int32_t(0)) ? F8{} : F8(power) * factor;
         if (left == 8) storeu(a.out + i, v);
         else store_some(a.out + i, v, left);

@@ -59,7 +59,7 @@ static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) 
     return total[0] + total[1] + total[2] + total[3];
 }
 
-// Constants of one group. CLASS: 3 for 1 to 3 bits, 4, 7 for 5 to 7 bits, or 8.
+// Constants of one group. CLASS: the most bits that code is made for (3, 4, 7 or 8; packing knows no 3).
 template <bool STOCHASTIC>
 struct Coder {
     F8 inverse, step, top, offset, low, high, scale, table;
@@ -86,7 +86,6 @@ struct Coder {
         return c;
     }
 
-    template <bool CLIP>
     INLINE I8 code(const Coder& c, F8 v, U8 random) {
         F8 steps;
         if (STOCHASTIC) {
@@ -94,8 +93,7 @@ struct Coder {
         } else {
             steps = v * c.inverse + c.step;
         }
-        if (CLIP) steps = maximum(steps, splat(0.0f));
-        return to_int(minimum(steps, c.top));
+        return to_int(minimum(maximum(steps, splat(0.0f)), c.top));
     }
 
     template <int CLASS>
@@ -107,7 +105,7 @@ struct Coder {
     }
 };
 
-template <class T, int CLASS, bool DELTA, class R, bool CLIP>
+template <class T, int CLASS, bool DELTA, class R>
 static void quantize_values(const T* x, const float* m, int64_t n, float scale, int bits, uint8_t* out,
                             const uint8_t* limit, R random) {
     typedef Coder<R::stochastic> C;
@@ -118,7 +116,7 @@ static void quantize_values(const T* x, const float* m, int64_t n, float scale, 
         I8 c[4];
         for (int j = 0; j < 4; j++) {
             F8 v = load_values<T, DELTA>(x + i + 8 * j, m + i + 8 * j);
-            c[j] = C::template code<CLIP>(coder, v, R::take(random));
+            c[j] = C::code(coder, v, R::take(random));
         }
         // This group comes from the first cache; the next one can be on its way meanwhile.
         for (int64_t line = 0; line < 32 * int64_t(sizeof(T)); line += 64)
@@ -133,7 +131,7 @@ static void quantize_values(const T* x, const float* m, int64_t n, float scale, 
     for (int64_t j = 0; 8 * j < rest; j++) {
         int64_t at = i + 8 * j, left = n - at < 8 ? n - at : 8;
         F8 v = load_some_values<T, DELTA>(x + at, m + at, left);
-        c[j] = zero_from(C::template code<CLIP>(coder, v, R::take(random)), left);
+        c[j] = zero_from(C::code(coder, v, R::take(random)), left);
     }
     uint8_t part[64];
     Packer::put<CLASS>(packer, c, part, part + sizeof part);
@@ -173,17 +171,15 @@ static void quantize_class(const QuantizeArgs& a, const Layout& l, const Layout:
         const uint64_t at = uint64_t(u.row * a.H + u.column);
         if (crosses(at, u.n)) return quantize_across<T>(x, m, u.n, scale, a.bits, out, a.seed, at);
         Random r = Random::start(a.seed, at);
-        return quantize_values<T, CLASS, DELTA, Random, false>(x, m, u.n, scale, a.bits, out, limit, r);
+        return quantize_values<T, CLASS, DELTA, Random>(x, m, u.n, scale, a.bits, out, limit, r);
     }
-    if (a.rms) return quantize_values<T, CLASS, DELTA, NoRandom, true>(x, m, u.n, scale, a.bits, out, limit, {});
-    quantize_values<T, CLASS, DELTA, NoRandom, false>(x, m, u.n, scale, a.bits, out, limit, {});
+    quantize_values<T, CLASS, DELTA, NoRandom>(x, m, u.n, scale, a.bits, out, limit, {});
 }
 
 template <class T, bool DELTA>
 static void quantize_bits(const QuantizeArgs& a, const Layout& l, const Layout::Unit& u, float scale,
                           const uint8_t* limit) {
-    if (a.bits <= 3) return quantize_class<T, 3, DELTA>(a, l, u, scale, limit);
-    if (a.bits == 4) return quantize_class<T, 4, DELTA>(a, l, u, scale, limit);
+    if (a.bits <= 4) return quantize_class<T, 4, DELTA>(a, l, u, scale, limit);
     if (a.bits < 8) return quantize_class<T, 7, DELTA>(a, l, u, scale, limit);
     quantize_class<T, 8, DELTA>(a, l, u, scale, limit);
 }

@@ -66,14 +66,12 @@ INLINE float one_value(const BHalf* p) { return bits_float(uint32_t(p->bits) << 
 template <class T>
 INLINE F8 load_some(const T* p, int64_t n) {
     T part[8] = {};
-    for (int64_t i = 0; i < n; i++) part[i] = p[i];
+    __builtin_memcpy(part, p, size_t(n) * sizeof(T));
     return load8(part);
 }
 
 INLINE void store_some(float* p, F8 v, int64_t n) {
-    float part[8];
-    storeu(part, v);
-    for (int64_t i = 0; i < n; i++) p[i] = part[i];
+    __builtin_memcpy(p, &v, size_t(n) * sizeof(float));
 }
 
 INLINE I8 zero_from(I8 v, int64_t n) { return v & (lanes() < splat(int32_t(n))); }
@@ -243,7 +241,7 @@ struct Unpacker {
     // As get, where fewer than 8 bytes may be read.
     INLINE I8 get_some(const Unpacker& u, const uint8_t* p, int64_t bytes) {
         uint8_t part[8] = {};
-        for (int64_t i = 0; i < bytes && i < 8; i++) part[i] = p[i];
+        __builtin_memcpy(part, p, size_t(bytes < 8 ? bytes : 8));
         return get(u, part);
     }
 };

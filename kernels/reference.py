@@ -84,12 +84,17 @@ def row_random(seed: int, rows: int, H: int, device: torch.device) -> Tensor:
     return rng.uniform(seed, 0, rows * H, device).reshape(rows, H)
 
 
+def run_of(x_RH: Tensor, run: layout.Segment) -> Tensor:
+    """The values of a run of groups: [R, G, n]."""
+    return x_RH[:, run.value_start : run.value_start + run.groups * run.group].reshape(-1, run.groups, run.group)
+
+
 def quantize_rows(x_RH: Tensor, options: Options, name: str) -> tuple[Tensor, Tensor]:
     """Quantize float32 rows: codes uint8 [R, row_bytes] and scales float32 [R, groups]."""
     rows, H = x_RH.shape
     random_RH = row_random(options.seed, rows, H, x_RH.device) if options.rounding == "stochastic" else None
     runs = layout.segments(H, options.bits, options.group_size)
-    grouped = [x_RH[:, r.value_start : r.value_start + r.groups * r.group].reshape(rows, r.groups, -1) for r in runs]
+    grouped = [run_of(x_RH, run) for run in runs]
     scales = [group_scales(x_RGn, options) for x_RGn in grouped]
     scale_RG = torch.cat(scales, 1)
     bad_R = ~(scale_RG <= layout.SCALE_MAX).all(-1)
@@ -97,9 +102,7 @@ def quantize_rows(x_RH: Tensor, options: Options, name: str) -> tuple[Tensor, Te
         raise non_finite(name, int(bad_R.nonzero()[0]))
     codes = []
     for run, x_RGn, s_RG in zip(runs, grouped, scales, strict=True):
-        r_RGn = None
-        if random_RH is not None:
-            r_RGn = random_RH[:, run.value_start : run.value_start + run.groups * run.group].reshape(x_RGn.shape)
+        r_RGn = None if random_RH is None else run_of(random_RH, run)
         packed = bitpack.pack_bits(group_codes(x_RGn, s_RG, options, r_RGn), options.bits)
         codes.append(packed.reshape(rows, run.groups * run.group_bytes))
     return torch.cat(codes, 1), scale_RG

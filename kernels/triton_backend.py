@@ -293,8 +293,8 @@ def exponential_decode(
     codes = codes.contiguous()
     out = torch.empty(d, dtype=torch.float32, device=codes.device) if out is None else out
     if d:
-        factor = dithering.exponential_factor(norm, depth, workers)
-        gradient.exponential_decode_kernel[flat_grid(d, BLOCK)](out, codes, d, factor, codes.numel(), bits, BLOCK)
+        factor = dithering.exponential_factor(norm, workers)
+        gradient.exponential_decode_kernel[flat_grid(d, BLOCK)](out, codes, d, factor, depth, codes.numel(), bits, BLOCK)
     return out
 
 

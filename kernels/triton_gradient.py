@@ -91,13 +91,13 @@ def exponential_encode_kernel(
 
 
 @triton.jit
-def exponential_decode_kernel(out, codes, d, factor, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = sign * 2**(2 - e) * factor, zero for e = 0."""
+def exponential_decode_kernel(out, codes, d, factor, depth, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = sign * 2**(1 + depth - e) * factor, zero for e = 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     c = load_codes(codes, at, ok, size_bytes, BITS)
     e = c & ((1 << (BITS - 1)) - 1)
-    power = (((129 - e) << 23) | ((c >> (BITS - 1)) << 31)).to(tl.float32, bitcast=True)
+    power = (((128 + depth - e) << 23) | ((c >> (BITS - 1)) << 31)).to(tl.float32, bitcast=True)
     tl.store(out + at, tl.where(e == 0, 0.0, power * factor), mask=ok)
 
 
