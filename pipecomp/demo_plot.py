@@ -27,7 +27,7 @@ def megabytes(size: float) -> str:
 def tables(results: list[dict[str, Any]]) -> list[Table]:
     """What each method reached and sent, and what its steps take on slower links; one line for each method."""
     reached = _table("What each method reached and sent", "training\nloss", "held-out\nloss", "MB sent\nforward",
-                     "MB sent\nbackward", "raw /\nsent", "store\nMB", "seconds\nhere")  # fmt: skip
+                     "MB sent\nbackward", "raw /\nsent", "store\nMB", "time\ns")  # fmt: skip
     rates = _table("Seconds a step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
     for r in results:
         raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
@@ -42,7 +42,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
+    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
     out.add_column("method", no_wrap=True)
     for heading in headings:
         out.add_column(heading, justify="right", no_wrap=True)

@@ -32,4 +32,4 @@ echo "Installing pipecomp and its dependencies."
 $pip install setuptools wheel
 $pip install --no-build-isolation -e ".[dev]"
 touch "$venv/.ready"
-"$venv/bin/python" -c 'import torch, deepspeed, transformers; print(f"Ready: torch {torch.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}")' 2>/dev/null
+DS_ACCELERATOR=cpu "$venv/bin/python" -c 'import torch, deepspeed, transformers; print(f"Ready: torch {torch.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}")' 2>/dev/null

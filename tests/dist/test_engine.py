@@ -15,7 +15,7 @@ from small import ds_config, gpt2, samples
 
 from pipecomp.local import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 STEPS = 10
 UNCLIPPED = {"gradient_clipping": 1e9}  # stock DeepSpeed counts only the first stage's norm
@@ -228,15 +228,45 @@ MODES = {
 }  # fmt: skip
 
 
+def padded(samples_of_it):
+    """Batches whose samples have different lengths: padded right, labels of padding ignored."""
+    length = max(len(s["input_ids"]) for s in samples_of_it)
+    fill = torch.nn.functional.pad
+    return {
+        "input_ids": torch.stack([fill(s["input_ids"], (0, length - len(s["input_ids"]))) for s in samples_of_it]),
+        "attention_mask": torch.stack([
+            fill(torch.ones_like(s["input_ids"]), (0, length - len(s["input_ids"]))) for s in samples_of_it
+        ]),
+        "labels": torch.stack([fill(s["labels"], (0, length - len(s["labels"])), value=-100) for s in samples_of_it]),
+    }  # fmt: skip
+
+
+def unequal():
+    return [{key: value[: 5 + i % 13] for key, value in sample.items()} for i, sample in enumerate(samples())]
+
+
 def all_modes(rank, world, note, stages):
-    return {name: spread(rank, world, note, stages, more) for name, more in MODES.items()}
+    import pipecomp
+
+    out = {name: spread(rank, world, note, stages, more) for name, more in MODES.items()}
+    engine = pipecomp.initialize(
+        gpt2(), num_stages=stages, config=ds_config(), training_data=unequal(), collate_fn=padded
+    )
+    out["padded"] = [float(engine.train_batch()) for _ in range(4)], engine.comm_stats()["links"]
+    engine.close()
+    if stages > 1:
+        section = {"activations": {"method": "aqsgd", "first_visit": 8}, "store": {"backend": "memory"}}
+        engine, losses = train(stages, section, steps=6)
+        out["messages"] = losses, messages(engine)
+        engine.close()
+    return out
 
 
 def test_stages_and_replicas_train_alike_in_every_precision():
     """Same losses and the same true global norm for one stage and two, one replica and two; tied weights stay equal."""
-    whole = run_ranks(1, all_modes, 1, timeout_s=200)[0]
-    halves = run_ranks(2, all_modes, 2, timeout_s=200)
-    replicas = run_ranks(2, all_modes, 1, timeout_s=200)
+    whole = run_ranks(1, all_modes, 1, timeout_s=250)[0]
+    halves = run_ranks(2, all_modes, 2, timeout_s=250)
+    replicas = run_ranks(2, all_modes, 1, timeout_s=250)
     both = run_ranks(4, all_modes, 2, timeout_s=250)
     for mode in MODES:
         tolerance = 2e-3 if "bf16" in mode else 1e-6
@@ -250,6 +280,16 @@ def test_stages_and_replicas_train_alike_in_every_precision():
         group = both[0][mode][3]["data parallel"]
         assert group["bytes_raw"] == group["bytes_sent"] > 0
         assert "tied transformer.wte.weight" in both[0][mode][3]
+    for one, several in ((whole, halves), (replicas[0], both)):
+        for result in several.values():
+            assert result["padded"][0] == pytest.approx(one["padded"][0], rel=1e-6)
+    real = sum(5 + i % 13 for i in range(24)) * 32 * 4
+    assert halves[0]["padded"][1]["0->1"]["forward"]["bytes_raw"] == real  # 4 steps of 6 are one epoch of 24
+    kept = [both[rank]["messages"][1]["0"] for rank in range(4)]
+    assert kept[0] == kept[2]
+    assert kept[1] == kept[3]
+    assert set(kept[0]) == set(range(0, 24, 2)), "the first replica keeps its own samples"
+    assert set(kept[1]) == set(range(1, 24, 2))
 
 
 # -- refusals

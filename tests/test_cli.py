@@ -1,0 +1,79 @@
+"""The command line as a user runs it: the demo, the store commands, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+DEMO_KEYS = {
+    "method", "forward_bits", "backward_bits", "train_loss", "eval_loss", "forward_bytes_raw", "forward_bytes_sent",
+    "forward_bytes_sent_after_first_epoch", "backward_bytes_raw", "backward_bytes_sent", "store_bytes", "seconds",
+    "step_seconds_at",
+}  # fmt: skip
+
+
+def pipecomp(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipecomp.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    done = pipecomp("demo", "--quick", "--methods", "none,aqsgd", "--bits", "3,6", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, done.stdout
+
+
+def test_demo_writes_what_it_shows(demo):
+    out, text = demo
+    results = json.loads((out / "demo.json").read_text())
+    assert [r["method"] for r in results] == ["none", "aqsgd"]
+    none, aqsgd = results
+    for result in results:
+        assert set(result) >= DEMO_KEYS
+        assert set(result["step_seconds_at"]) == {"1 Gbit/s", "100 Mbit/s", "10 Mbit/s"}
+        assert f"{result['train_loss']:.3f}" in text
+        assert f"{result['eval_loss']:.3f}" in text
+    assert (aqsgd["forward_bits"], aqsgd["backward_bits"]) == (3, 6)
+    assert aqsgd["forward_bytes_raw"] == none["forward_bytes_raw"] > 0
+    later = aqsgd["forward_bytes_raw"] / 2  # one of two epochs
+    assert 3 / 32 * later < aqsgd["forward_bytes_sent_after_first_epoch"] < 1.4 * 3 / 32 * later
+    assert none["store_bytes"] == 0
+    assert aqsgd["store_bytes"] > aqsgd["forward_bytes_raw"] / 2
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "AQ-SGD fw3 bw6" in text
+
+
+def test_store_commands_on_the_demos_store(demo, tmp_path):
+    folder = str(demo[0] / "messages" / "aqsgd")
+    info = pipecomp("store", "info", folder, "--json", str(tmp_path / "info.json"))
+    assert info.returncode == 0, info.stderr
+    assert "link-0" in info.stdout
+    lines = json.loads((tmp_path / "info.json").read_text())
+    assert [(line["rank"], line["samples"], line["bits"]) for line in lines] == [(0, 64, 32), (1, 64, 32)]
+    verify = pipecomp("store", "verify", folder)
+    assert verify.returncode == 0, verify.stderr
+    assert "128 values checked, 0 damaged" in verify.stdout
+    prune = pipecomp("store", "prune", folder, "--ids-below", "10")
+    assert prune.returncode == 0, prune.stderr
+    assert "108 values removed (0 of them damaged), 20 kept" in prune.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("demo", "--bits", "9,4"), "activations.forward_bits: got 9, allowed: a whole number from 1 to 8"),
+    (("demo", "--bits", "4"), "bits: got '4', allowed: two numbers"),
+    (("demo", "--methods", "none,zip"), "methods: got 'zip', allowed: none, fp16, bf16, direct, aqsgd"),
+    (("demo", "--stages", "9"), "stages: got 9, allowed: 1 to 4"),
+    (("store", "info", "/no/such/folder"), "/no/such/folder"),
+])  # fmt: skip
+def test_errors_are_one_line(arguments, message, tmp_path):
+    done = pipecomp(*arguments, timeout_s=60)
+    assert done.returncode == 1
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
