@@ -1,4 +1,4 @@
-"""The command line: `pipecomp demo | store`. Errors are one line and exit status 1."""
+"""The command line: `pipecomp demo | store | bench`. Errors are one line and exit status 1."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ app = typer.Typer(
 )  # fmt: skip
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 app.add_typer(store, name="store")
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+app.add_typer(bench, name="bench")
 console = Console()
 
 
@@ -144,6 +146,22 @@ def store_prune(
             f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
             highlight=False,
         )
+
+
+@bench.command("store")
+def bench_stores(
+    samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
+    epochs: Annotated[int, typer.Option(help="How often each is rewritten.")] = 3,
+    folder: Annotated[str | None, typer.Option(help="On the disk to measure; by default a temporary folder.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Message stores: put, get, prefetched get and background writes, beside memcpy and plain file writes."""
+    with _plain_errors():
+        from pipecomp.bench_store import bench_store, store_table
+
+        rows = bench_store(samples=samples, epochs=epochs, folder=folder)
+        _write_json(json_file, rows)
+        console.print(store_table(rows))
 
 
 def _write_json(file: Path | None, value: Any) -> None:
