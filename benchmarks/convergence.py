@@ -157,13 +157,11 @@ def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int,
     """(method, K, seed) in the order in which they are worth having."""
     chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
     main = [m for m in chosen if m.every_k or m.name == "FP32"]
-    groups = [
-        [(m, stages[0]) for m in main],
-        [(m, stages[0]) for m in chosen if m not in main and not m.bf16],
-        [(m, k) for k in stages[1:] for m in main if m.every_k],  # FP32 is the same, bit for bit, for every K
-        [(m, stages[0]) for m in chosen if m.bf16],
-    ]
-    return [(m.name, k, seed) for group in groups for seed in range(seeds) for m, k in group]
+    first = [(m.name, stages[0], seed) for seed in range(seeds) for m in main]
+    rest = [(m, stages[0]) for m in chosen if m not in main and not m.bf16]
+    rest += [(m, k) for k in stages[1:] for m in main if m.every_k]  # FP32 is the same, bit for bit, for every K
+    rest += [(m, stages[0]) for m in chosen if m.bf16]
+    return first + [(m.name, k, seed) for seed in range(seeds) for m, k in rest]
 
 
 def finished(path: Path, digest: str) -> list[dict[str, Any]]:
