@@ -5,6 +5,7 @@ A backend is an object with the functions of `torch_backend` under the same name
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import cache
 from typing import Any, NamedTuple
@@ -80,9 +81,18 @@ def automatic(device: str) -> Any:
         f"pipecomp quantizes with plain torch operations on {device}, tens of times slower than its own kernels: "
         f"{loaded}. `pipecomp doctor` says more.",
         SlowKernelsWarning,
-        stacklevel=4,
+        stacklevel=frames_to_caller(),
     )
     return torch_backend
+
+
+def frames_to_caller() -> int:
+    """The `stacklevel` with which a warning of this module's caller names the first line outside kernels and torch."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame.f_back if frame else None
+    while frame and frame.f_globals.get("__name__", "").startswith(("pipecomp.kernels", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def status() -> list[Status]:

@@ -148,6 +148,7 @@ def exponential_encode(
 def exponential_reduce_(a: Tensor, b: Tensor, d: int, *, bits: int = 8, seed: int = 0, backend: str = "auto") -> Tensor:
     """a <- a + b on exponential codes of d values, unbiased, in place. One level of the tree: `seed` of its own.
 
+    Each level may lower an exponent by one: encode with `workers` of at least the number of codes that are reduced.
     Source: Global-QSGD, Algorithm 2.
     """
     check_exponential(bits, 0)

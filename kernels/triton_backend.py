@@ -294,7 +294,8 @@ def exponential_decode(
     out = torch.empty(d, dtype=torch.float32, device=codes.device) if out is None else out
     if d:
         factor = dithering.exponential_factor(norm, workers)
-        gradient.exponential_decode_kernel[flat_grid(d, BLOCK)](out, codes, d, factor, depth, codes.numel(), bits, BLOCK)
+        size, grid = codes.numel(), flat_grid(d, BLOCK)
+        gradient.exponential_decode_kernel[grid](out, codes, d, factor, depth, size, bits, BLOCK)
     return out
 
 

@@ -1,0 +1,111 @@
+"""Triton kernels on a GPU: the same bytes as the torch reference on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipecomp.errors import NonFiniteError
+from pipecomp.kernels import dispatch, dithering, ops, reference
+from pipecomp.kernels.layout import Options
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def same(got, want) -> bool:
+    return got.dtype == want.dtype and got.cpu().numpy().tobytes() == want.numpy().tobytes()
+
+
+def test_auto_takes_triton():
+    assert dispatch.pick("auto", torch.zeros(1, device="cuda")) is dispatch.load_triton("cuda")
+    assert [s.backend for s in dispatch.status() if s.device == "cuda"] == ["triton"]
+
+
+@pytest.mark.parametrize("mode", [("max", "nearest"), ("rms", "nearest"), ("max", "stochastic")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "H", "group"), [(64, 1600, None), (7, 257, 64), (1, 100_003, None), (3, 33, 5), (512, 768, 128)]
+)
+def test_quantizer(rows, H, group, dtype, mode):
+    torch.manual_seed(rows)
+    x, m = (torch.randn(rows, H) * 3).to(dtype), torch.randn(rows, H)
+    x[0, :] = 0
+    m[0, :] = -0.0
+    for bits in range(1, 9):
+        o = Options(bits, group, *mode, 2**40 + bits)
+        m_want, m_got = m.clone(), m.cuda()
+        want = reference.delta_quantize_(x, m_want, o)
+        got = ops.delta_quantize_(x.cuda(), m_got, bits, group_size=group, scale=mode[0], rounding=mode[1], seed=o.seed)
+        assert same(got[0], want[0])
+        assert same(got[1], want[1])
+        assert same(m_got, m_want)
+        back = ops.dequantize(*got, bits, x.shape, group_size=group, rounding=mode[1])
+        assert same(back, reference.dequantize(*want, bits, (rows, H), group, mode[1], None, False))
+
+
+def test_not_finite_leaves_m_alone():
+    a, m = torch.randn(300, 500, device="cuda"), torch.randn(300, 500, device="cuda")
+    a[271, 3] = float("nan")
+    before = m.clone()
+    with pytest.raises(NonFiniteError, match="row 271"):
+        ops.delta_quantize_(a, m, 4)
+    assert torch.equal(m, before)
+
+
+@pytest.mark.parametrize("d", [1, 1000, 70_001])
+def test_gradient_codes(d):
+    torch.manual_seed(d)
+    g, h = torch.randn(d), torch.randn(d)
+    norm = float(torch.maximum(g.abs(), h.abs()).max())
+    for levels in (1, 7, 127):
+        want = dithering.linear_encode(g, norm, (levels,), None, ops.linear_bits(levels), 5, 0)
+        got = ops.linear_encode(g.cuda(), norm, levels, seed=5)
+        assert same(got, want)
+        total = ops.linear_add_(torch.zeros(d, dtype=torch.int32, device="cuda"), got, levels)
+        want_total = ops.linear_add_(torch.zeros(d, dtype=torch.int32), want, levels)
+        assert same(total, want_total)
+        mean = ops.linear_decode(want_total, norm, levels, workers=3)
+        assert same(ops.linear_decode(total, norm, levels, workers=3), mean)
+    for bits in (4, 8):
+        a = ops.exponential_encode(g, norm, bits=bits, workers=2, seed=0, backend="torch")
+        b = ops.exponential_encode(h, norm, bits=bits, workers=2, seed=1, backend="torch")
+        for seed, (v, codes) in enumerate(((g, a), (h, b))):
+            assert same(ops.exponential_encode(v.cuda(), norm, bits=bits, workers=2, seed=seed), codes)
+        got = ops.exponential_reduce_(a.cuda(), b.cuda(), d, bits=bits, seed=9)
+        want = ops.exponential_reduce_(a, b, d, bits=bits, seed=9, backend="torch")
+        assert same(got, want)
+        mean = ops.exponential_decode(want, d, norm, bits=bits, workers=2)
+        assert same(ops.exponential_decode(got, d, norm, bits=bits, workers=2), mean)
+    centers = torch.randn(16).sort().values
+    assert same(ops.kmeans_assign(g.cuda(), centers.cuda()), ops.kmeans_assign(g, centers, backend="torch"))
+    index = ops.multiscale_index(g, norm, (3, 30), backend="torch")
+    assert same(ops.multiscale_index(g.cuda(), norm, (3, 30)), index)
+
+
+def test_top_k_positions_and_bit_streams():
+    x = (torch.randn(20, 1600) * 4).round() / 4
+    values, index = ops.top_k_select(x, 0.2, group_size=200, backend="torch")
+    got_values, got_index = ops.top_k_select(x.cuda(), 0.2, group_size=200)
+    assert same(got_values, values)
+    assert same(got_index, index)
+    packed = ops.pack_positions(index, 1600, backend="torch")
+    assert same(ops.pack_positions(got_index, 1600), packed)
+    assert same(ops.unpack_positions(packed.cuda(), 1600, index.shape[1]), index)
+    for bits in (1, 3, 8, 11, 24):
+        v = torch.randint(0, 1 << bits, (3, 77), dtype=torch.int32)
+        packed = ops.pack_bits(v, bits, backend="torch")
+        assert same(ops.pack_bits(v.cuda(), bits), packed)
+        assert same(ops.unpack_bits(packed.cuda(), bits, 77), v)
+
+
+def test_payload_copies_to_pinned_memory_without_waiting():
+    x = torch.randn(512, 1600, device="cuda")
+    codes, scale = ops.quantize(x, 4)
+    hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (codes, scale)]
+    for host, device in zip(hosts, (codes, scale), strict=True):
+        assert device.is_contiguous()
+        host.copy_(device, non_blocking=True)
+    torch.cuda.synchronize()
+    want = ops.quantize(x.cpu(), 4, backend="torch")
+    assert torch.equal(hosts[0], want[0])
+    assert torch.equal(hosts[1], want[1])
