@@ -22,32 +22,21 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
-from pipecomp.buffers import StoreEnvironment
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
 from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError
 from pipecomp.export import save_pretrained
+from pipecomp.failure import find_lost, report_stopped
 from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
-from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
+from pipecomp.stages.link import Position
+from pipecomp.stages.links import Links
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
 from pipecomp.stats import GroupStats, Seconds
-from pipecomp.wire import Kind, peek
 
 _STATE_KEY = "pipecomp"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """This rank's ends of its links (None at the ends of the pipeline) and where their messages are kept."""
-
-    to_next: UpstreamEnd | None = None
-    to_previous: DownstreamEnd | None = None
-    environment: StoreEnvironment | None = None
-
-    def __iter__(self) -> Iterator[UpstreamEnd | DownstreamEnd]:
-        return (end for end in (self.to_previous, self.to_next) if end is not None)
+_FIND_LOST_S = 15.0  # for the other ranks to notice that one is gone
 
 
 @dataclass(slots=True)
@@ -66,10 +55,10 @@ def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None
         if not self.module.training:
             instruction(self, **place)
             return
-        waited = sum(end.stats.wait_seconds for end in self.links)
+        waited = self.links.wait_seconds
         with self._seconds.part(part):
             instruction(self, **place)
-        waited = sum(end.stats.wait_seconds for end in self.links) - waited
+        waited = self.links.wait_seconds - waited
         self._seconds.wait += waited
         if part == "decode":
             self._seconds.decode -= waited
@@ -112,7 +101,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.links = links
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
-            links.to_previous.transport.on_arrival(self._prefetch_arrived)
+            links.to_previous.transport.on_arrival(links.prefetch_arrived)
 
     def set_loader(self, loader: TrainLoader) -> None:
         """Train on this loader's micro-batches."""
@@ -328,14 +317,6 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         for ahead in range(self.pipecomp_config.store.prefetch):
             store.prefetch(self._loader.upcoming(ahead))
 
-    def _prefetch_arrived(self, message: Any) -> None:
-        """On the receiving thread: load the messages of a micro-batch that has arrived before its turn."""
-        header = peek(message)
-        if header.kind is Kind.ACTIVATION:
-            for end in self.links:
-                if end.store is not None:
-                    end.store.prefetch([sample.id for sample in header.samples])
-
     # -- saving
 
     def save_pretrained(self, folder: str) -> None:
@@ -380,32 +361,24 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         try:
             yield
         except Exception as error:
+            report_stopped(f"{type(error).__name__}: {error}")
             cause = self._first_cause(error)
-            lost = cause.rank if isinstance(cause, PeerLostError) else self.global_rank
-            reason = str(cause) if isinstance(cause, PeerLostError) else (
-                f"rank {self.global_rank} stopped: {type(cause).__name__}: {cause}"
-            )
-            for end in self.links:
-                end.transport.abort(lost, reason)
+            if isinstance(cause, PeerLostError):
+                self.links.abort(cause.rank, str(cause))
+            else:
+                self.links.abort(
+                    self.global_rank, f"rank {self.global_rank} stopped: {type(cause).__name__}: {cause}"
+                )
             if cause is not error:
                 raise cause from error
             raise
 
     def _first_cause(self, error: Exception) -> Exception:
-        """A failed collective says little; the links know who was lost."""
+        """A failed collective says little; the links, or the silence of a rank, tell who was lost."""
         if isinstance(error, PipecompError) or not isinstance(error, RuntimeError):
             return error
-        for end in self.links:
-            failure = end.transport.failure(wait_s=2.0)
-            if failure is not None:
-                return failure
-        return error
+        return self.links.failure(wait_s=1.0) or find_lost(_FIND_LOST_S) or error
 
     def close(self) -> None:
         """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
-        for end in self.links:
-            with contextlib.suppress(PipecompError):
-                end.transport.close()
-        if self.links.environment is not None:
-            self.links.environment.close()
-
+        self.links.close()

@@ -20,7 +20,7 @@ LAYERS = [
     {"config", "codecs", "stats", "data"},
     {"buffers"},
     {"stages", "allreduce"},
-    {"schedule", "export", "engine", "optim", "build"},
+    {"schedule", "export", "failure", "engine", "optim", "build"},
     {"trainer", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report", "recipe_text", "doctor"},
     {"cli"},
 ]

@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 WITHIN_S = 60.0
 
 
-def dies_at_step_3(rank, world, note, victim, folder):
+def dies_at_step_3(rank, world, note, victim, folder, stages):
     import pipecomp
     from pipecomp.errors import PeerLostError
 
     section = {"activations": {"method": "aqsgd"}, "store": {"path": folder}}
-    engine = pipecomp.initialize(gpt2(), num_stages=world, config=ds_config(section), training_data=samples())
+    engine = pipecomp.initialize(gpt2(), num_stages=stages, config=ds_config(section), training_data=samples())
     for step in range(100):
         if rank == victim and step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -37,9 +37,11 @@ def dies_at_step_3(rank, world, note, victim, folder):
     return None
 
 
-@pytest.mark.parametrize(("world", "victim"), [(3, 0), (3, 2)])
-def test_the_lost_rank_is_named_by_all_others(world, victim, tmp_path):
-    ranks = run_ranks(world, dies_at_step_3, victim, str(tmp_path), timeout_s=150, may_die=(victim,))
+@pytest.mark.parametrize(
+    ("world", "stages", "victim"), [(3, 3, 0), (3, 3, 2), (4, 2, 1)], ids=["first", "last", "of two replicas"]
+)
+def test_the_lost_rank_is_named_by_all_others(world, stages, victim, tmp_path):
+    ranks = run_ranks(world, dies_at_step_3, victim, str(tmp_path), stages, timeout_s=150, may_die=(victim,))
     assert set(ranks) == set(range(world)) - {victim}
     for lost, message, seconds, step in ranks.values():
         assert lost == victim

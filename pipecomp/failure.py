@@ -1,0 +1,42 @@
+"""When training fails: find out which rank was lost, and let every other rank know.
+
+A link knows its neighbour. A failed collective only knows that somebody is gone; then every rank that is still there
+says so in the key-value store of torch.distributed, and who does not is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pipecomp.errors import PeerLostError
+
+_KEY = "pipecomp/stopped/{}"
+_POLL_S = 0.1
+
+
+def report_stopped(reason: str) -> None:
+    """Say that this rank is there and why its training ended."""
+    with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone; `find_lost` says so
+        distributed_c10d._get_default_store().set(_KEY.format(dist.get_rank()), reason)
+
+
+def find_lost(wait_s: float) -> PeerLostError | None:
+    """The rank that has said nothing when `wait_s` seconds are over; None if all have, so that none is lost.
+
+    Call `report_stopped` first. If the store itself is gone, the rank that serves it (0, with the usual launchers) is.
+    """
+    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+    deadline = time.monotonic() + wait_s
+    try:
+        store = distributed_c10d._get_default_store()
+        while missing := [r for r in others if not store.check([_KEY.format(r)])]:
+            if time.monotonic() > deadline:
+                return PeerLostError(f"lost rank {missing[0]}: it stopped without a word", missing[0])
+            time.sleep(_POLL_S)
+    except (RuntimeError, ValueError):
+        return PeerLostError("lost rank 0: torch.distributed's key-value store is gone, which it serves", 0)
+    return None

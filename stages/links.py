@@ -1,0 +1,60 @@
+"""All of a rank's link ends together: opened, watched and closed as one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipecomp.buffers import StoreEnvironment
+from pipecomp.errors import PipecompError
+from pipecomp.stages.link import DownstreamEnd, UpstreamEnd
+from pipecomp.wire import Kind, peek
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """A rank's ends of its links (None at the ends of the pipeline) and where their messages are kept."""
+
+    to_next: UpstreamEnd | None = None
+    to_previous: DownstreamEnd | None = None
+    environment: StoreEnvironment | None = None
+
+    def __iter__(self) -> Iterator[UpstreamEnd | DownstreamEnd]:
+        return (end for end in (self.to_previous, self.to_next) if end is not None)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long this rank has waited for messages."""
+        return sum(end.stats.wait_seconds for end in self)
+
+    def prefetch_arrived(self, message: np.ndarray) -> None:
+        """Load the messages of a micro-batch that has arrived before its turn; called on a receiving thread."""
+        header = peek(message)
+        if header.kind is Kind.ACTIVATION:
+            for end in self:
+                if end.store is not None:
+                    end.store.prefetch([sample.id for sample in header.samples])
+
+    def failure(self, wait_s: float) -> Exception | None:
+        """What ended one of the connections, if anything shows within `wait_s` seconds each."""
+        for end in self:
+            failure = end.transport.failure(wait_s)
+            if failure is not None:
+                return failure
+        return None
+
+    def abort(self, lost_rank: int, reason: str) -> None:
+        """Tell both neighbours that this rank's training is over, and why."""
+        for end in self:
+            end.transport.abort(lost_rank, reason)
+
+    def close(self) -> None:
+        """End the connections in order and finish the stores; safe to call twice."""
+        for end in self:
+            with contextlib.suppress(PipecompError):
+                end.transport.close()
+        if self.environment is not None:
+            self.environment.close()
