@@ -9,56 +9,76 @@ INLINE F8 bucket8(const T* g, int64_t i, int64_t end) {
 
 INLINE F8 relative(F8 g, F8 divisor) { return minimum(F8(U8(g) & splat(0x7FFFFFFFu)) / divisor, splat(1.0f)); }
 
-// Writes 32 codes at value i of a bucket, or what is left before `end`.
-template <int CLASS>
-INLINE void put_codes(const Packer& p, I8* c, uint8_t* codes, int64_t i, int64_t end, const uint8_t* limit) {
-    uint8_t* out = codes + i / 8 * p.bits;
-    if (end - i >= 32) return Packer::put<CLASS>(p, c, out, limit);
-    for (int j = 0; j < 4; j++) c[j] = end - i > 8 * j ? zero_from(c[j], end - i - 8 * j) : I8{};
-    uint8_t part[64];
-    Packer::put<CLASS>(p, c, part, part + sizeof part);
-    __builtin_memcpy(out, part, size_t(((end - i) * p.bits + 7) / 8));
-}
-
-template <class T, int CLASS, class R>
-static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end) {
-    const T* g = static_cast<const T*>(a.g);
-    const F8 divisor = splat(a.norm > 0 ? a.norm : 1.0f);
-    const I8 offset = splat(a.offset);
-    const Packer packer = Packer::make(a.bits);
-    const uint8_t* limit = a.codes + (end * a.bits + 7) / 8;
-    F8 levels = splat(a.levels[0]);
-    R random = R::start(a.seed, a.start + uint64_t(begin));
-    for (int64_t i = begin; i < end; i += 32) {
+// Packs the codes that `code(values, position, random)` gives for [begin, end): 32 values at a time, then the rest.
+template <class T, int CLASS, class R, class Code>
+INLINE void encode(const Code& code, const T* g, uint8_t* codes, int bits, int64_t begin, int64_t end, R random) {
+    const Packer packer = Packer::make(bits);
+    uint8_t* out = codes + begin / 8 * bits;
+    const uint8_t* limit = codes + (end * bits + 7) / 8;
+    int64_t i = begin;
+    for (; i + 32 <= end; i += 32, out += 4 * bits) {
         I8 c[4];
-        for (int j = 0; j < 4; j++) {
-            int64_t at = i + 8 * j;
-            F8 v = at < end ? bucket8(g, at, end) : F8{};
-            if (a.index)
-                for (int64_t t = 0; t < 8; t++) levels[t] = at + t < end ? a.levels[a.index[at + t]] : 1.0f;
-            F8 y = relative(v, divisor) * levels;
-            I8 whole = to_int(y);
-            I8 up = uniform(R::take(random)) < y - to_float(whole);  // -1 where true
-            I8 level = minimum(whole - up, offset);
-            I8 negative = v < splat(0.0f);
-            c[j] = offset + ((level ^ negative) - negative);
-        }
-        put_codes<CLASS>(packer, c, a.codes, i, end, limit);
+        for (int j = 0; j < 4; j++) c[j] = code(load8(g + i + 8 * j), i + 8 * j, R::take(random));
+        Packer::put<CLASS>(packer, c, out, limit);
     }
+    if (i == end) return;
+    I8 c[4] = {};
+    for (int64_t j = 0; i + 8 * j < end; j++) {
+        int64_t at = i + 8 * j;
+        c[j] = code(bucket8(g, at, end), at, R::take(random));
+        if (end - at < 8) c[j] = zero_from(c[j], end - at);
+    }
+    uint8_t part[64];
+    Packer::put<CLASS>(packer, c, part, part + sizeof part);
+    __builtin_memcpy(out, part, size_t(limit - out));
 }
 
-template <class T, class R>
+// One level count for all (INDEXED false), or one a value.
+template <bool INDEXED>
+struct LinearCode {
+    const LinearArgs& a;
+    int64_t end;
+    F8 divisor, levels;
+    I8 offset;
+
+    LinearCode(const LinearArgs& a_, int64_t end_)
+        : a(a_), end(end_), divisor(splat(a.norm > 0 ? a.norm : 1.0f)), levels(splat(a.levels[0])),
+          offset(splat(a.offset)) {}
+
+    __attribute__((always_inline)) I8 operator()(F8 v, int64_t at, U8 random) const {
+        F8 s = levels;
+        if (INDEXED)
+            for (int64_t t = 0; t < 8 && at + t < end; t++) s[t] = a.levels[a.index[at + t]];
+        F8 y = relative(v, divisor) * s;
+        I8 whole = to_int(y);
+        I8 up = uniform(random) < y - to_float(whole);  // -1 where true
+        I8 level = minimum(whole - up, offset);
+        I8 negative = v < splat(0.0f);
+        return offset + ((level ^ negative) - negative);
+    }
+};
+
+template <class T, class R, bool INDEXED>
 static void linear_encode_bits(const LinearArgs& a, int64_t begin, int64_t end) {
-    if (a.bits <= 4) return linear_encode_values<T, 4, R>(a, begin, end);
-    if (a.bits < 8) return linear_encode_values<T, 7, R>(a, begin, end);
-    linear_encode_values<T, 8, R>(a, begin, end);
+    const T* g = static_cast<const T*>(a.g);
+    const LinearCode<INDEXED> code(a, end);
+    const R random = R::start(a.seed, a.start + uint64_t(begin));
+    if (a.bits <= 4) return encode<T, 4>(code, g, a.codes, a.bits, begin, end, random);
+    if (a.bits < 8) return encode<T, 7>(code, g, a.codes, a.bits, begin, end, random);
+    encode<T, 8>(code, g, a.codes, a.bits, begin, end, random);
+}
+
+template <class T>
+static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end) {
+    const bool across = crosses(a.start + uint64_t(begin), end - begin);
+    if (a.index && across) return linear_encode_bits<T, RandomAcross, true>(a, begin, end);
+    if (a.index) return linear_encode_bits<T, Random, true>(a, begin, end);
+    if (across) return linear_encode_bits<T, RandomAcross, false>(a, begin, end);
+    linear_encode_bits<T, Random, false>(a, begin, end);
 }
 
 static void linear_encode(const LinearArgs& a, int64_t begin, int64_t end) {
-    const bool across = crosses(a.start + uint64_t(begin), end - begin);
-#define CALL(T)                                                              \
-    if (across) return linear_encode_bits<T, RandomAcross>(a, begin, end);   \
-    return linear_encode_bits<T, Random>(a, begin, end)
+#define CALL(T) linear_encode_values<T>(a, begin, end)
     BY_DTYPE(a.dtype, CALL)
 #undef CALL
 }
@@ -99,63 +119,63 @@ static void scale_index(uint8_t* out, const void* g, int dtype, float norm, cons
     }
 }
 
-template <class T, int BITS, class R>
-static void exponential_encode_values(const ExponentialArgs& a, int64_t begin, int64_t end) {
-    const T* g = static_cast<const T*>(a.g);
-    const int top = (1 << (BITS - 1)) - 1;
-    const F8 divisor = splat(a.norm > 0 ? a.norm : 1.0f), smallest = splat(bits_float(uint32_t(126 + top - a.depth) << 23));
-    const Packer packer = Packer::make(BITS);
-    const uint8_t* limit = a.codes + (end * BITS + 7) / 8;
-    R random = R::start(a.seed, a.start + uint64_t(begin));
-    for (int64_t i = begin; i < end; i += 32) {
-        I8 c[4];
-        for (int j = 0; j < 4; j++) {
-            int64_t at = i + 8 * j;
-            F8 v = at < end ? bucket8(g, at, end) : F8{};
-            F8 y = relative(v, divisor);
-            U8 h = R::take(random);
-            I8 pattern = I8(y);
-            I8 below = splat(int32_t(128 + a.depth)) - (pattern >> 23);
-            I8 up = I8(h >> 9) < (pattern & splat(int32_t(0x7FFFFF)));  // -1 where true
-            I8 last = (uniform(h) < y * smallest) & splat(int32_t(top));
-            I8 e = below > splat(int32_t(top)) ? last : below + up;
-            I8 sign = (v < splat(0.0f)) & splat(int32_t(1 << (BITS - 1)));
-            c[j] = e | (sign & (e > splat(int32_t(0))));
-        }
-        put_codes<BITS>(packer, c, a.codes, i, end, limit);
-    }
-}
+template <int BITS>
+struct ExponentialCode {
+    static constexpr int TOP = (1 << (BITS - 1)) - 1;
+    F8 divisor, smallest;
+    I8 first;
 
-template <class T>
-static void exponential_encode_bits(const ExponentialArgs& a, int64_t begin, int64_t end, bool across) {
-    if (across && a.bits == 8) return exponential_encode_values<T, 8, RandomAcross>(a, begin, end);
-    if (across) return exponential_encode_values<T, 4, RandomAcross>(a, begin, end);
-    if (a.bits == 8) return exponential_encode_values<T, 8, Random>(a, begin, end);
-    exponential_encode_values<T, 4, Random>(a, begin, end);
+    explicit ExponentialCode(const ExponentialArgs& a)
+        : divisor(splat(a.norm > 0 ? a.norm : 1.0f)), smallest(splat(bits_float(uint32_t(126 + TOP - a.depth) << 23))),
+          first(splat(int32_t(128 + a.depth))) {}
+
+    __attribute__((always_inline)) I8 operator()(F8 v, int64_t, U8 random) const {
+        F8 y = relative(v, divisor);
+        I8 pattern = I8(y);
+        I8 below = first - (pattern >> 23);
+        I8 up = I8(random >> 9) < (pattern & splat(int32_t(0x7FFFFF)));  // -1 where true
+        I8 last = (uniform(random) < y * smallest) & splat(int32_t(TOP));
+        I8 e = below > splat(int32_t(TOP)) ? last : below + up;
+        I8 sign = (v < splat(0.0f)) & splat(int32_t(1 << (BITS - 1)));
+        return e | (sign & (e > splat(int32_t(0))));
+    }
+};
+
+template <class T, class R>
+static void exponential_encode_bits(const ExponentialArgs& a, int64_t begin, int64_t end) {
+    const T* g = static_cast<const T*>(a.g);
+    const R random = R::start(a.seed, a.start + uint64_t(begin));
+    if (a.bits == 8) return encode<T, 8>(ExponentialCode<8>(a), g, a.codes, 8, begin, end, random);
+    encode<T, 4>(ExponentialCode<4>(a), g, a.codes, 4, begin, end, random);
 }
 
 static void exponential_encode(const ExponentialArgs& a, int64_t begin, int64_t end) {
     const bool across = crosses(a.start + uint64_t(begin), end - begin);
-#define CALL(T) exponential_encode_bits<T>(a, begin, end, across)
+#define CALL(T)                                                                 \
+    if (across) return exponential_encode_bits<T, RandomAcross>(a, begin, end); \
+    return exponential_encode_bits<T, Random>(a, begin, end)
     BY_DTYPE(a.dtype, CALL)
 #undef CALL
 }
 
 static void exponential_decode(const ExponentialArgs& a, int64_t begin, int64_t end) {
     const Unpacker u = Unpacker::make(a.bits);
-    const I8 top = splat(int32_t((1 << (a.bits - 1)) - 1));
+    const I8 top = splat(int32_t((1 << (a.bits - 1)) - 1)), first = splat(int32_t(128 + a.depth));
     const F8 factor = splat(a.norm);
-    const uint8_t* in = a.codes + begin / 8 * a.bits;
-    const uint8_t* limit = a.codes + (a.d * a.bits + 7) / 8;
-    for (int64_t i = begin; i < end; i += 8, in += a.bits) {
-        int64_t left = end - i < 8 ? end - i : 8;
-        bool whole = left == 8 && limit - in >= 8;
-        I8 c = whole ? Unpacker::get(u, in) : Unpacker::get_some(u, in, (left * a.bits + 7) / 8);
+    const int bits = a.bits, to_sign = 32 - a.bits;
+    const uint8_t* in = a.codes + begin / 8 * bits;
+    const uint8_t* limit = a.codes + (a.d * bits + 7) / 8;
+    float* const out = a.out;
+    int64_t i = begin;
+    auto value = [&](I8 c) __attribute__((always_inline)) {
         I8 e = c & top;
-        U8 power = U8(splat(int32_t(128 + a.depth)) - e) << 23 | U8(c & ~top) << (32 - a.bits);
-        F8 v = e == splat(int32_t(0)) ? F8{} : F8(power) * factor;
-        if (left == 8) storeu(a.out + i, v);
-        else store_some(a.out + i, v, left);
+        U8 power = U8(first - e) << 23 | U8(c & ~top) << to_sign;
+        return e == splat(int32_t(0)) ? F8{} : F8(power) * factor;
+    };
+    for (; i + 8 <= end && limit - in >= 8; i += 8, in += bits) storeu(out + i, value(Unpacker::get(u, in)));
+    for (; i < end; i += 8, in += bits) {
+        int64_t left = end - i < 8 ? end - i : 8;
+        store_some(out + i, value(Unpacker::get_some(u, in, (left * bits + 7) / 8)), left);
     }
 }
 
@@ -190,32 +210,28 @@ static void reduce_some(const ReduceArgs& a, int64_t begin, int64_t end) {
 }
 
 #if PC_AVX2
-// 32 values with one code in each byte, the sign in bit SIGN. `far` gets the lanes that need the second stream.
+// 32 values with one code in each byte, the sign in bit SIGN. `far` gets the lanes that may need the second stream.
 template <int SIGN>
 INLINE __m256i reduce32(__m256i a, __m256i b, __m256i random, __m256i* far) {
-    const __m256i one = _mm256_set1_epi8(1), mask = _mm256_set1_epi8((1 << SIGN) - 1);
-    const __m256i sign = _mm256_set1_epi8(int8_t(1 << SIGN)), zero = _mm256_setzero_si256();
+    const __m256i mask = _mm256_set1_epi8((1 << SIGN) - 1), zero = _mm256_setzero_si256();
     // 2**(8 - k) - 1: a random byte is at most this with probability 2**-k; beyond k = 8 only a zero byte goes on.
     const __m256i table = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(-1, 127, 63, 31, 15, 7, 3, 1, 0, 0, 0, 0, 0, 0, 0, 0));
     __m256i ea = _mm256_and_si256(a, mask), eb = _mm256_and_si256(b, mask);
     __m256i least = _mm256_min_epu8(ea, eb);
     __m256i k = _mm256_sub_epi8(_mm256_max_epu8(ea, eb), least);
-    __m256i differ = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_xor_si256(a, b), sign), sign);
-    __m256i power = _mm256_subs_epu8(k, _mm256_and_si256(differ, one));
-    __m256i bound = _mm256_shuffle_epi8(table, _mm256_min_epu8(power, _mm256_set1_epi8(15)));
+    __m256i differ = _mm256_xor_si256(a, b);
+    differ = SIGN == 7 ? _mm256_cmpgt_epi8(zero, differ) : _mm256_cmpgt_epi8(differ, mask);  // -1 where signs differ
+    __m256i power = _mm256_add_epi8(k, differ);  // -1 where the values cancel
+    __m256i bound = _mm256_shuffle_epi8(table, SIGN == 7 ? _mm256_min_epu8(power, _mm256_set1_epi8(15)) : power);
     __m256i moves = _mm256_cmpeq_epi8(_mm256_min_epu8(random, bound), random);  // -1 where true
     __m256i larger = _mm256_blendv_epi8(b, a, _mm256_cmpeq_epi8(ea, least));
-    // same sign: larger - 1; differing: larger + 1, that is larger + (moves ^ differ) - differ.
-    __m256i step = _mm256_sub_epi8(_mm256_xor_si256(moves, differ), differ);
-    __m256i sum = _mm256_add_epi8(larger, step);
-    __m256i cancel = _mm256_and_si256(differ, _mm256_cmpeq_epi8(k, zero));
-    sum = _mm256_andnot_si256(cancel, sum);
+    // Same sign: larger - 1. Differing: larger + 1.
+    __m256i sum = _mm256_add_epi8(larger, _mm256_sub_epi8(_mm256_xor_si256(moves, differ), differ));
+    sum = _mm256_andnot_si256(_mm256_cmpeq_epi8(power, _mm256_set1_epi8(-1)), sum);
+    *far = _mm256_cmpeq_epi8(_mm256_or_si256(bound, random), zero);
     // Where one is zero the other is the sum; its code is the bitwise or, as zero has no sign.
-    __m256i neutral = _mm256_cmpeq_epi8(least, zero);
-    *far = _mm256_andnot_si256(neutral, _mm256_and_si256(_mm256_cmpgt_epi8(power, _mm256_set1_epi8(8)),
-                                                         _mm256_cmpeq_epi8(random, zero)));
-    return _mm256_blendv_epi8(sum, _mm256_or_si256(a, b), neutral);
+    return _mm256_blendv_epi8(sum, _mm256_or_si256(a, b), _mm256_cmpeq_epi8(least, zero));
 }
 
 static void exponential_reduce_8(const ReduceArgs& a, int64_t begin, int64_t end) {

@@ -70,7 +70,8 @@ static void select_values(float* values, int32_t* index, const T* x, int64_t n, 
     int64_t size = 0;
     for (int64_t i = 0; i < n; i++) {
         uint32_t v = float_bits(one_value(x + i)) & 0x7FFFFFFFu;
-        if (v >> BUCKET_SHIFT == bucket) candidates[size++] = v;
+        candidates[size] = v;
+        size += v >> BUCKET_SHIFT == bucket;
     }
     const uint32_t threshold = kth_largest(candidates, size, k - above);
     int64_t equal = k - above;  // how many at the threshold are kept
@@ -97,16 +98,12 @@ static void select(float* values, int32_t* index, const void* x, int dtype, int6
 template <class T>
 static void kmeans_values(uint8_t* out, const T* x, const float* bounds, int count, int64_t begin, int64_t end) {
     if (count <= 16) {
-        const Packer bytes = Packer::make(8);
-        for (int64_t i = begin; i < end; i += 32) {
-            I8 at[4] = {};
-            for (int j = 0; j < 4 && i + 8 * j < end; j++) {
-                F8 v = bucket8(x, i + 8 * j, end);
-                for (int k = 0; k < count; k++) at[j] += (splat(bounds[k]) > v) + splat(int32_t(1));
-            }
-            put_codes<8>(bytes, at, out, i, end, out + end);
-        }
-        return;
+        auto below = [bounds, count](F8 v, int64_t, U8) __attribute__((always_inline)) {
+            I8 at = splat(int32_t(count));
+            for (int k = 0; k < count; k++) at += splat(bounds[k]) > v;  // -1 where true
+            return at;
+        };
+        return encode<T, 8>(below, x, out, 8, begin, end, NoRandom{});
     }
     float sorted[256];
     for (int k = 0; k < 256; k++) sorted[k] = k < count ? bounds[k] : __builtin_inff();

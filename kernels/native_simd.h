@@ -24,7 +24,13 @@ INLINE void storeu(void* p, V v) {
 INLINE F8 to_float(I8 v) { return __builtin_convertvector(v, F8); }
 INLINE I8 to_int(F8 v) { return __builtin_convertvector(v, I8); }  // towards zero
 INLINE F8 minimum(F8 a, F8 b) { return a < b ? a : b; }
-INLINE F8 maximum(F8 a, F8 b) { return a > b ? a : b; }
+INLINE F8 maximum(F8 a, F8 b) {
+#if PC_AVX2
+    return F8(_mm256_max_ps(__m256(a), __m256(b)));
+#else
+    return a > b ? a : b;
+#endif
+}
 INLINE I8 minimum(I8 a, I8 b) { return a < b ? a : b; }
 INLINE I8 maximum(I8 a, I8 b) { return a > b ? a : b; }
 INLINE I8 lanes() { return I8{0, 1, 2, 3, 4, 5, 6, 7}; }

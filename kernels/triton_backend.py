@@ -31,6 +31,11 @@ def key_table(seed: int, start: int, count: int, device: torch.device) -> tuple[
     return torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True), start & rng.MASK32
 
 
+def loadable(x: Tensor) -> Tensor:
+    """x, or the bit patterns of bfloat16 as int16: Triton's interpreter would round its denormals away."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
 def whole_group_block(group: int) -> int:
     """Octets of a program that holds a whole group."""
     return max(1, triton.next_power_of_2(-(-group // 8)))
@@ -86,6 +91,7 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
     shape = tuple(x.shape)
     s = Shape(shape, options.bits, options.group_size)
     x, x_stride = native.with_stride(x)
+    x = loadable(x)
     base = x if m is None else m
     m_stride = s.H if m is None else native.row_stride(m) or s.H
     codes = torch.empty((*shape[:-1], s.row_bytes), dtype=torch.uint8, device=x.device)
@@ -191,6 +197,7 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     if s.group > MOST_VALUES:
         return topk.select(x, fraction, group_size)
     x, stride = native.with_stride(x)
+    x = loadable(x)
     K = topk.row_kept(s.H, fraction, group_size)
     values = torch.empty((*x.shape[:-1], K), dtype=torch.float32, device=x.device)
     index = torch.empty((*x.shape[:-1], K), dtype=torch.int32, device=x.device)
@@ -222,7 +229,7 @@ def linear_encode(
     g_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, bits: int, seed: int, start: int
 ) -> Tensor:
     """As `dithering.linear_encode`."""
-    g_d = g_d.contiguous()
+    g_d = loadable(g_d.contiguous())
     d, size = g_d.numel(), (g_d.numel() * bits + 7) // 8
     codes = torch.empty(size, dtype=torch.uint8, device=g_d.device)
     if d:
@@ -262,7 +269,7 @@ def linear_decode(
 
 def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
     """As `dithering.scale_index`."""
-    g_d = g_d.contiguous()
+    g_d = loadable(g_d.contiguous())
     d = g_d.numel()
     out = torch.empty(d, dtype=torch.uint8, device=g_d.device)
     if d:
@@ -273,7 +280,7 @@ def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
 
 def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
     """As `dithering.exponential_encode`."""
-    g_d = g_d.contiguous()
+    g_d = loadable(g_d.contiguous())
     d, size = g_d.numel(), (g_d.numel() * bits + 7) // 8
     codes = torch.empty(size, dtype=torch.uint8, device=g_d.device)
     if d:
@@ -311,7 +318,7 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> T
 
 def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
     """As `dithering.kmeans_assign`."""
-    x_d, bounds = x_d.contiguous(), bounds.contiguous()
+    x_d, bounds = loadable(x_d.contiguous()), bounds.contiguous()
     d = x_d.numel()
     out = torch.empty(d, dtype=torch.uint8, device=x_d.device)
     if d:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pipecomp.kernels.triton_quantize import load_codes, random_bits, store_codes, uniform
+from pipecomp.kernels.triton_quantize import load_codes, random_bits, store_codes, to_float, uniform
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def linear_encode_kernel(
     lane = tl.arange(0, 8)[None, :]
     at = octet * 8 + lane
     ok = at < d
-    v = tl.load(g + at, mask=ok, other=0.0).to(tl.float32)
+    v = to_float(tl.load(g + at, mask=ok, other=0))
     s = tl.load(levels + tl.load(index + at, mask=ok, other=0).to(tl.int32)) if INDEXED else tl.load(levels)
     y = relative(v, divisor) * s
     whole = y.to(tl.int32)
@@ -60,7 +60,7 @@ def scale_index_kernel(out, g, levels, d, divisor, COUNT: tl.constexpr, BLOCK: t
     """Index of the largest level count with |g| / norm * s <= levels[0]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
-    y = relative(tl.load(g + at, mask=ok, other=0.0).to(tl.float32), divisor)
+    y = relative(to_float(tl.load(g + at, mask=ok, other=0)), divisor)
     least = tl.load(levels)
     best = tl.zeros([BLOCK], tl.int32)
     for j in range(1, COUNT):
@@ -78,7 +78,7 @@ def exponential_encode_kernel(
     at = octet * 8 + lane
     ok = at < d
     top: tl.constexpr = (1 << (BITS - 1)) - 1
-    v = tl.load(g + at, mask=ok, other=0.0).to(tl.float32)
+    v = to_float(tl.load(g + at, mask=ok, other=0))
     y = relative(v, divisor)
     h = random_bits(start + tl.where(ok, at, 0), keys)
     pattern = y.to(tl.int32, bitcast=True)
@@ -164,7 +164,7 @@ def unpack_kernel(values, codes, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.co
 def kmeans_kernel(out, x, bounds, d, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """How many boundaries are not above each value."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + at, mask=at < d, other=0.0).to(tl.float32)
+    v = to_float(tl.load(x + at, mask=at < d, other=0))
     below = tl.zeros([BLOCK], tl.int32)
     for j in range(COUNT):
         below += 1 - (tl.load(bounds + j) > v).to(tl.int32)
@@ -184,7 +184,7 @@ def select_kernel(
     k = tl.where(g == GROUPS - 1, KEPT_LAST, KEPT)
     at = tl.arange(0, BLOCK)
     ok = at < n
-    v = tl.load(x + row * x_stride + column + at, mask=ok, other=0.0).to(tl.float32)
+    v = to_float(tl.load(x + row * x_stride + column + at, mask=ok, other=0))
     pattern = tl.where(ok, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     threshold = tl.zeros([], tl.int32)
     for j in range(31):

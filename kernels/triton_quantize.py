@@ -30,6 +30,15 @@ def uniform(h):
 
 
 @triton.jit
+def to_float(v):
+    """float32 of loaded float32, float16 or, as int16 bit patterns, bfloat16 values: exact, also for denormals."""
+    if v.dtype == tl.int16:
+        return (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return v.to(tl.float32)
+
+
+@triton.jit
 def store_codes(codes, octet, lane, c, value_ok, size_bytes, BITS: tl.constexpr):
     """Packs codes c [OCT, 8] (int32), zero where not value_ok, into a stream of size_bytes, from byte octet * BITS."""
     shift = (lane * BITS).to(tl.int64)
@@ -51,7 +60,7 @@ def load_codes(codes, at, ok, size_bytes, BITS: tl.constexpr):
 @triton.jit
 def load_values(x, m, x_at, m_at, ok, DELTA: tl.constexpr):
     """Values x, or x - m, as float32; zeros where not ok."""
-    v = tl.load(x + x_at, mask=ok, other=0.0).to(tl.float32)
+    v = to_float(tl.load(x + x_at, mask=ok, other=0))
     if DELTA:
         v = v - tl.load(m + m_at, mask=ok, other=0.0)
     return v

@@ -127,13 +127,13 @@ def test_reduce_of_every_pair_is_a_neighbouring_power_of_two_with_the_right_prob
 
 
 def test_rare_moves_of_far_exponents_have_their_probability():
-    d = 1 << 22
+    d = 1 << 20
     a = torch.full((d,), 10, dtype=torch.uint8)
     moved = {}
-    for far in (19, 20, 22, 43, 60):
+    for far in (17, 19, 21, 43, 60):
         b = torch.full((d,), far, dtype=torch.uint8)
         moved[far] = int((ops.exponential_reduce_(a.clone(), b, d, seed=far) == 9).sum())
-    for far, expected in ((19, d / 512), (20, d / 1024), (22, d / 4096)):
+    for far, expected in ((17, d / 128), (19, d / 512), (21, d / 2048)):
         assert abs(moved[far] - expected) < 5 * expected**0.5
     assert moved[43] <= 2
     assert moved[60] == 0
@@ -246,7 +246,7 @@ def test_odd_buckets(backend, dtype):
         linear = ops.linear_encode(g, norm, 7, backend=backend)
         total = ops.linear_add_(torch.zeros(d, dtype=torch.int32), linear, 7)
         value = ops.linear_decode(total, norm, 7, backend=backend)
-        assert bool((value - g.reshape(-1).float()).abs().max() <= norm / 7 * 1.0001)
+        assert bool((value - g.reshape(-1).float()).abs().max() <= norm / 7 * 1.0001 + 2.0**-148)
         codes = ops.exponential_encode(g, norm, workers=3, backend=backend)
         value = ops.exponential_decode(codes, d, norm, workers=3, divide=False, backend=backend)
         assert bool(((value.double() - g.reshape(-1).double()).abs() <= norm * 1.0001).all())

@@ -1,0 +1,188 @@
+"""What `pipecomp bench kernels` measures: every kernel beside memcpy of the bytes it must move.
+
+A kernel reads its inputs and writes its outputs once, at least; memcpy of half as many bytes reads and writes as many.
+Both run in turn, in the same process, on buffers of their own, so that whatever else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from pipecomp.kernels import ops
+
+Row = dict[str, Any]
+SHAPES = ((1, 1024, 1600), (8, 128, 768), (8192, 1600))
+BITS = (2, 3, 4, 6, 8)
+LEAST_REPEATS, MOST_REPEATS = 3, 60
+
+
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """One kernel on one input."""
+
+    operation: str
+    bits: int | None
+    moved_bytes: int
+    call: Call
+
+
+def bench_kernels(
+    *,
+    shapes: Sequence[Sequence[int]] = SHAPES,
+    bits: Sequence[int] = BITS,
+    backends: Sequence[str] = ("auto", "torch"),
+    operations: Sequence[str] | None = None,
+    threads: int = 1,
+    seconds: float = 0.5,
+    device: str = "cpu",
+) -> list[Row]:
+    """Measure every kernel (or those named in `operations`) on float32 activations.
+
+    threads: how many both torch and the kernels use, on a CPU; memcpy always uses one. seconds: for one case.
+    Returns one row per operation, shape, bits and backend: `ms` and `memcpy_ms` (medians), `gb_per_s` and
+    `memcpy_gb_per_s` (1e9 bytes moved a second), `ratio` (the median over neighbouring pairs of memcpy's time over the
+    kernel's), `repeats`.
+    """
+    rows = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in shapes:
+            for backend in backends:
+                for case in cases(tuple(shape), bits, backend, device):
+                    if operations is None or case.operation in operations:
+                        where = {"shape": "x".join(map(str, shape)), "backend": backend, "threads": threads}
+                        rows.append(where | measure(case, seconds, device))
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str) -> Iterator[Case]:
+    """Every kernel on one shape, with the bytes it must move."""
+    generator = torch.Generator().manual_seed(0)
+    # Two inputs in turn: with one, m would reach it after a few calls, and nothing would be left to quantize.
+    first, second, m = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
+    inputs, out = cycle([first, second]), torch.empty_like(m)
+    n, H = m.numel(), shape[-1]
+    scales = 4 * n // H
+    for b in bits:
+        packed = n // H * ops.row_bytes(H, b) + scales
+        options: Row = {"bits": b, "backend": backend}
+        stochastic = options | {"rounding": "stochastic"}
+        yield Case("delta_quantize", b, 12 * n + packed, partial(delta, inputs, m, options))
+        yield Case("delta_quantize stochastic", b, 12 * n + packed, partial(delta, inputs, m, stochastic))
+        yield Case("quantize", b, 4 * n + packed, partial(ops.quantize, first, **options))
+        codes, scale = ops.quantize(first, b)
+        decode = partial(ops.dequantize, codes, scale, shape=shape, **options)
+        yield Case("dequantize", b, 4 * n + packed, partial(decode, out=out))
+        yield Case("dequantize into m", b, 8 * n + packed, partial(decode, add_to=m))
+    yield from gradient_cases(first.reshape(-1), second.reshape(-1), out.reshape(-1), backend)
+    yield Case("top-k 20 %", None, 4 * n + 8 * (n // 5), partial(ops.top_k_select, first, 0.2, backend=backend))
+    if device == "cpu" and backend == "auto":
+        yield Case("crc32", None, 4 * n, partial(ops.crc32, first))
+
+
+def gradient_cases(g: Tensor, h: Tensor, out: Tensor, backend: str) -> Iterator[Case]:
+    """The data-parallel kernels on flat gradients g and h."""
+    n, norm = g.numel(), float(torch.maximum(g.abs(), h.abs()).max())
+    for b in (8, 4):
+        options: Row = {"bits": b, "backend": backend}
+        a_codes = ops.exponential_encode(g, norm, bits=b, workers=MOST_REPEATS)
+        b_codes = ops.exponential_encode(h, norm, bits=b, workers=MOST_REPEATS, seed=1)
+        both = 4 * n + a_codes.numel()
+        encode = partial(ops.exponential_encode, g, norm, workers=2, **options)
+        decode = partial(ops.exponential_decode, a_codes.clone(), n, norm, workers=2, out=out, **options)
+        yield Case("exponential encode", b, both, encode)
+        yield Case("exponential reduce", b, 3 * a_codes.numel(), partial(reduce, a_codes, b_codes, n, options))
+        yield Case("exponential decode", b, both, decode)
+    total, codes = torch.zeros(n, dtype=torch.int32, device=g.device), ops.linear_encode(g, norm, 7)
+    both = 4 * n + codes.numel()
+    yield Case("linear encode", 4, both, partial(ops.linear_encode, g, norm, 7, backend=backend))
+    yield Case("linear add", 4, 8 * n + codes.numel(), partial(ops.linear_add_, total, codes, 7, backend=backend))
+    yield Case("linear decode", None, 8 * n, partial(ops.linear_decode, total, norm, 7, out=out, backend=backend))
+    centers = torch.linspace(-2, 2, 16, device=g.device)
+    yield Case("cluster assignment", 4, 5 * n, partial(ops.kmeans_assign, g, centers, backend=backend))
+
+
+def delta(inputs: Iterator[Tensor], m: Tensor, options: Row) -> object:
+    """The sender's side of one visit."""
+    return ops.delta_quantize_(next(inputs), m, **options)
+
+
+def reduce(a: Tensor, b: Tensor, n: int, options: Row) -> object:
+    """One node of a reduction tree. `a` grows from call to call, for which `workers` leaves it room."""
+    return ops.exponential_reduce_(a, b, n, **options)
+
+
+def measure(case: Case, seconds: float, device: str) -> Row:
+    """Run the kernel and memcpy in turn for about `seconds`."""
+    size = case.moved_bytes // 2
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def copy() -> object:
+        if device == "cpu":
+            return ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+        return target.copy_(source)
+
+    def timed(call: Call) -> float:
+        begin = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    timed(case.call)
+    timed(copy)
+    times: list[float] = []
+    copies: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and time.perf_counter() < end):
+        copies.append(timed(copy))
+        times.append(timed(case.call))
+    kernel_s, copy_s = statistics.median(times), statistics.median(copies)
+    return {
+        "operation": case.operation,
+        "bits": case.bits,
+        "ms": kernel_s * 1e3,
+        "memcpy_ms": copy_s * 1e3,
+        "gb_per_s": case.moved_bytes / kernel_s / 1e9,
+        "memcpy_gb_per_s": case.moved_bytes / copy_s / 1e9,
+        "ratio": statistics.median(c / t for c, t in zip(copies, times, strict=True)),
+        "repeats": len(times),
+    }
+
+
+def kernels_table(rows: Sequence[Row]) -> Table:
+    """The rows for people."""
+    table = Table(title="Kernels beside memcpy of the bytes they must move")
+    for heading in ("operation", "bits", "shape", "backend", "threads"):
+        table.add_column(heading, justify="right" if heading in ("bits", "threads") else "left")
+    for heading in ("ms", "memcpy ms", "GB/s", "memcpy GB/s", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["operation"],
+            "" if row["bits"] is None else str(row["bits"]),
+            row["shape"],
+            row["backend"],
+            str(row["threads"]),
+            f"{row['ms']:.3f}",
+            f"{row['memcpy_ms']:.3f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['memcpy_gb_per_s']:.1f}",
+            f"{row['ratio']:.2f}",
+        )
+    return table
