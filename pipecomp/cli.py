@@ -148,6 +148,25 @@ def store_prune(
         )
 
 
+@bench.command("kernels")
+def bench_kernel(
+    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be given again.")] = None,
+    backends: Annotated[str, typer.Option(help="Of auto, torch, native, triton.")] = "auto,torch",
+    threads: Annotated[int, typer.Option(help="For kernels and torch; memcpy uses one.")] = 1,
+    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_file: JsonOption = None,
+) -> None:
+    """Kernels: GB/s and the ratio to memcpy of the bytes that they must move, alternating in one run."""
+    with _plain_errors():
+        from pipecomp.bench_kernels import bench_kernels, kernels_table
+
+        chosen = [name.strip() for name in backends.split(",")]
+        rows = bench_kernels(backends=chosen, operations=operation, threads=threads, seconds=seconds, device=device)
+        _write_json(json_file, rows)
+        console.print(kernels_table(rows))
+
+
 @bench.command("store")
 def bench_stores(
     samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
