@@ -41,6 +41,11 @@ def whole_group_block(group: int) -> int:
     return max(1, triton.next_power_of_2(-(-group // 8)))
 
 
+def warps(values: int) -> int:
+    """Warps of a program that holds this many values: at most 32 values a thread up to the largest program."""
+    return min(16, max(1, values // 256))
+
+
 class Shape:
     """Strides and counts of one quantizer call that every kernel takes."""
 
@@ -125,7 +130,8 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
     quantizer.quantize_kernel[s.grid(8 * octets)](
         x, base, codes, scales, bad, keys, *where, s.group_bytes, s.row_bytes,
         BITS=options.bits, DELTA=m is not None, MEASURE=fused, STOCHASTIC=stochastic,
-        BF16_SCALE=options.scale_dtype == torch.bfloat16, OCT=octets, enable_fp_fusion=False,
+        BF16_SCALE=options.scale_dtype == torch.bfloat16, OCT=octets,
+        num_warps=warps(8 * octets), enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales, bad
 
@@ -205,7 +211,7 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
         kept, kept_last = topk.kept(s.group, fraction), topk.kept(s.H % s.group or s.group, fraction)
         block = triton.next_power_of_2(s.group)
         gradient.select_kernel[(s.units(),)](
-            values, index, x, stride, s.H, s.group, s.groups, K, kept, kept_last, BLOCK=block
+            values, index, x, stride, s.H, s.group, s.groups, K, kept, kept_last, BLOCK=block, num_warps=warps(block)
         )
     return values, index
 

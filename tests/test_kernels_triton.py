@@ -1,0 +1,86 @@
+"""Triton kernels compiled for a GPU that need not be there: they compile, and nothing in them rounds differently.
+
+What they compute is tested in Triton's interpreter (test_kernels_backends.py) and on a GPU (gpu/test_kernels_gpu.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+from pipecomp.errors import KernelError
+from pipecomp.kernels import dispatch, ops
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+F, I = "*fp32", "i32"
+GROUPS = dict.fromkeys(("x_stride", "m_stride", "H", "GROUP", "GROUPS", "GROUP_BYTES", "ROW_BYTES"), I)
+QUANTIZE = {"x": F, "m": F, "codes": "*u8", "scales": F, "bad": "*i64", "keys": "*i64", **GROUPS}
+DEQUANTIZE = {"codes": "*u8", "scales": F, "w": F, "out": F, "bad": "*i64", "out_stride": I, **GROUPS}
+ENCODE = {"g": F, "codes": "*u8", "keys": "*i64", "start": "i64", "d": I, "divisor": "fp32", "size_bytes": I}
+KEPT = dict.fromkeys(("K", "KEPT", "KEPT_LAST"), I)
+KERNELS = {
+    "quantize_kernel": (
+        QUANTIZE,
+        {"BITS": 3, "DELTA": True, "MEASURE": True, "STOCHASTIC": True, "BF16_SCALE": True, "OCT": 128},
+    ),
+    "squares_kernel": ({**QUANTIZE, "largest": "*fp32", "sums": "*i64"}, {"DELTA": True, "BLOCK": 256}),
+    "dequantize_kernel": (DEQUANTIZE, {"BITS": 3, "ADD": True, "GUARDED": True, "BLOCK": 256}),
+    "linear_encode_kernel": (
+        {**ENCODE, "index": "*u8", "levels": "*fp32", "offset": "i32"},
+        {"BITS": 4, "INDEXED": True, "OCT": 32},
+    ),
+    "exponential_encode_kernel": ({**ENCODE, "smallest": "fp32", "depth": "i32"}, {"BITS": 4, "OCT": 32}),
+    "exponential_reduce_kernel": (
+        {"a": "*u8", "b": "*u8", "keys": "*i64", "extension_keys": "*i64", "d": "i32", "size_bytes": "i32"},
+        {"BITS": 8, "OCT": 32},
+    ),
+    "select_kernel": ({"values": "*fp32", "index": "*i32", "x": "*fp32", **GROUPS, **KEPT}, {"BLOCK": 256}),
+}
+
+
+def ptx(name: str, fuse: bool) -> str:
+    """PTX of a kernel for compute capability 8.0."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pipecomp.kernels import triton_gradient, triton_quantize
+
+    kernel = getattr(triton_quantize, name, None) or getattr(triton_gradient, name)
+    types, constants = KERNELS[name]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: "constexpr" if n in constants else types[n] for n in kernel.arg_names},
+        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": fuse})
+    text: str = compiled.asm["ptx"]
+    return text
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiled_kernels_round_every_step(name):
+    text = ptx(name, fuse=False)
+    assert not re.search(r"\b(fma|mad)(\.\w+)*\.f32", text)
+    assert ".ftz" not in text, "denormals would be flushed to zero"
+    assert "div.full" not in text
+    assert "div.approx" not in text
+
+
+def test_the_check_above_can_fail():
+    assert re.search(r"\bfma\.rn\.f32", ptx("quantize_kernel", fuse=True))
+
+
+def test_triton_does_not_take_cpu_tensors_outside_its_interpreter():
+    with pytest.raises(KernelError, match=r"triton.*(GPU tensors|not installed)"):
+        ops.quantize(torch.zeros(2, 8), 4, backend="triton")
+    assert isinstance(dispatch.load_triton("cpu"), str)
