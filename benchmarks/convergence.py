@@ -36,16 +36,17 @@ class Method:
     activations: dict[str, Any]
     store: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
+    main: bool = False
     every_k: bool = False
 
 
 def methods() -> list[Method]:
     """All lines, the most important first."""
-    lines = [Method("FP32", {"method": "none"})]
+    lines = [Method("FP32", {"method": "none"}, main=True)]
     for forward, backward in BITS:
         for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}"
-            lines.append(Method(name, _quantized(method, forward, backward), every_k=True))
+            lines.append(Method(name, _quantized(method, forward, backward), main=True, every_k=True))
     for name, forward, extra, bits in (
         ("first visit 8 bits, m8", 4, {"first_visit": 8}, 8),
         ("m8", 4, {}, 8),
@@ -64,7 +65,8 @@ def methods() -> list[Method]:
         backward = 2 * forward
         base = f"AQ-SGD fw{forward}" if "backward_top_k" in extra else f"AQ-SGD fw{forward} bw{backward},"
         activations = {**_quantized("aqsgd", forward, backward), **extra}
-        lines.append(Method(f"{base} {name}", activations, {} if bits == 32 else {"bits": bits}))
+        store = {} if bits == 32 else {"bits": bits}
+        lines.append(Method(f"{base} {name}", activations, store, every_k="backward_top_k" in extra))
     lines.append(Method("BF16", {"method": "none"}, bf16=True))
     lines.append(Method("BF16, AQ-SGD fw4 bw8", _quantized("aqsgd", 4, 8), bf16=True))
     return lines
@@ -156,10 +158,10 @@ def setup_digest() -> str:
 def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
     """(method, K, seed) in the order in which they are worth having."""
     chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
-    main = [m for m in chosen if m.every_k or m.name == "FP32"]
+    main = [m for m in chosen if m.main]
     first = [(m.name, stages[0], seed) for seed in range(seeds) for m in main]
     rest = [(m, stages[0]) for m in chosen if m not in main and not m.bf16]
-    rest += [(m, k) for k in stages[1:] for m in main if m.every_k]  # FP32 is the same, bit for bit, for every K
+    rest += [(m, k) for k in stages[1:] for m in chosen if m.every_k]  # FP32 is the same, bit for bit, for every K
     rest += [(m, stages[0]) for m in chosen if m.bf16]
     return first + [(m.name, k, seed) for seed in range(seeds) for m, k in rest]
 
