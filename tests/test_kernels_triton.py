@@ -16,12 +16,12 @@ from pipecomp.kernels import dispatch, ops
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-F, I = "*fp32", "i32"
-GROUPS = dict.fromkeys(("x_stride", "m_stride", "H", "GROUP", "GROUPS", "GROUP_BYTES", "ROW_BYTES"), I)
-QUANTIZE = {"x": F, "m": F, "codes": "*u8", "scales": F, "bad": "*i64", "keys": "*i64", **GROUPS}
-DEQUANTIZE = {"codes": "*u8", "scales": F, "w": F, "out": F, "bad": "*i64", "out_stride": I, **GROUPS}
-ENCODE = {"g": F, "codes": "*u8", "keys": "*i64", "start": "i64", "d": I, "divisor": "fp32", "size_bytes": I}
-KEPT = dict.fromkeys(("K", "KEPT", "KEPT_LAST"), I)
+FLOATS, INT = "*fp32", "i32"
+GROUPS = dict.fromkeys(("x_stride", "m_stride", "H", "GROUP", "GROUPS", "GROUP_BYTES", "ROW_BYTES"), INT)
+QUANTIZE = {"x": FLOATS, "m": FLOATS, "codes": "*u8", "scales": FLOATS, "bad": "*i64", "keys": "*i64", **GROUPS}
+DEQUANTIZE = {"codes": "*u8", "scales": FLOATS, "w": FLOATS, "out": FLOATS, "bad": "*i64", "out_stride": INT, **GROUPS}
+ENCODE = {"g": FLOATS, "codes": "*u8", "keys": "*i64", "start": "i64", "d": INT, "divisor": "fp32", "size_bytes": INT}
+KEPT = dict.fromkeys(("K", "KEPT", "KEPT_LAST"), INT)
 KERNELS = {
     "quantize_kernel": (
         QUANTIZE,
