@@ -23,8 +23,10 @@ from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader
 from pipecomp.errors import ConfigError
 from pipecomp.stages import Stage, default_loss, split
 from pipecomp.stages.boundary import Layout
-from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.link import Position
 from pipecomp.stages.loopback import loopback_pair
+from pipecomp.stages.upstream import UpstreamEnd
 
 KEYS = {
     "train_batch_size": "samples of one optimizer step",

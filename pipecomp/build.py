@@ -37,12 +37,13 @@ from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine import PipelineEngine
 from pipecomp.stages import build_stage, default_loss, plan
+from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.gloo import GlooTransport, neighbour_groups
-from pipecomp.stages.link import DownstreamEnd, UpstreamEnd
 from pipecomp.stages.links import Links
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.resume import agree
 from pipecomp.stages.splitting import Stage
+from pipecomp.stages.upstream import UpstreamEnd
 
 SECTION = "pipecomp"
 

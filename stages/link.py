@@ -1,7 +1,8 @@
-"""One link: codec, message store and transport joined, in the two forms its two ends have.
+"""One link: codec, message store and transport joined, and what its two ends share.
 
-The upstream end (stage k) sends activations and receives their gradients, the downstream end (stage k + 1) the other
-way round. With "aqsgd" both hold, for every sample they have seen, the same message m (arXiv:2206.01299, Algorithm 1):
+The upstream end (stage k, upstream.py) sends activations and receives their gradients, the downstream end (stage k + 1,
+downstream.py) the other way round. With "aqsgd" both hold, for every sample they have seen, the same message m
+(arXiv:2206.01299, Algorithm 1):
 
     first visit   m ← a                     sent whole, or quantized if `first_visit` says so
     later         m ← m + deq(Q(a − m))     sent as Q(a − m)
@@ -15,23 +16,22 @@ Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import Message, MessageStore
-from pipecomp.codecs import Cast, Codec, Quantized, TopK, torch_dtype, wire_dtype
+from pipecomp.buffers.base import MessageStore
+from pipecomp.codecs import Cast, Codec, Quantized, TopK, wire_dtype
 from pipecomp.config import Config
-from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, NonFiniteError, WireError
+from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.stages.boundary import Layout, gather, scatter
+from pipecomp.stages.boundary import Layout
 from pipecomp.stages.transport import Transport
 from pipecomp.stats import LinkStats
 from pipecomp.wire import Form, Header, Kind, Sample, decode, encode
 
-_FORWARD, _BACKWARD = 0, 1  # which direction a random draw is for
+FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,7 @@ class Position:
     micro_batch: int
 
 
-class Upstream(Protocol):
-    """The end that sends activations."""
-
-    def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None: ...
-    def recv_gradient(self, layout: Layout, at: Position) -> Tensor: ...
-
-
-class Downstream(Protocol):
-    """The end that receives activations."""
-
-    def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]: ...
-    def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position) -> None: ...
-
-
-class _End:
+class LinkEnd:
     """What both ends share. index: the link's number, counted from the first stage. replica: which pipeline."""
 
     def __init__(
@@ -165,201 +151,6 @@ class _End:
         return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"
 
 
-def _plain(layout: Layout) -> list[Sample]:
+def plain_samples(layout: Layout) -> list[Sample]:
     rows = zip(layout.ids, layout.starts, layout.counts, strict=True)
     return [Sample(i, Form.PLAIN, start, count) for i, start, count in rows]
-
-
-class UpstreamEnd(_End):
-    """Stage k's end of the link to stage k + 1."""
-
-    _next_version = 1
-
-    def resume_versions(self, highest: int) -> None:
-        """Number messages from above `highest`, the highest version that either end still holds."""
-        self._next_version = highest + 1
-
-    def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
-        """Send the real tokens of x [B, S, H]; returns once the message is queued.
-
-        Raises NonFiniteError for values that cannot be quantized, before any message is changed.
-        """
-        x_TH = gather(x_BSH.detach(), layout)
-        raw = x_TH.numel() * x_TH.element_size()
-        if not training:
-            codec = self._codec(Kind.EVAL_ACTIVATION, x_TH.dtype)
-            header = self._header(Kind.EVAL_ACTIVATION, codec, x_TH, _plain(layout), layout, at)
-            self.stats.evaluation.add(raw, self._send(header, codec.encode(x_TH, self._draw(_FORWARD, at))))
-            return
-        try:
-            if self.store is not None:
-                header, parts = self._encode_deltas(x_TH, layout, at)
-            else:
-                codec = self._codec(Kind.ACTIVATION, x_TH.dtype)
-                header = self._header(Kind.ACTIVATION, codec, x_TH, _plain(layout), layout, at)
-                parts = codec.encode(x_TH, self._draw(_FORWARD, at))
-        except NonFiniteError as error:
-            raise NonFiniteError(self._where(at, f"activations: {error}")) from error
-        self.stats.forward.add(raw, self._send(header, parts))
-
-    def _encode_deltas(self, x_TH: Tensor, layout: Layout, at: Position) -> tuple[Header, list[np.ndarray]]:
-        assert self.store is not None
-        samples: list[Sample] = []
-        parts: list[np.ndarray] = []
-        updates: list[tuple[int, int, Tensor]] = []
-        repeated = len(set(layout.ids)) < len(layout.ids)
-        held = [] if repeated else self.store.get(layout.ids)
-        for i, (sample, rows) in enumerate(zip(layout.ids, layout.rows(), strict=True)):
-            x_nH = x_TH[rows]
-            message = self.store.get([sample])[0] if repeated else held[i]
-            if message is not None and message.m_nH.shape != x_nH.shape:
-                message = None  # the sample changed its length: a first visit again
-            version = self._next_version
-            self._next_version += 1
-            seed = self._draw(_FORWARD, at, i)
-            form, base = (Form.FULL, 0) if message is None else (Form.DELTA, message.version)
-            samples.append(Sample(sample, form, layout.starts[i], layout.counts[i], base, version))
-            m_nH, encoded = self._encode_sample(x_nH, message, seed)
-            parts += encoded
-            if repeated:
-                self.store.put(sample, version, m_nH)
-            else:
-                updates.append((sample, version, m_nH))
-            if form is Form.FULL:
-                self.stats.full_samples += 1
-            else:
-                self.stats.delta_samples += 1
-            if at.micro_batch == 0 and x_nH.numel():
-                self._sample_error(x_nH, m_nH)
-        for update in updates:  # after all of the micro-batch could be quantized
-            self.store.put(*update)
-        return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
-
-    def _encode_sample(self, x_nH: Tensor, message: Message | None, seed: int) -> tuple[Tensor, list[np.ndarray]]:
-        """What both ends hold afterwards, and the payload that says so."""
-        if message is not None:
-            m_nH = message.m_nH.to(x_nH.device)
-            return m_nH, self._forward.encode_delta_(x_nH, m_nH, seed)
-        if self._first is None:
-            if not bool(torch.isfinite(x_nH).all()):
-                raise NonFiniteError("NaN or Inf")
-            return x_nH.to(torch.float32, copy=True), Cast(x_nH.dtype).encode(x_nH)
-        parts = self._first.encode(x_nH, seed)
-        m_nH = self._first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
-        return m_nH, parts
-
-    def _sample_error(self, x_nH: Tensor, m_nH: Tensor) -> None:
-        norm = float(x_nH.float().norm())
-        if norm > 0:
-            self.stats.error_sum += float((x_nH.float() - m_nH).norm()) / norm
-            self.stats.error_count += 1
-
-    def recv_gradient(self, layout: Layout, at: Position) -> Tensor:
-        """The gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
-        header, payload, size = self._recv(Kind.GRADIENT, at)
-        if Layout.of_header(header) != layout:
-            raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
-        dtype = torch_dtype(header.dtype)
-        codec = self._codec(Kind.GRADIENT, dtype)
-        if self._pass_nonfinite and header.method is Cast.method:
-            codec = Cast(dtype)
-        self._check_codec(header, codec)
-        g_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
-        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size)
-        return scatter(g_TH, layout)
-
-
-class DownstreamEnd(_End):
-    """Stage k + 1's end of the link from stage k."""
-
-    def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
-        """The activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
-
-        Raises BaseMismatchError if a delta builds on a message that this end does not hold.
-        """
-        kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
-        header, payload, size = self._recv(kind, at)
-        layout = Layout.of_header(header)
-        dtype = torch_dtype(header.dtype)
-        if training and self.store is not None:
-            self._check_codec(header, self._forward)
-            x_TH = self._decode_deltas(header, payload, layout, at).to(dtype)
-        else:
-            codec = self._codec(kind, dtype)
-            self._check_codec(header, codec)
-            x_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
-        counters = self.stats.forward if training else self.stats.evaluation
-        counters.add(x_TH.numel() * x_TH.element_size(), size)
-        return scatter(x_TH, layout), layout
-
-    def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:
-        assert self.store is not None
-        if header.first_bits != (self._first.bits if self._first is not None else 0):
-            got = header.first_bits or "full"
-            raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
-        sizes = [self._sample_bytes(s, header) for s in header.samples]
-        if sum(sizes) != payload.size:
-            raise WireError(self._where(at, f"payload of {payload.size} bytes where its samples need {sum(sizes)}"))
-        x_TH = torch.empty(layout.total, header.hidden, device=self.device)
-        updates = []
-        repeated = len(set(layout.ids)) < len(layout.ids)
-        held = [] if repeated else self.store.get(layout.ids)
-        start = 0
-        for i, (sample, rows) in enumerate(zip(header.samples, layout.rows(), strict=True)):
-            data = payload[start : start + sizes[i]]
-            start += sizes[i]
-            if sample.form is Form.DELTA:
-                message = self.store.get([sample.id])[0] if repeated else held[i]
-                m_nH = self._checked_base(sample, message, header.hidden, at)
-                self._forward.decode_delta_(data, m_nH)
-                self.stats.delta_samples += 1
-            elif sample.form is Form.FULL:
-                codec: Codec = self._first or Cast(torch_dtype(header.dtype))
-                m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
-                self.stats.full_samples += 1
-            else:
-                raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
-            x_TH[rows] = m_nH
-            if repeated:
-                self.store.put(sample.id, sample.version, m_nH)
-            else:
-                updates.append((sample.id, sample.version, m_nH))
-        for update in updates:
-            self.store.put(*update)
-        return x_TH
-
-    def _sample_bytes(self, sample: Sample, header: Header) -> int:
-        if sample.form is Form.DELTA:
-            return self._forward.payload_bytes(sample.count, header.hidden)
-        codec: Codec = self._first or Cast(torch_dtype(header.dtype))
-        return codec.payload_bytes(sample.count, header.hidden)
-
-    def _checked_base(self, sample: Sample, message: Message | None, hidden: int, at: Position) -> Tensor:
-        if message is None or message.version != sample.base:
-            holds = "holds none" if message is None else f"holds version {message.version}"
-            raise BaseMismatchError(
-                self._where(at, f"sample {sample.id}: delta on message version {sample.base}, this end {holds}")
-            )
-        if tuple(message.m_nH.shape) != (sample.count, hidden):
-            raise BaseMismatchError(
-                self._where(
-                    at,
-                    f"sample {sample.id}: delta of shape {(sample.count, hidden)} on a message of "
-                    f"{tuple(message.m_nH.shape)}",
-                )
-            )
-        return message.m_nH.to(self.device)
-
-    def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position) -> None:
-        """Send the gradient [B, S, H] of the activations received at `at`; returns once the message is queued."""
-        g_TH = gather(g_BSH.detach(), layout)
-        codec = self._codec(Kind.GRADIENT, g_TH.dtype)
-        try:
-            parts = codec.encode(g_TH, self._draw(_BACKWARD, at))
-        except NonFiniteError as error:
-            if not self._pass_nonfinite:
-                raise NonFiniteError(self._where(at, f"gradients: {error}")) from error
-            codec = Cast(g_TH.dtype)  # so that loss scaling sees the overflow and skips the step
-            parts = codec.encode(g_TH)
-        header = self._header(Kind.GRADIENT, codec, g_TH, _plain(layout), layout, at)
-        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(header, parts))

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.errors import PipecompError
-from pipecomp.stages.link import DownstreamEnd, UpstreamEnd
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.upstream import UpstreamEnd
 from pipecomp.wire import Kind, peek
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from pipecomp.errors import LinkError, WireError
-from pipecomp.stages.link import DownstreamEnd, UpstreamEnd
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.upstream import UpstreamEnd
 from pipecomp.wire import Header, Kind, Method, decode, encode
 
 _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of the table, SHA-256 of the settings

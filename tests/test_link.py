@@ -12,9 +12,11 @@ from pipecomp.codecs import Quantized
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
 from pipecomp.stages.boundary import Layout
-from pipecomp.stages.link import DownstreamEnd, Position, UpstreamEnd
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.link import Position
 from pipecomp.stages.loopback import loopback_pair
 from pipecomp.stages.resume import agree
+from pipecomp.stages.upstream import UpstreamEnd
 
 B, S, H = 3, 8, 16
 

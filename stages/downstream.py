@@ -1,0 +1,110 @@
+"""The end of a link that receives activations and sends their gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipecomp.buffers.base import Message
+from pipecomp.codecs import Cast, Codec, torch_dtype
+from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireError
+from pipecomp.stages.boundary import Layout, gather, scatter
+from pipecomp.stages.link import BACKWARD, LinkEnd, Position, plain_samples
+from pipecomp.wire import Form, Header, Kind, Sample
+
+
+class DownstreamEnd(LinkEnd):
+    """Stage k + 1's end of the link from stage k."""
+
+    def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
+        """The activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
+
+        Raises BaseMismatchError if a delta builds on a message that this end does not hold.
+        """
+        kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
+        header, payload, size = self._recv(kind, at)
+        layout = Layout.of_header(header)
+        dtype = torch_dtype(header.dtype)
+        if training and self.store is not None:
+            self._check_codec(header, self._forward)
+            x_TH = self._decode_deltas(header, payload, layout, at).to(dtype)
+        else:
+            codec = self._codec(kind, dtype)
+            self._check_codec(header, codec)
+            x_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
+        counters = self.stats.forward if training else self.stats.evaluation
+        counters.add(x_TH.numel() * x_TH.element_size(), size)
+        return scatter(x_TH, layout), layout
+
+    def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:
+        assert self.store is not None
+        if header.first_bits != (self._first.bits if self._first is not None else 0):
+            got = header.first_bits or "full"
+            raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
+        sizes = [self._sample_bytes(s, header) for s in header.samples]
+        if sum(sizes) != payload.size:
+            raise WireError(self._where(at, f"payload of {payload.size} bytes where its samples need {sum(sizes)}"))
+        x_TH = torch.empty(layout.total, header.hidden, device=self.device)
+        updates = []
+        repeated = len(set(layout.ids)) < len(layout.ids)
+        held = [] if repeated else self.store.get(layout.ids)
+        start = 0
+        for i, (sample, rows) in enumerate(zip(header.samples, layout.rows(), strict=True)):
+            data = payload[start : start + sizes[i]]
+            start += sizes[i]
+            if sample.form is Form.DELTA:
+                message = self.store.get([sample.id])[0] if repeated else held[i]
+                m_nH = self._checked_base(sample, message, header.hidden, at)
+                self._forward.decode_delta_(data, m_nH)
+                self.stats.delta_samples += 1
+            elif sample.form is Form.FULL:
+                codec: Codec = self._first or Cast(torch_dtype(header.dtype))
+                m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
+                self.stats.full_samples += 1
+            else:
+                raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
+            x_TH[rows] = m_nH
+            if repeated:
+                self.store.put(sample.id, sample.version, m_nH)
+            else:
+                updates.append((sample.id, sample.version, m_nH))
+        for update in updates:
+            self.store.put(*update)
+        return x_TH
+
+    def _sample_bytes(self, sample: Sample, header: Header) -> int:
+        if sample.form is Form.DELTA:
+            return self._forward.payload_bytes(sample.count, header.hidden)
+        codec: Codec = self._first or Cast(torch_dtype(header.dtype))
+        return codec.payload_bytes(sample.count, header.hidden)
+
+    def _checked_base(self, sample: Sample, message: Message | None, hidden: int, at: Position) -> Tensor:
+        if message is None or message.version != sample.base:
+            holds = "holds none" if message is None else f"holds version {message.version}"
+            raise BaseMismatchError(
+                self._where(at, f"sample {sample.id}: delta on message version {sample.base}, this end {holds}")
+            )
+        if tuple(message.m_nH.shape) != (sample.count, hidden):
+            raise BaseMismatchError(
+                self._where(
+                    at,
+                    f"sample {sample.id}: delta of shape {(sample.count, hidden)} on a message of "
+                    f"{tuple(message.m_nH.shape)}",
+                )
+            )
+        return message.m_nH.to(self.device)
+
+    def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position) -> None:
+        """Send the gradient [B, S, H] of the activations received at `at`; returns once the message is queued."""
+        g_TH = gather(g_BSH.detach(), layout)
+        codec = self._codec(Kind.GRADIENT, g_TH.dtype)
+        try:
+            parts = codec.encode(g_TH, self._draw(BACKWARD, at))
+        except NonFiniteError as error:
+            if not self._pass_nonfinite:
+                raise NonFiniteError(self._where(at, f"gradients: {error}")) from error
+            codec = Cast(g_TH.dtype)  # so that loss scaling sees the overflow and skips the step
+            parts = codec.encode(g_TH)
+        header = self._header(Kind.GRADIENT, codec, g_TH, plain_samples(layout), layout, at)
+        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(header, parts))

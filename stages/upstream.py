@@ -1,0 +1,113 @@
+"""The end of a link that sends activations and receives their gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipecomp.buffers.base import Message
+from pipecomp.codecs import Cast, torch_dtype
+from pipecomp.errors import LinkError, NonFiniteError
+from pipecomp.stages.boundary import Layout, gather, scatter
+from pipecomp.stages.link import FORWARD, LinkEnd, Position, plain_samples
+from pipecomp.wire import Form, Header, Kind, Sample
+
+
+class UpstreamEnd(LinkEnd):
+    """Stage k's end of the link to stage k + 1."""
+
+    _next_version = 1
+
+    def resume_versions(self, highest: int) -> None:
+        """Number messages from above `highest`, the highest version that either end still holds."""
+        self._next_version = highest + 1
+
+    def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
+        """Send the real tokens of x [B, S, H]; returns once the message is queued.
+
+        Raises NonFiniteError for values that cannot be quantized, before any message is changed.
+        """
+        x_TH = gather(x_BSH.detach(), layout)
+        raw = x_TH.numel() * x_TH.element_size()
+        if not training:
+            codec = self._codec(Kind.EVAL_ACTIVATION, x_TH.dtype)
+            header = self._header(Kind.EVAL_ACTIVATION, codec, x_TH, plain_samples(layout), layout, at)
+            self.stats.evaluation.add(raw, self._send(header, codec.encode(x_TH, self._draw(FORWARD, at))))
+            return
+        try:
+            if self.store is not None:
+                header, parts = self._encode_deltas(x_TH, layout, at)
+            else:
+                codec = self._codec(Kind.ACTIVATION, x_TH.dtype)
+                header = self._header(Kind.ACTIVATION, codec, x_TH, plain_samples(layout), layout, at)
+                parts = codec.encode(x_TH, self._draw(FORWARD, at))
+        except NonFiniteError as error:
+            raise NonFiniteError(self._where(at, f"activations: {error}")) from error
+        self.stats.forward.add(raw, self._send(header, parts))
+
+    def _encode_deltas(self, x_TH: Tensor, layout: Layout, at: Position) -> tuple[Header, list[np.ndarray]]:
+        assert self.store is not None
+        samples: list[Sample] = []
+        parts: list[np.ndarray] = []
+        updates: list[tuple[int, int, Tensor]] = []
+        repeated = len(set(layout.ids)) < len(layout.ids)
+        held = [] if repeated else self.store.get(layout.ids)
+        for i, (sample, rows) in enumerate(zip(layout.ids, layout.rows(), strict=True)):
+            x_nH = x_TH[rows]
+            message = self.store.get([sample])[0] if repeated else held[i]
+            if message is not None and message.m_nH.shape != x_nH.shape:
+                message = None  # the sample changed its length: a first visit again
+            version = self._next_version
+            self._next_version += 1
+            seed = self._draw(FORWARD, at, i)
+            form, base = (Form.FULL, 0) if message is None else (Form.DELTA, message.version)
+            samples.append(Sample(sample, form, layout.starts[i], layout.counts[i], base, version))
+            m_nH, encoded = self._encode_sample(x_nH, message, seed)
+            parts += encoded
+            if repeated:
+                self.store.put(sample, version, m_nH)
+            else:
+                updates.append((sample, version, m_nH))
+            if form is Form.FULL:
+                self.stats.full_samples += 1
+            else:
+                self.stats.delta_samples += 1
+            if at.micro_batch == 0 and x_nH.numel():
+                self._sample_error(x_nH, m_nH)
+        for update in updates:  # after all of the micro-batch could be quantized
+            self.store.put(*update)
+        return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
+
+    def _encode_sample(self, x_nH: Tensor, message: Message | None, seed: int) -> tuple[Tensor, list[np.ndarray]]:
+        """What both ends hold afterwards, and the payload that says so."""
+        if message is not None:
+            m_nH = message.m_nH.to(x_nH.device)
+            return m_nH, self._forward.encode_delta_(x_nH, m_nH, seed)
+        if self._first is None:
+            if not bool(torch.isfinite(x_nH).all()):
+                raise NonFiniteError("NaN or Inf")
+            return x_nH.to(torch.float32, copy=True), Cast(x_nH.dtype).encode(x_nH)
+        parts = self._first.encode(x_nH, seed)
+        m_nH = self._first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
+        return m_nH, parts
+
+    def _sample_error(self, x_nH: Tensor, m_nH: Tensor) -> None:
+        norm = float(x_nH.float().norm())
+        if norm > 0:
+            self.stats.error_sum += float((x_nH.float() - m_nH).norm()) / norm
+            self.stats.error_count += 1
+
+    def recv_gradient(self, layout: Layout, at: Position) -> Tensor:
+        """The gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
+        header, payload, size = self._recv(Kind.GRADIENT, at)
+        if Layout.of_header(header) != layout:
+            raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
+        dtype = torch_dtype(header.dtype)
+        codec = self._codec(Kind.GRADIENT, dtype)
+        if self._pass_nonfinite and header.method is Cast.method:
+            codec = Cast(dtype)
+        self._check_codec(header, codec)
+        g_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
+        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size)
+        return scatter(g_TH, layout)
