@@ -42,7 +42,7 @@ class Settings:
     vocabulary: int = 1024
     training: int = 384
     epochs: int = 5
-    pretraining: int = 4480
+    pretraining: int = 3840
     pretraining_lr: float = 2e-3
     lr: float = 5e-4
     timeout_s: float = 1800.0

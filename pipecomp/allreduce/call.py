@@ -1,0 +1,82 @@
+"""One bucket on its way: who averages it, its random numbers, where its time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.group import Group
+from pipecomp.kernels import ops
+
+PARTS = ("quantize", "wait", "reduce", "decode")
+SAMPLE = 1 << 16  # values of a bucket's beginning of which the compression's error is measured
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a state has done so far, on this rank.
+
+    bytes_raw: what a ring all-reduce of the buckets in their own dtype puts on this rank's links. bytes_sent: what was
+    put there. seconds by part: quantize (norms too), wait (for other ranks), reduce (of other ranks' values), decode.
+    """
+
+    calls: int = 0
+    bytes_raw: int = 0
+    bytes_sent: int = 0
+    error_sum: float = 0.0
+    error_count: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+    def add_error(self, x: Tensor, decoded: Tensor) -> None:
+        """Count ‖x − decoded‖ / ‖x‖ of a part of one bucket."""
+        x = x.to(torch.float32)
+        norm = float(torch.linalg.vector_norm(x))
+        if norm > 0:
+            self.error_sum += float(torch.linalg.vector_norm(x - decoded)) / norm
+            self.error_count += 1
+
+    def as_dict(self) -> dict:
+        """For reports."""
+        return {
+            "calls": self.calls,
+            "bytes_raw": self.bytes_raw,
+            "bytes_sent": self.bytes_sent,
+            "relative_error": self.error_sum / self.error_count if self.error_count else None,
+            "seconds": dict(self.seconds),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One averaging. number: how many came before it, the same on all ranks. key: whose error memory it uses."""
+
+    group: Group
+    counters: Counters
+    seed: int
+    number: int
+    key: str
+    parts: tuple[tuple[int, int], ...] | None = None
+
+    def draw(self, *what: int) -> int:
+        """A seed for random numbers that all ranks agree on."""
+        return ops.mix_seed(self.seed, self.number, *what)
+
+
+class Method(Protocol):
+    """Averages a flat bucket over the group's ranks."""
+
+    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
+        """Write the mean of all ranks' x (any float dtype) to out (float32, may be x): the same bits on every rank."""

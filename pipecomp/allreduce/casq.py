@@ -1,0 +1,190 @@
+"""CASQ: each value is sent as the number of its cluster, each cluster's values as the means of hash buckets.
+
+Every `interval` steps rank 0 makes centers by k-means on a tenth of its values (with the error memory) and sends them
+to all. A value goes to the nearest center on its side of zero, in b bits; inside its cluster a hash of its coordinate
+picks one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the buckets by how many
+values they have and how those spread (entropy). What is left out stays in an error memory.
+Source: ALGORITHMS section 2.5, with the paper's line 8 corrected: the value *with* its memory is what is compressed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.call import SAMPLE, Call
+from pipecomp.allreduce.dense import on_device, on_host
+from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.gradient_config import Gradients
+from pipecomp.kernels import ops
+from pipecomp.kernels.rng import random_bits
+
+SHARE = 0.1  # of the values that clustering looks at
+ROUNDS = 10  # of k-means
+_BINS = 32  # of a cluster's histogram
+_SAMPLING, _HASH = 3, 4  # what a random draw is for
+LARGEST = 2.0**99
+
+
+class Casq:
+    """Clusters and sketches with error feedback; the mean of all workers' decoded values."""
+
+    def __init__(self, options: Gradients, memory: ErrorMemory) -> None:
+        assert isinstance(options.bits, int)
+        assert options.buckets is not None
+        assert options.interval is not None
+        self._clusters, self._bits = 1 << options.bits, options.bits
+        self._share, self._interval, self._memory = options.buckets, options.interval, memory
+        self._plans: dict[str, tuple[int, Tensor, Tensor]] = {}  # key: (uses, centers, buckets of each cluster)
+
+    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
+        """See Method. With NaN or Inf on any rank all get NaN, and no memory changes."""
+        d = x_d.numel()
+        with call.counters.part("quantize"):
+            e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
+            sum_d = e_d + x_d
+            low, high = torch.aminmax(sum_d) if d else (torch.zeros(()), torch.zeros(()))
+        with call.counters.part("wait"):
+            limits = call.group.gather_numbers([float(low), float(high)])
+        if not all(abs(value) <= LARGEST for row in limits for value in row):
+            out_d.fill_(math.nan)
+            return
+        centers, counts = self._plan(sum_d, call)
+        with call.counters.part("quantize"):
+            bucket_of = self._bucket_hash(d, call)
+            cluster_d = ops.kmeans_assign(sum_d, centers.to(x_d.device))
+            codes = on_host(ops.pack_bits(cluster_d, self._bits))
+            means = bucket_means(sum_d, cluster_d, centers, counts, bucket_of)
+            torch.sub(sum_d, decode(cluster_d, means, counts, bucket_of), out=e_d)
+            call.counters.add_error(sum_d[:SAMPLE], (sum_d - e_d)[:SAMPLE])
+            data = torch.cat([means.cpu().view(torch.uint8), codes])
+        pending = call.group.gather(data)
+        with call.counters.part("wait"):
+            rows = pending.wait()
+        with call.counters.part("decode"):
+            out_d.zero_()
+            for row in rows:
+                theirs = row[: 4 * means.numel()].view(torch.float32).to(x_d.device)
+                index = ops.unpack_bits(on_device(row[4 * means.numel() :], x_d), self._bits, d)
+                out_d += decode(index, theirs, counts, bucket_of)
+            out_d /= len(rows)
+        with call.counters.part("wait"):
+            pending.finish()
+
+    def _plan(self, sum_d: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Centers (float32 [K], ascending) and each cluster's number of buckets (int64 [K]), the same on all ranks."""
+        uses, centers, counts = self._plans.get(call.key, (0, torch.empty(0), torch.empty(0)))
+        if uses % self._interval == 0:
+            data = torch.empty(12 * self._clusters, dtype=torch.uint8)
+            if call.group.rank == 0:
+                with call.counters.part("quantize"):
+                    sample = take_sample(sum_d, call.draw(_SAMPLING)).cpu()
+                    centers = k_means(sample, self._clusters)
+                    counts = share_buckets(sample, centers, max(1, round(self._share * sum_d.numel())))
+                    data = torch.cat([centers.view(torch.uint8), counts.view(torch.uint8)])
+            with call.counters.part("wait"):
+                data = call.group.broadcast(data)
+            centers = data[: 4 * self._clusters].clone().view(torch.float32)
+            counts = data[4 * self._clusters :].clone().view(torch.int64)
+        self._plans[call.key] = (uses + 1, centers, counts)
+        return centers, counts
+
+    def _bucket_hash(self, d: int, call: Call) -> Tensor:
+        """A random number for each coordinate that stays the same: int64 [d]."""
+        return random_bits(ops.mix_seed(call.seed, _HASH), 0, d)
+
+    def state_dict(self) -> dict:
+        """Centers in use."""
+        return {key: (uses, centers.clone(), counts.clone()) for key, (uses, centers, counts) in self._plans.items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on with what `state_dict` returned."""
+        self._plans = dict(state)
+
+
+def take_sample(x_d: Tensor, seed: int) -> Tensor:
+    """A tenth of the values, at least 4,096 where there are so many, drawn with replacement."""
+    d = x_d.numel()
+    count = min(d, max(4096, int(d * SHARE)))
+    if count == d:
+        return x_d
+    index = torch.randint(d, (count,), generator=torch.Generator().manual_seed(seed))
+    return x_d[index.to(x_d.device)]
+
+
+def k_means(sample: Tensor, clusters: int) -> Tensor:
+    """Centers of a sample (float32 on the CPU), ascending, negative values and others apart: float32 [clusters].
+
+    Each side gets centers in proportion to its values, at least one if it has any; they start at quantiles. Where there
+    are fewer different values than centers, centers repeat.
+    """
+    negative, other = sample[sample < 0].sort().values, sample[sample >= 0].sort().values
+    share = negative.numel() / max(1, sample.numel())
+    left = min(max(round(clusters * share), int(negative.numel() > 0)), clusters - int(other.numel() > 0))
+    if clusters == 1:
+        return sample.mean().reshape(1)
+    parts = [_one_side(values, k) for values, k in ((negative, left), (other, clusters - left)) if k]
+    return torch.cat(parts).sort().values
+
+
+def _one_side(values: Tensor, k: int) -> Tensor:
+    """Lloyd's iterations on sorted values: clusters are runs, so sums come from one cumulative sum."""
+    if not values.numel():
+        return torch.zeros(k)
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), values.double().cumsum(0)])
+    quantiles = ((torch.arange(k, dtype=torch.float64) + 0.5) / k * values.numel()).long()
+    centers = values[quantiles].double()
+    for _ in range(ROUNDS):
+        cuts = torch.searchsorted(values.double(), (centers[1:] + centers[:-1]) / 2, right=True)
+        edges = torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.tensor([values.numel()])])
+        count = edges.diff()
+        total = sums[edges[1:]] - sums[edges[:-1]]
+        centers = torch.where(count > 0, total / count.clamp(min=1), centers)
+    return centers.to(torch.float32)
+
+
+def share_buckets(sample: Tensor, centers: Tensor, buckets: int) -> Tensor:
+    """How many of `buckets` each cluster gets: in proportion to H_k · μ_k (entropy, share of values); int64 [K].
+
+    A cluster whose part rounds to none uses its center.
+    """
+    cluster = ops.kmeans_assign(sample, centers).long()
+    K = centers.numel()
+    weight = torch.zeros(K, dtype=torch.float64)
+    for k in range(K):
+        values = sample[cluster == k]
+        if values.numel() > 1 and float(values.max()) > float(values.min()):
+            share = torch.histc(values, _BINS).double() / values.numel()
+            share = share[share > 0]
+            weight[k] = float(-(share * share.log2()).sum()) * values.numel() / sample.numel()
+    if float(weight.sum()) == 0:
+        return torch.zeros(K, dtype=torch.int64)
+    return (buckets * weight / weight.sum()).floor().long()
+
+
+def slots(cluster_d: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
+    """Where each value's mean is: int64 [d]. There are K centers, then the buckets of each cluster."""
+    cluster_d = cluster_d.long()
+    counts = counts.to(cluster_d.device)
+    first = counts.numel() + counts.cumsum(0) - counts
+    size = counts[cluster_d]
+    inside = bucket_of.to(cluster_d.device) % size.clamp(min=1)
+    return torch.where(size > 0, first[cluster_d] + inside, cluster_d)
+
+
+def bucket_means(x_d: Tensor, cluster_d: Tensor, centers: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
+    """Mean of each bucket, centers first: float32 [K + Σ counts]. An empty bucket has 0, and nothing asks for it."""
+    total = int(counts.sum()) + counts.numel()
+    where = slots(cluster_d, counts, bucket_of)
+    sums = torch.zeros(total, dtype=torch.float64, device=x_d.device).index_add_(0, where, x_d.double())
+    number = torch.bincount(where, minlength=total)
+    means = (sums / number.clamp(min=1)).to(torch.float32)
+    means[: centers.numel()] = centers.to(means.device)
+    return means
+
+
+def decode(cluster_d: Tensor, means: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
+    """Each value's mean: float32 [d]."""
+    return means[slots(cluster_d, counts, bucket_of)]

@@ -1,0 +1,160 @@
+"""Linear and exponential dithering with one norm for all workers, as codes of the dense collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.call import Call
+from pipecomp.allreduce.dense import blocks, on_device, on_host, packed, packed_bytes
+from pipecomp.kernels import ops
+
+_ENCODE, _REDUCE = 0, 1  # what a random draw is for
+
+
+def levels_of(bits: int) -> int:
+    """s, the levels on each side of zero that b-bit signed codes hold: 2^(b−1) − 1."""
+    return (1 << (bits - 1)) - 1
+
+
+class LinearCode:
+    """Signed levels l/s of |x| / norm, summed exactly; the sum comes back in just enough bits for 2·n·s + 1 values.
+
+    levels: s, or several, of which scale_index_d picks one a value, alike on all ranks.
+    Source: arXiv:2305.18627 (Global-QSGD), section 3; multi-scale: QSGD-MN-TS.
+    """
+
+    def __init__(
+        self, norm: float, bits: int, call: Call, *, levels: tuple[int, ...] = (), scale_index_d: Tensor | None = None
+    ) -> None:
+        self._norm, self._bits, self._n = norm, bits, call.group.size
+        self._least = levels_of(bits)
+        self._levels: int | tuple[int, ...] = levels or self._least
+        self._index_d = scale_index_d
+        self._sum_bits = ops.linear_bits(self._least, self._n)
+        self._seed = call.draw(_ENCODE, call.group.rank)
+
+    def encoded_bytes(self, count: int) -> int:
+        """Bytes of one rank's `count` values."""
+        return packed_bytes(count, self._bits)
+
+    def reduced_bytes(self, count: int) -> int:
+        """Bytes of `count` sums."""
+        return packed_bytes(count, self._sum_bits)
+
+    def _index(self, start: int, count: int) -> Tensor | None:
+        return None if self._index_d is None else self._index_d[start : start + count]
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """Signed levels, offset by s, packed."""
+        index = self._index(start, x.numel())
+        return on_host(
+            ops.linear_encode(
+                x, self._norm, self._levels, bits=self._bits, scale_index=index, seed=self._seed, start=start
+            )
+        )
+
+    def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
+        """The sums, offset by n·s, packed."""
+        out = torch.empty(self.reduced_bytes(count), dtype=torch.uint8)
+        for block in blocks(count):
+            total = torch.full((block.count,), self._n * self._least, dtype=torch.int32)
+            for codes in parts:
+                ops.linear_add_(total, packed(codes, block, self._bits), self._least, bits=self._bits)
+            packed(out, block, self._sum_bits).copy_(ops.pack_bits(total, self._sum_bits))
+        return out
+
+    def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
+        """norm / (s·n) · sum."""
+        reduced = on_device(reduced, out)
+        for block in blocks(out.numel()):
+            codes = packed(reduced, block, self._sum_bits)
+            total = ops.unpack_bits(codes, self._sum_bits, block.count).sub_(self._n * self._least)
+            index = self._index(start + block.start, block.count)
+            ops.linear_decode(total, self._norm, self._levels, workers=self._n, scale_index=index, out=block.of(out))
+
+    def own(self, x: Tensor) -> Tensor:
+        """What this rank's first values are sent as: the compression's error alone."""
+        total = torch.zeros(x.numel(), dtype=torch.int32, device=x.device)
+        codes = on_device(self.encode(x, 0), x)
+        ops.linear_add_(total, codes, self._least, bits=self._bits)
+        return ops.linear_decode(total, self._norm, self._levels, scale_index=self._index(0, x.numel()))
+
+
+class ExponentialCode:
+    """Signed powers of two, reduced along a tree of depth ⌈log2 n⌉ by Algorithm 2; 8 or 4 bits both ways.
+
+    Source: arXiv:2305.18627 (Global-QSGD), appendix B.
+    """
+
+    def __init__(self, norm: float, bits: int, call: Call) -> None:
+        self._norm, self._bits, self._call = norm, bits, call
+        self._n = call.group.size
+        self._seed = call.draw(_ENCODE, call.group.rank)
+
+    def encoded_bytes(self, count: int) -> int:
+        """Bytes of one rank's `count` values."""
+        return packed_bytes(count, self._bits)
+
+    reduced_bytes = encoded_bytes
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """Signs and exponents."""
+        codes = ops.exponential_encode(x, self._norm, bits=self._bits, workers=self._n, seed=self._seed, start=start)
+        return on_host(codes)
+
+    def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
+        """Neighbours in pairs, level by level; a rank without a neighbour goes up as it is."""
+        level = 0
+        while len(parts) > 1:
+            upper = []
+            for i in range(0, len(parts) - 1, 2):
+                seed = self._call.draw(_REDUCE, start, level, i)
+                upper.append(ops.exponential_reduce_(parts[i], parts[i + 1], count, bits=self._bits, seed=seed))
+            parts = upper + (parts[-1:] if len(parts) % 2 else [])
+            level += 1
+        return parts[0]
+
+    def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
+        """sign · 2^(1 + depth − e) · norm / n."""
+        ops.exponential_decode(
+            on_device(reduced, out), out.numel(), self._norm, bits=self._bits, workers=self._n, out=out
+        )
+
+    def own(self, x: Tensor) -> Tensor:
+        """What this rank's first values are sent as: the compression's error alone."""
+        codes = on_device(self.encode(x, 0), x)
+        return ops.exponential_decode(codes, x.numel(), self._norm, bits=self._bits, workers=self._n, divide=False)
+
+
+class LeastIndexCode:
+    """The least of all ranks' scale indices, value by value, in ⌈log2 N⌉ bits each."""
+
+    def __init__(self, choices: int) -> None:
+        self._bits = (choices - 1).bit_length()
+
+    def encoded_bytes(self, count: int) -> int:
+        """Bytes of one rank's `count` values."""
+        return packed_bytes(count, self._bits)
+
+    reduced_bytes = encoded_bytes
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """Indices (uint8), packed."""
+        return on_host(ops.pack_bits(x, self._bits))
+
+    def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
+        """The least; of one-bit indices that is their conjunction."""
+        if self._bits == 1:
+            least = parts[0]
+            for codes in parts[1:]:
+                least = least & codes
+            return least
+        values = ops.unpack_bits(parts[0], self._bits, count)
+        for codes in parts[1:]:
+            values = torch.minimum(values, ops.unpack_bits(codes, self._bits, count))
+        return ops.pack_bits(values, self._bits)
+
+    def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
+        """Indices, uint8."""
+        out.copy_(ops.unpack_bits(on_device(reduced, out), self._bits, out.numel()))

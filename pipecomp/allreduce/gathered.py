@@ -1,0 +1,170 @@
+"""Methods whose values all ranks send to all: local norms (QSGD, TernGrad, NUQSGD) and sparse codes.
+
+Each rank decodes every rank's bytes and adds them in the same order, so all hold the same bits. A rank sends its codes
+to n − 1 others, which suits few ranks or few non-zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.call import Call
+from pipecomp.allreduce.dense import PIECE, Span, blocks, on_device, on_host, packed, packed_bytes, spans
+from pipecomp.allreduce.dithering import levels_of
+from pipecomp.allreduce.group import Pending
+from pipecomp.errors import WireError
+from pipecomp.kernels import ops
+
+
+class LocalCode(Protocol):
+    """How one rank's values become bytes and are added to the others'."""
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """This rank's values, uint8 on the CPU."""
+
+    def encoded_bytes(self, count: int) -> int | None:
+        """Bytes of `count` values; None where that depends on the values."""
+
+    def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
+        """Add the values of a rank with that norm to out (float32)."""
+
+
+class LocalLinear:
+    """l/s of |x| / ‖x‖: QSGD (local L2 norm) and, with s = 1 and the local maximum, TernGrad."""
+
+    def __init__(self, norm: float, bits: int, call: Call) -> None:
+        self._norm, self._bits, self._levels = norm, bits, levels_of(bits)
+        self._seed = call.draw(call.group.rank)
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """Signed levels, packed."""
+        codes = ops.linear_encode(x, self._norm, self._levels, bits=self._bits, seed=self._seed, start=start)
+        return on_host(codes)
+
+    def encoded_bytes(self, count: int) -> int:
+        """The same for all values."""
+        return packed_bytes(count, self._bits)
+
+    def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
+        """out += norm / s · l."""
+        for block in blocks(out.numel()):
+            total = torch.zeros(block.count, dtype=torch.int32, device=out.device)
+            ops.linear_add_(total, packed(codes, block, self._bits), self._levels, bits=self._bits)
+            block.of(out).add_(ops.linear_decode(total, norm, self._levels))
+
+
+class LocalExponential:
+    """Signed powers of two of |x| / ‖x‖₂: NUQSGD."""
+
+    def __init__(self, norm: float, bits: int, call: Call) -> None:
+        self._norm, self._bits = norm, bits
+        self._seed = call.draw(call.group.rank)
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """Signs and exponents."""
+        return on_host(ops.exponential_encode(x, self._norm, bits=self._bits, seed=self._seed, start=start))
+
+    def encoded_bytes(self, count: int) -> int:
+        """The same for all values."""
+        return packed_bytes(count, self._bits)
+
+    def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
+        """out += the values."""
+        for block in blocks(out.numel()):
+            part = packed(codes, block, self._bits)
+            block.of(out).add_(ops.exponential_decode(part, block.count, norm, bits=self._bits))
+
+
+class Sparse:
+    """Only the non-zero codes: their number (4 bytes), positions, and the codes themselves.
+
+    Positions are a bitmap or indices, whichever is shorter. inner: the dithering whose codes these are. With one level
+    on each side a code is its sign, one bit.
+    Source: arXiv:2305.18627 (Global-QSGD), section 3.3 (Theorem 3.3).
+    """
+
+    def __init__(self, inner: LocalLinear | LocalExponential, bits: int, *, linear: bool) -> None:
+        self._inner, self._bits = inner, bits
+        self._zero = levels_of(bits) if linear else 0
+        self._signs_only = linear and bits == 2
+
+    def encode(self, x: Tensor, start: int) -> Tensor:
+        """Count, positions, codes."""
+        d = x.numel()
+        codes = ops.unpack_bits(self._inner.encode(x, start), self._bits, d)
+        index = torch.nonzero(codes != self._zero).flatten()
+        kept = codes[index]
+        if self._signs_only:
+            kept = (kept > self._zero).to(torch.int32)
+        count = torch.tensor([index.numel()], dtype=torch.int32).view(torch.uint8)
+        if not index.numel():
+            return count
+        positions = ops.pack_positions(index.to(torch.int32), d)
+        return torch.cat([count, positions, ops.pack_bits(kept, 1 if self._signs_only else self._bits)])
+
+    def encoded_bytes(self, count: int) -> None:
+        """Depends on the values."""
+        return None
+
+    def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
+        """Add the values at their positions."""
+        d = out.numel()
+        count = int(codes[:4].view(torch.int32)) if codes.numel() >= 4 else -1
+        if count == 0 and codes.numel() == 4:
+            return
+        width = 1 if self._signs_only else self._bits
+        if not 0 < count <= d or codes.numel() != 4 + ops.position_bytes(d, count)[1] + packed_bytes(count, width):
+            raise WireError(f"sparse gradient of {codes.numel()} bytes for {count} of {d} values")
+        middle = 4 + ops.position_bytes(d, count)[1]
+        index = ops.unpack_positions(codes[4:middle], d, count).to(torch.int64)
+        kept = ops.unpack_bits(codes[middle:], width, count)
+        if self._signs_only:
+            kept = kept * 2
+        dense = ops.pack_bits(kept, self._bits)
+        values = torch.zeros(count, device=out.device)
+        self._inner.add(on_device(dense, out), norm, values)
+        out.index_add_(0, index.to(out.device), values)
+
+
+def average_gathered(x_d: Tensor, out_d: Tensor, code: LocalCode, norms: list[float], call: Call) -> None:
+    """out ← the mean of all ranks' decoded x; norms: of all ranks, as `code` scales them. out may be x."""
+    pieces = spans(0, x_d.numel(), PIECE)
+    sent: dict[int, Pending] = {}
+    for i in range(len(pieces) + 1):
+        if i < len(pieces):
+            sent[i] = _send(pieces[i], x_d, code, call)
+        if i - 1 in sent:
+            _add_all(pieces[i - 1], sent.pop(i - 1), out_d, code, norms, call)
+
+
+def _send(piece: Span, x_d: Tensor, code: LocalCode, call: Call) -> Pending:
+    with call.counters.part("quantize"):
+        codes = code.encode(piece.of(x_d), piece.start)
+    counts = None
+    if code.encoded_bytes(piece.count) is None:
+        with call.counters.part("wait"):
+            counts = [int(row[0]) for row in call.group.gather_numbers([codes.numel()])]
+    return call.group.gather(codes, counts)
+
+
+def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: list[float], call: Call) -> None:
+    with call.counters.part("wait"):
+        rows = sent.wait()
+    with call.counters.part("decode"):
+        out = piece.of(out_d)
+        out.zero_()
+        for codes, norm in zip(rows, norms, strict=True):
+            if norm:
+                code.add(on_device(codes, out), norm, out)
+        out.div_(len(rows))
+    with call.counters.part("wait"):
+        sent.finish()
+
+
+def all_finite(norms: list[float]) -> bool:
+    """Whether every rank's values can be sent."""
+    return all(map(math.isfinite, norms))

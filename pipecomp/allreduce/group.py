@@ -1,0 +1,167 @@
+"""The ranks that average their gradients, and what they exchange: bytes, from everyone to everyone, in the background.
+
+Bytes travel over gloo from host memory, in a process group of their own, so that nothing else's collectives can come
+between. Every call here is made by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipecomp.errors import LinkError, PeerLostError
+
+_CALLS = 1 << 18  # tags of one group's messages, then they come round again
+_CHANNELS = 1 << 12
+
+
+@dataclass(slots=True)
+class _Mesh:
+    """The connections among some ranks, made once; each group on them has tags of its own."""
+
+    process_group: Any
+    channels: int = 0
+
+
+_meshes: dict[tuple[tuple[int, ...], float], _Mesh] = {}
+
+
+def _mesh(ranks: list[int], timeout_s: float) -> _Mesh:
+    key = (tuple(ranks), timeout_s)
+    found = _meshes.get(key)
+    if found is None or not _alive(found.process_group):
+        # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
+        timeout = datetime.timedelta(seconds=timeout_s)
+        made = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        found = _meshes[key] = _Mesh(made)
+    found.channels = (found.channels + 1) % _CHANNELS
+    return found
+
+
+def _alive(process_group: Any) -> bool:
+    """Whether it belongs to the torch.distributed that is initialized now."""
+    try:
+        return bool(dist.get_process_group_ranks(process_group))
+    except (KeyError, ValueError):
+        return False
+
+
+@dataclass(slots=True)
+class Pending:
+    """Messages under way. `received[r]` is what rank r of the group sends; read it after `wait`."""
+
+    received: list[Tensor]
+    receives: list[tuple[int, Any]] = field(default_factory=list)
+    sends: list[tuple[int, Any]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> list[Tensor]:
+        """What all ranks sent, this rank's own included. Raises PeerLostError for a rank that is gone or silent."""
+        for rank, work in self.receives:
+            _wait(rank, work)
+        self.receives.clear()
+        return self.received
+
+    def finish(self) -> None:
+        """Wait until what was sent from here has left."""
+        for rank, work in self.sends:
+            _wait(rank, work)
+        self.sends.clear()
+        self.kept.clear()
+
+
+def _wait(rank: int, work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerLostError(f"gradients: rank {rank} is gone or silent ({reason})", rank) from error
+
+
+class Group:
+    """n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
+
+    group: whose ranks; None for all. Without torch.distributed it has one rank. timeout_s: silence after which a rank
+    counts as lost. All ranks of the group must make it at the same point of their programs.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float = 120.0) -> None:
+        self.bytes_sent = 0
+        self._call = 0
+        self._channel = 0
+        self._process_group: Any = None
+        self.ranks, self.rank = [0], 0
+        if dist.is_available() and dist.is_initialized():
+            self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            if dist.get_rank() not in self.ranks:
+                raise LinkError(f"rank {dist.get_rank()} is not one of the group's ranks {self.ranks}")
+            self.rank = self.ranks.index(dist.get_rank())
+            if len(self.ranks) > 1:
+                mesh = _mesh(self.ranks, timeout_s)
+                self._process_group, self._channel = mesh.process_group, mesh.channels
+
+    @property
+    def size(self) -> int:
+        """n."""
+        return len(self.ranks)
+
+    def exchange(self, outgoing: list[Tensor], incoming: list[int]) -> Pending:
+        """Send outgoing[r] (uint8 on the CPU) to each rank r and receive incoming[r] bytes from it; returns at once."""
+        tag = self._channel * _CALLS + self._call
+        self._call = (self._call + 1) % _CALLS
+        own = self.rank
+        received = [
+            outgoing[own] if r == own else torch.empty(count, dtype=torch.uint8) for r, count in enumerate(incoming)
+        ]
+        pending = Pending(received, kept=outgoing)
+        group = self._process_group
+        for r in self._others():
+            if incoming[r]:
+                pending.receives.append((self.ranks[r], dist.irecv(received[r], self.ranks[r], group, tag)))
+        for r in self._others():
+            if outgoing[r].numel():
+                pending.sends.append((self.ranks[r], dist.isend(outgoing[r], self.ranks[r], group, tag)))
+                self.bytes_sent += outgoing[r].numel()
+        return pending
+
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all send to the same one."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def gather(self, data: Tensor, counts: list[int] | None = None) -> Pending:
+        """Send `data` (uint8) to all ranks; counts: how many bytes each rank gives, by default as many as this one."""
+        return self.exchange([data] * self.size, counts or [data.numel()] * self.size)
+
+    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+        """Each rank's values, as float64; of all ranks, on all ranks."""
+        row = torch.tensor(values, dtype=torch.float64)
+        if self.size == 1:
+            return [values]
+        pending = self.gather(row.view(torch.uint8))
+        rows = pending.wait()
+        out = [r.view(torch.float64).tolist() for r in rows]
+        pending.finish()
+        return out
+
+    def gather_any(self, data: Tensor) -> list[Tensor]:
+        """Each rank's bytes (uint8, any number of them); of all ranks, on all ranks."""
+        counts = [int(row[0]) for row in self.gather_numbers([data.numel()])]
+        pending = self.gather(data, counts)
+        rows = pending.wait()
+        pending.finish()
+        return rows
+
+    def broadcast(self, data: Tensor) -> Tensor:
+        """The first rank's bytes, on all ranks; the others' `data` says how many."""
+        first = self.rank == 0
+        empty = torch.empty(0, dtype=torch.uint8)
+        outgoing = [data] * self.size if first else [empty] * self.size
+        pending = self.exchange(outgoing, [data.numel(), *[0] * (self.size - 1)])
+        received = pending.wait()[0]
+        pending.finish()
+        return received

@@ -1,0 +1,223 @@
+"""What averages gradients: a method, its ranks, error memories, counters, and the thread that does the work."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import queue
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.call import Call, Counters
+from pipecomp.allreduce.casq import Casq
+from pipecomp.allreduce.group import Group
+from pipecomp.allreduce.memory import ErrorMemory, Parts
+from pipecomp.allreduce.methods import make_method
+from pipecomp.allreduce.torch_hooks import LoneBucket, TorchHook
+from pipecomp.errors import ConfigError, ShapeError
+from pipecomp.gradient_config import Gradients
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(slots=True)
+class _Job:
+    x_d: Tensor
+    out_d: Tensor
+    key: str
+    parts: Parts | None
+    number: int
+    future: torch.futures.Future[Tensor]
+    ready: Any = None  # CUDA event after which x_d may be read
+
+
+class State:
+    """Averages tensors over a group's ranks, compressed; with `ddp_hook` the state of a DDP communication hook.
+
+    method and options: see `pipecomp.gradient_config.Gradients` (ConfigError for a wrong one). group: a process group,
+    None for all ranks; without torch.distributed there is one rank, and only the method's own error is seen. seed: of
+    all random draws, the same on all ranks. timeout_s: silence after which a rank counts as lost (PeerLostError).
+    All ranks must make states, and average with them, in the same order.
+    """
+
+    def __init__(
+        self, method: str, *, group: Any = None, seed: int = 0, timeout_s: float = 120.0, **options: Any
+    ) -> None:
+        try:
+            self.options = Gradients(method=method, **options)
+        except TypeError as error:
+            known = [f.name for f in dataclasses.fields(Gradients)]
+            unknown = sorted(set(options) - set(known))
+            raise ConfigError(unknown[0] if unknown else "options", options, ", ".join(known)) from error
+        if self.options.exchanges_in_optimizer:
+            raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
+        self.seed = seed
+        self.group = Group(group, timeout_s=timeout_s)
+        self.memory = ErrorMemory()
+        self._counters = Counters()
+        self._calls = 0
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._hook = TorchHook(self.options, group) if method in ("powersgd", "fp16") else None
+        self._method = None if self._hook else make_method(self.options, self.memory)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    # -- averaging
+
+    def submit(
+        self, tensor: Tensor, key: str, *, parts: Parts | None = None, out: Tensor | None = None
+    ) -> torch.futures.Future[Tensor]:
+        """Start averaging `tensor` (any float dtype and shape) and return a future of the mean, in its dtype and shape.
+
+        key: whose error memory; parts: which parameters, see `memory`. out: where the mean goes, contiguous, may be
+        `tensor` itself; otherwise a new tensor. Do not change `tensor` before the future is done.
+        """
+        if tensor.dtype not in DTYPES:
+            raise ShapeError(f"gradient {key}: dtype {tensor.dtype}, allowed: {', '.join(map(str, DTYPES))}")
+        if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype or not out.is_contiguous()):
+            raise ShapeError(f"gradient {key}: out must be contiguous, of its shape {tuple(tensor.shape)} and dtype")
+        self._count(tensor)
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
+        if self._hook is not None:
+            return self._run_hook(LoneBucket(out.copy_(tensor), 0), key, tensor)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+        x_d = tensor.detach().reshape(-1)
+        if x_d.dtype == torch.float64:
+            x_d = x_d.to(torch.float32)
+        job = _Job(x_d, out.detach(), key, parts, self._calls, future)
+        if tensor.is_cuda:
+            job.ready = torch.cuda.Event()
+            job.ready.record()
+        self._start_thread()
+        self._jobs.put(job)
+        return future
+
+    def run_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Average one of DDP's buckets in place."""
+        if self._hook is None:
+            return self.submit(bucket.buffer(), str(bucket.index()), parts=self._parts(bucket), out=bucket.buffer())
+        self._count(bucket.buffer())
+        return self._run_hook(bucket, "ddp", bucket.buffer())
+
+    def _run_hook(self, bucket: Any, key: str, shape_of: Tensor) -> torch.futures.Future[Tensor]:
+        assert self._hook is not None
+        future = self._hook.run(bucket, key, self._counters)
+        return future.then(lambda f: f.value().view(shape_of.shape))
+
+    def _count(self, tensor: Tensor) -> None:
+        self._calls += 1
+        n = self.group.size
+        self._counters.calls += 1
+        self._counters.bytes_raw += 2 * tensor.numel() * tensor.element_size() * (n - 1) // n
+
+    def _parts(self, bucket: Any) -> Parts:
+        """Parameters by the order in which they were first seen, which is the same after a restart."""
+        parts = []
+        for parameter in bucket.parameters():
+            number = self._numbers.setdefault(parameter, len(self._numbers))
+            parts.append((number, parameter.numel()))
+        return tuple(parts)
+
+    # -- the thread
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(weakref.ref(self), self._jobs), name="pipecomp-allreduce", daemon=True
+            )
+            self._thread.start()
+            atexit.register(_stop, self._jobs, self._thread)
+
+    def _run(self, job: _Job) -> None:
+        assert self._method is not None
+        if job.ready is not None:
+            job.ready.synchronize()
+        call = Call(self.group, self._counters, self.seed, job.number, job.key, job.parts)
+        out_d = job.out_d.view(-1)
+        before = self.group.bytes_sent
+        mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
+        if job.x_d.numel():
+            self._method.mean(job.x_d, mean_d, call)
+        if mean_d is not out_d:
+            out_d.copy_(mean_d)
+        self._counters.bytes_sent += self.group.bytes_sent - before
+
+    # -- what is known
+
+    def stats(self) -> dict[str, Any]:
+        """`calls`, `bytes_raw`, `bytes_sent` (what this rank put on its links), `relative_error`, `seconds` by part.
+
+        relative_error: mean over calls of ‖x − sent‖ / ‖x‖ for the beginning of each bucket (None where torch does it).
+        """
+        return self._counters.as_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Error memories and place in the random numbers, of this rank; call it between steps."""
+        state = {
+            "options": dataclasses.asdict(self.options),
+            "rank": self.group.rank,
+            "ranks": self.group.size,
+            "calls": self._calls,
+            "memory": self.memory.state_dict(),
+        }
+        if isinstance(self._method, Casq):
+            state["casq"] = self._method.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
+        """Go on with what `state_dict` returned on the same rank. ConfigError if it was another method or group."""
+        mine = {"options": dataclasses.asdict(self.options), "rank": self.group.rank, "ranks": self.group.size}
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise ConfigError(f"state.{key}", state.get(key), f"{value}, as this state has")
+        self._calls = state["calls"]
+        self.memory.load_state_dict(state["memory"], torch.device(device))
+        if isinstance(self._method, Casq):
+            self._method.load_state_dict(state["casq"])
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread; safe to call twice."""
+        if self._thread is not None:
+            _stop(self._jobs, self._thread)
+            self._thread = None
+
+
+def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_Job | None]) -> None:
+    """Average one bucket after the other, in the order in which they came."""
+    torch.set_grad_enabled(False)
+    while (job := jobs.get()) is not None:
+        state = reference()
+        if state is None:
+            return
+        try:
+            state._run(job)
+        except Exception as error:  # whoever waits for the mean gets it
+            job.future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            job.future.set_result(job.out_d)
+        del state, job
+
+
+def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+    if thread.is_alive():
+        jobs.put(None)
+        thread.join(timeout=10)
+
+
+def ddp_hook(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
+    """For `ddp.register_comm_hook(state, ddp_hook)`; the future keeps DDP's overlap with the backward pass."""
+    return state.run_bucket(bucket)
+
+
+def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
+    """The mean of all ranks' `tensor` (float, any shape), as a new tensor: the same bits on every rank.
+
+    key names the error memory: one for each tensor that is averaged again and again. NaN or Inf on any rank gives NaN
+    on every rank and leaves the memories as they were.
+    """
+    return state.submit(tensor, key).wait()
