@@ -25,7 +25,7 @@ SHARE = 0.1  # of the values that clustering looks at
 ROUNDS = 10  # of k-means
 _BINS = 32  # of a cluster's histogram
 _SAMPLING, _HASH = 3, 4  # what a random draw is for
-LARGEST = 2.0**99
+LARGEST = 2.0**120  # of a value with its memory
 
 
 class Casq:

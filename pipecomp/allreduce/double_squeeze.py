@@ -19,7 +19,7 @@ from pipecomp.allreduce.memory import ErrorMemory
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 
-LARGEST = 2.0**99  # what the quantizer takes, with room for the memory
+LARGEST = 2.0**100  # what the quantizer takes
 
 
 class NearestCode:
@@ -83,11 +83,18 @@ class NearestCode:
         for data in parts:
             self.dequantize(data, count, add_to=mean)
         e = self._owner_e[self._starts[start] : self._starts[start] + count]
-        e += mean.div_(len(parts))
-        reduced = self.quantize(e)
-        self.dequantize(reduced, count, out=mean)
-        e -= mean
+        mean.div_(len(parts)).add_(e)
+        if count and float(mean.abs().max()) > LARGEST:  # the memory on top of values near the limit
+            return self._not_a_number(count)
+        reduced = self.quantize(mean)
+        self.dequantize(reduced, count, out=e)
+        torch.sub(mean, e, out=e)
         return reduced
+
+    def _not_a_number(self, count: int) -> Tensor:
+        """What every rank decodes to NaN."""
+        codes = torch.zeros(self._code_bytes(count), dtype=torch.uint8)
+        return torch.cat([codes, torch.full((ops.groups(count, self._group_size),), math.nan).view(torch.uint8)])
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean that every rank gets."""
