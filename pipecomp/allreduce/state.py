@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pipecomp.allreduce.call import Call, Counters
 from pipecomp.allreduce.casq import Casq
@@ -61,7 +62,7 @@ class State:
         self.memory = ErrorMemory()
         self._counters = Counters()
         self._calls = 0
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
         self._hook = TorchHook(self.options, group) if method in ("powersgd", "fp16") else None
         self._method = None if self._hook else make_method(self.options, self.memory)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
