@@ -215,6 +215,9 @@ def ddp_hook(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
     return state.run_bucket(bucket)
 
 
+ddp_hook.__annotations__.clear()  # DDP reads them, and refuses strings, which they are in this file
+
+
 def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
     """The mean of all ranks' `tensor` (float, any shape), as a new tensor: the same bits on every rank.
 
