@@ -31,6 +31,30 @@ class SlowKernelsWarning(RuntimeWarning):
     """The torch path runs because faster kernels are not there."""
 
 
+_preferred: dict[str, Any] = {}  # by device: what "auto" runs in this process, where something else was asked for
+
+
+def prefer(backend: str, device: str) -> None:
+    """From now on "auto" means `backend` for tensors on `device` ("cpu" or "cuda"), in this process.
+
+    ConfigError for an unknown name or one that cannot run here; "auto" takes a preference back.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError("kernels", backend, ", ".join(BACKENDS))
+    if backend == "auto":
+        _preferred.pop(device, None)
+        return
+    choices: dict[str, Any] = {
+        "torch": lambda: torch_backend,
+        "native": lambda: load_native(device),
+        "triton": lambda: load_triton(device),
+    }
+    loaded = choices[backend]()
+    if isinstance(loaded, str):
+        raise ConfigError("kernels", backend, f"'auto', or what runs here: {loaded}")
+    _preferred[device] = loaded
+
+
 def pick(backend: str, *tensors: Tensor) -> Any:
     """The backend for these tensors, which must share a device.
 
@@ -45,7 +69,7 @@ def pick(backend: str, *tensors: Tensor) -> Any:
     if backend == "torch":
         return torch_backend
     if backend == "auto":
-        return automatic(device.type)
+        return _preferred.get(device.type) or automatic(device.type)
     loaded = load_native(device.type) if backend == "native" else load_triton(device.type)
     if isinstance(loaded, str):
         raise KernelError(f"backend {backend!r}: {loaded}")

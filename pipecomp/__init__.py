@@ -17,10 +17,11 @@ from pipecomp.kernels import ops as _ops  # noqa: F401 (makes pipecomp.kernels.o
 
 if TYPE_CHECKING:
     from pipecomp.build import initialize
+    from pipecomp.callback import CompressionCallback
     from pipecomp.engine import PipelineEngine
 
 __version__ = "0.1.0"
-__all__ = ["Config", "PipecompError", "PipelineEngine", "initialize", "kernels", "stages"]
+__all__ = ["CompressionCallback", "Config", "PipecompError", "PipelineEngine", "initialize", "kernels", "stages"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from pipecomp.engine import PipelineEngine
 
         return PipelineEngine
+    if name == "CompressionCallback":
+        from pipecomp.callback import CompressionCallback
+
+        return CompressionCallback
     if name in ("stages", "buffers"):
         import importlib
 

@@ -36,6 +36,8 @@ from deepspeed.utils import logger as deepspeed_logger
 from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine import PipelineEngine
+from pipecomp.kernels import dispatch
+from pipecomp.replicas import GradientExchange, TiedRanks, check_gradients
 from pipecomp.stages import build_stage, default_loss, plan
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.gloo import GlooTransport, neighbour_groups
@@ -84,12 +86,15 @@ def initialize(
         raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
     _complete(ds_config)
 
+    check_gradients(settings.gradients, ds_config, split_plan, world // stages)
+
     with _without_noise():
         module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
         engine = PipelineEngine(
             pipecomp_config=settings,
             plan=split_plan,
             tied_groups=_tied_groups(split_plan, module.mpu()),
+            exchange=_exchange(settings, split_plan, module.mpu()),
             args=None,
             model=module,
             optimizer=optimizer,
@@ -100,6 +105,7 @@ def initialize(
             config_class=DeepSpeedConfig(ds_config, module.mpu()),
             dist_init_required=False,
         )
+    dispatch.prefer(settings.kernels, engine.device.type)
     engine.open_links(_open_links(engine, settings))
     _at_exit(engine)
     if training_data is not None:
@@ -221,6 +227,29 @@ def _tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGrou
             if dist.get_rank() in members:
                 mine[tied.name] = group
     return mine
+
+
+def _exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:
+    """What averages this rank's gradients, if they are compressed."""
+    if settings.gradients.method == "none":
+        return None
+    pipelines = _pipelines(grid)
+    stage = grid.get_stage_id()
+    in_optimizer = settings.gradients.exchanges_in_optimizer
+    # Momentum is what replicas exchange then; stages still sum their gradients of tied weights.
+    holders = [pipelines[grid.data_parallel_id]] if in_optimizer else pipelines
+    tied = {
+        group.name: TiedRanks(tuple(ranks[s] for ranks in holders for s in group.stages), len(group.stages))
+        for group in split_plan.tied
+        if stage in group.stages
+    }
+    return GradientExchange(
+        settings.gradients,
+        [ranks[stage] for ranks in pipelines],
+        tied,
+        seed=settings.seed,
+        timeout_s=settings.transport.timeout_s,
+    )
 
 
 def _open_links(engine: PipelineEngine, settings: Config) -> Links:

@@ -74,6 +74,39 @@ def demo(
         console.print(f"Written: {out}/demo.json, {out}/losses.png", highlight=False)
 
 
+@app.command()
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list and nothing else.")] = False,
+    store_path: Annotated[Path, typer.Option("--store", help="Folder of the message store.")] = Path("messages"),
+    ranks: Annotated[
+        bool | None,
+        typer.Option(
+            "--ranks/--no-ranks", "--peers/--no-peers",
+            help="Measure between ranks: those of the launcher, otherwise two on this machine.",
+            show_default="with a launcher",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Check this machine, and the links between machines if a launcher starts this on each; exit status 1 for problems.
+
+    On two machines, with the address of the first: torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 (or 1)
+    --master-addr ADDRESS -m pipecomp.cli doctor
+    """
+    from pipecomp.doctor.examine import examine
+    from pipecomp.doctor.report import print_report
+
+    def report(findings: list[Any]) -> None:
+        if json_output:
+            typer.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+        else:
+            print_report(findings, console)
+
+    with _plain_errors():
+        problem = examine(report, store=store_path, ranks=ranks)
+    if problem:
+        raise typer.Exit(1)
+
+
 def _bits(text: str) -> tuple[int, int]:
     from pipecomp.errors import ConfigError
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipecomp.errors import ConfigError
+from pipecomp.gradient_config import Gradients
 
 BITS = "a whole number from 1 to 8"
 
@@ -135,19 +136,6 @@ class Store:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """What crosses data-parallel groups: "none" is DeepSpeed's own all-reduce."""
-
-    method: str = "none"
-
-    def __post_init__(self) -> None:
-        _require_choice("gradients.method", self.method, ("none",))
-
-    def check_given(self, given: Mapping[str, object]) -> None:
-        """Nothing to refuse."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Transport:
     """How bytes travel between stages.
 
@@ -172,7 +160,10 @@ class Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole section. seed: for shuffling and stochastic rounding. tie: keep weights tied that the model ties."""
+    """The whole section. seed: for shuffling and stochastic rounding. tie: keep weights tied that the model ties.
+
+    kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), "auto" picks.
+    """
 
     activations: Activations = field(default_factory=Activations)
     store: Store = field(default_factory=Store)
@@ -180,10 +171,12 @@ class Config:
     transport: Transport = field(default_factory=Transport)
     seed: int = 0
     tie: bool = True
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _require(_is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 2**32 - 1")
         _require(isinstance(self.tie, bool), "tie", self.tie, "true or false")
+        _require_choice("kernels", self.kernels, ("auto", "torch", "native", "triton"))
 
     @classmethod
     def from_dict(cls, section: object) -> Config:
@@ -222,9 +215,10 @@ class Config:
         }
 
     def digest(self) -> str:
-        """Short hash of all settings but the store's place, equal on ranks that are configured alike."""
+        """Short hash of all settings but the store's place and the kernels, equal on ranks configured alike."""
         values = dataclasses.asdict(self)
         values["store"].pop("path")
+        values.pop("kernels")  # all give the same bytes
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

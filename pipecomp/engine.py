@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
@@ -27,13 +25,14 @@ from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
 from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError
 from pipecomp.export import save_pretrained
 from pipecomp.failure import find_lost, report_stopped
+from pipecomp.reduction import ReducingEngine
+from pipecomp.replicas import GradientExchange
 from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links
 from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages.splitting import Stage
-from pipecomp.stats import GroupStats, Seconds
+from pipecomp.stats import Seconds
 
 _STATE_KEY = "pipecomp"
 _FIND_LOST_S = 15.0  # for the other ranks to notice that one is gone
@@ -66,15 +65,25 @@ def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None
     return run
 
 
-class PipelineEngine(deepspeed_pipe.PipelineEngine):
+class PipelineEngine(ReducingEngine):
     """Train with `train_batch`, evaluate with `eval_batch`; made by `pipecomp.initialize`.
 
     DeepSpeed's own signatures hold: see `deepspeed.runtime.pipe.engine.PipelineEngine`.
     """
 
-    def __init__(self, *, pipecomp_config: Config, plan: SplitPlan, tied_groups: dict[str, Any], **ds: Any) -> None:
-        """tied_groups: process group of each tied weight that this stage holds, by the name in `plan`."""
-        self._tied_groups = tied_groups
+    def __init__(
+        self,
+        *,
+        pipecomp_config: Config,
+        plan: SplitPlan,
+        tied_groups: dict[str, Any],
+        exchange: GradientExchange | None = None,
+        **ds: Any,
+    ) -> None:
+        """tied_groups: process group of each tied weight that this stage holds, by the name in `plan`.
+
+        exchange: averages gradients where they are compressed; otherwise DeepSpeed does.
+        """
         self.pipecomp_config, self.plan = pipecomp_config, plan
         self.links = Links()
         self._slots: dict[int, _Slot] = {}
@@ -83,18 +92,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self._evaluations = 0
         self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
         self._seconds = Seconds()
-        self._reductions: dict[str, GroupStats] = {}
-        super().__init__(**ds)
-        stage = self.stage
-        first_holder = {g.name: g.stages[0] == stage.index for g in plan.tied}
-        self._tied = stage.tied_parameters()
-        for name, parameter in self._tied.items():
-            parameter.ds_pipe_replicated = not first_holder[name]  # type: ignore[attr-defined]
-
-    @property
-    def stage(self) -> Stage:
-        """The part of the model that this rank trains."""
-        return self.module.forward_funcs[0]
+        super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
 
     def open_links(self, links: Links) -> None:
         """Use these links; called once by `initialize`."""
@@ -246,34 +244,6 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         assert self.links.to_next is not None
         self.grad_layer = self.links.to_next.recv_gradient(self._slots[buffer_id].layout, self._at(micro_batch))
 
-    def _exec_reduce_tied_grads(self) -> None:
-        """Sum the gradients of tied weights over the stages that hold them."""
-        for name, parameter in self._tied.items():
-            grad = self._gradient(parameter)
-            if grad is None:
-                raise PipecompError(f"tied weight {name} has no gradient on stage {self.stage_id}")
-            with self._counted(f"tied {name}", [grad], dist.get_world_size(self._tied_groups[name])):
-                dist.all_reduce(grad, group=self._tied_groups[name])
-
-    def _exec_reduce_grads(self) -> None:
-        """DeepSpeed's own reduction over the data-parallel group, counted."""
-        grads = [g for p in self.module.parameters() if (g := self._gradient(p)) is not None]
-        with self._counted("data parallel", grads, self.dp_world_size):
-            super()._exec_reduce_grads()
-
-    def _gradient(self, parameter: Any) -> Tensor | None:
-        """What the optimizer will use: bf16 training accumulates apart from `.grad`."""
-        grad: Tensor | None = parameter._hp_grad if self.using_bf16_optimizer else parameter.grad
-        return grad
-
-    @contextlib.contextmanager
-    def _counted(self, group: str, grads: list[Tensor], ranks: int) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        if ranks > 1:
-            raw = sum(g.numel() * g.element_size() for g in grads)
-            self._reductions.setdefault(group, GroupStats()).add(raw, ranks, time.perf_counter() - began)
-
     _STOCK = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP
     _INSTRUCTION_MAP = {  # noqa: RUF012 (DeepSpeed's name and form)
         ds_schedule.LoadMicroBatch: _exec_load,
@@ -283,29 +253,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         ds_schedule.RecvActivation: _counting("decode", _exec_recv_activation),
         ds_schedule.SendGrad: _counting("encode", _exec_send_grad),
         ds_schedule.RecvGrad: _counting("decode", _exec_recv_grad),
-        ds_schedule.ReduceTiedGrads: _counting("reduce", _exec_reduce_tied_grads),
-        ds_schedule.ReduceGrads: _counting("reduce", _exec_reduce_grads),
+        ds_schedule.ReduceTiedGrads: _counting("reduce", ReducingEngine._exec_reduce_tied_grads),
+        ds_schedule.ReduceGrads: _counting("reduce", ReducingEngine._exec_reduce_grads),
         ds_schedule.OptimizerStep: _counting("update", _STOCK[ds_schedule.OptimizerStep]),
     }
-
-    # -- the global norm
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all stages, tied weights counted once (DeepSpeed counts the first stage only)."""
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        counted = [
-            p.grad
-            for p in self.module.parameters()
-            if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
-        ]
-        norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=self.device)
-        square = norms.double().square().sum()
-        dist.all_reduce(square, group=self.grid.get_pipe_parallel_group())
-        norm = square.sqrt()
-        self._global_grad_norm = float(norm)
-        scale = self.gradient_clipping() / (norm + 1e-6)
-        if float(scale) < 1:
-            torch._foreach_mul_(grads, float(scale))
 
     # -- message stores
 
@@ -334,7 +285,6 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
         """
         links = {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links}
-        groups = {name: stats.as_dict() for name, stats in self._reductions.items()}
         environment = self.links.environment
         return {
             "rank": self.global_rank,
@@ -342,7 +292,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             "replica": self.grid.data_parallel_id,
             "steps": self.global_steps,
             "links": links,
-            "groups": groups,
+            "groups": self.group_stats(),
             "seconds": asdict(self._seconds),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
         }
@@ -382,3 +332,5 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     def close(self) -> None:
         """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
         self.links.close()
+        if self._exchange is not None:
+            self._exchange.close()

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.transport import Traffic
 
 FRAME_BYTES = 1 << 20
@@ -55,7 +56,8 @@ class GlooTransport:
         self._timeout_s = timeout_s
         self._callback: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
-        self._outbox: queue.Queue[tuple[int, np.ndarray]] = queue.Queue()
+        self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
+        self._throttle = throttle_to(self.peer)
         self._failure: Exception | None = None
         self._closing = False
         self._sent = self._received = 0
@@ -71,7 +73,7 @@ class GlooTransport:
         self._raise_failure()
         if self._closing:
             raise LinkError(f"the connection to rank {self.peer} is closed")
-        self._outbox.put((_DATA, message))
+        self._outbox.put((_DATA, message, time.monotonic()))
 
     def recv(self) -> np.ndarray:
         began = time.perf_counter()
@@ -93,7 +95,7 @@ class GlooTransport:
     def abort(self, lost_rank: int, reason: str) -> None:
         if self._sender.is_alive():
             note = struct.pack("<i", lost_rank) + reason.encode()[:4096]
-            self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8)))
+            self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8), time.monotonic()))
             deadline = time.monotonic() + 2.0
             while self._outbox.unfinished_tasks and self._sender.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -110,7 +112,7 @@ class GlooTransport:
         if self._closing:
             return
         self._closing = True
-        self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8)))
+        self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8), time.monotonic()))
         self._sender.join(_CLOSE_SECONDS)
         self._receiver.join(_CLOSE_SECONDS)
 
@@ -125,7 +127,7 @@ class GlooTransport:
             work.wait(self._timeout)
             spare.append(frame)
 
-        def post(kind: int, content: np.ndarray, total: int) -> None:
+        def post(kind: int, content: np.ndarray, total: int, queued: float) -> None:
             if not spare:
                 finish_one()
             frame = spare.pop()
@@ -133,22 +135,24 @@ class GlooTransport:
             _PREFIX.pack_into(view, 0, kind, content.size, total)
             view[_PREFIX.size : _PREFIX.size + content.size] = content
             size = _PREFIX.size + content.size
+            if self._throttle is not None:
+                self._throttle.hold(size, queued)
             under_way.append((self._group.send([frame[:size]], self._to, self._tag), frame))
             self._sent += size
 
         try:
             while True:
                 try:
-                    kind, message = self._outbox.get(timeout=self._timeout_s / 4)
+                    kind, message, queued = self._outbox.get(timeout=self._timeout_s / 4)
                 except queue.Empty:
-                    post(_ALIVE, np.empty(0, dtype=np.uint8), 0)
+                    post(_ALIVE, np.empty(0, dtype=np.uint8), 0, time.monotonic())
                     while under_way:
                         finish_one()
                     continue
                 began = time.perf_counter()
                 for _ in range(_RING if kind == _CLOSE else 1):  # one for each receive that the peer has posted
                     for at in range(0, max(1, message.size), _CONTENT):
-                        post(kind, message[at : at + _CONTENT], message.size)
+                        post(kind, message[at : at + _CONTENT], message.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
                 self._send_s += time.perf_counter() - began

@@ -86,24 +86,28 @@ def _wait(rank: int, work: Any) -> None:
 class Group:
     """n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
 
-    group: whose ranks; None for all. Without torch.distributed it has one rank. timeout_s: silence after which a rank
-    counts as lost. All ranks of the group must make it at the same point of their programs.
+    group: a process group or a list of global ranks; None for all ranks. Without torch.distributed it has one rank.
+    timeout_s: silence after which a rank counts as lost. All ranks of the group must make it at the same point.
+    `process_group` is the one that its messages use, None with one rank.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 120.0) -> None:
         self.bytes_sent = 0
         self._call = 0
         self._channel = 0
-        self._process_group: Any = None
+        self.process_group: Any = None
         self.ranks, self.rank = [0], 0
         if dist.is_available() and dist.is_initialized():
-            self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            if isinstance(group, (list, tuple)):
+                self.ranks = list(group)
+            else:
+                self.ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
             if dist.get_rank() not in self.ranks:
                 raise LinkError(f"rank {dist.get_rank()} is not one of the group's ranks {self.ranks}")
             self.rank = self.ranks.index(dist.get_rank())
             if len(self.ranks) > 1:
                 mesh = _mesh(self.ranks, timeout_s)
-                self._process_group, self._channel = mesh.process_group, mesh.channels
+                self.process_group, self._channel = mesh.process_group, mesh.channels
 
     @property
     def size(self) -> int:
@@ -119,7 +123,7 @@ class Group:
             outgoing[own] if r == own else torch.empty(count, dtype=torch.uint8) for r, count in enumerate(incoming)
         ]
         pending = Pending(received, kept=outgoing)
-        group = self._process_group
+        group = self.process_group
         for r in self._others():
             if incoming[r]:
                 pending.receives.append((self.ranks[r], dist.irecv(received[r], self.ranks[r], group, tag)))

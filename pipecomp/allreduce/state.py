@@ -40,10 +40,10 @@ class _Job:
 class State:
     """Averages tensors over a group's ranks, compressed; with `ddp_hook` the state of a DDP communication hook.
 
-    method and options: see `pipecomp.gradient_config.Gradients` (ConfigError for a wrong one). group: a process group,
-    None for all ranks; without torch.distributed there is one rank, and only the method's own error is seen. seed: of
-    all random draws, the same on all ranks. timeout_s: silence after which a rank counts as lost (PeerLostError).
-    All ranks must make states, and average with them, in the same order.
+    method and options: see `pipecomp.gradient_config.Gradients` (ConfigError for a wrong one). group: a process group
+    or a list of global ranks, None for all ranks; without torch.distributed there is one rank, and only the method's
+    own error is seen. seed: of all random draws, the same on all ranks. timeout_s: silence after which a rank counts as
+    lost (PeerLostError). All ranks must make states, and average with them, in the same order.
     """
 
     def __init__(
@@ -63,10 +63,14 @@ class State:
         self._counters = Counters()
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
-        self._hook = TorchHook(self.options, group) if method in ("powersgd", "fp16") else None
+        self._hook = TorchHook(self.options, self._hooks_group(group)) if method in ("powersgd", "fp16") else None
         self._method = None if self._hook else make_method(self.options, self.memory)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    def _hooks_group(self, group: Any) -> Any:
+        """torch's hooks take the caller's own process group where there is one."""
+        return self.group.process_group if isinstance(group, (list, tuple, Group)) else group
 
     # -- averaging
 

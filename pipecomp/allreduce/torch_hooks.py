@@ -59,6 +59,7 @@ class TorchHook:
         self._states: dict[str, Any] = {}
         self._fp16 = options.method == "fp16"
         self._size = dist.get_world_size(group)
+        self._last: torch.futures.Future[Tensor] | None = None
 
     def _state(self, key: str) -> Any:
         """PowerSGD's memory: DDP's buckets share one, each lone tensor has its own, as its count of steps does."""
@@ -78,7 +79,10 @@ class TorchHook:
         if self._fp16:
             future = default_hooks.fp16_compress_hook(self._group, bucket)
         else:
-            future = powerSGD_hook.powerSGD_hook(self._state(key), bucket)
+            # Its callbacks wait, in gloo's few threads, for more of gloo's work: two at a time can block each other.
+            if self._last is not None:
+                self._last.wait()
+            future = self._last = powerSGD_hook.powerSGD_hook(self._state(key), bucket)
         done: Callable[[Any], Tensor] = lambda f: _counted(f, began, counters)  # noqa: E731
         return future.then(done)
 

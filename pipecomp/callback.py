@@ -1,0 +1,201 @@
+"""Compressed gradients in `transformers.Trainer` on several processes: one callback, nothing else to change.
+
+    trainer = Trainer(..., callbacks=[pipecomp.CompressionCallback(method="global_qsgd", bits=8)])
+    trainer.train()                                   # started by torchrun or accelerate, one process per replica
+
+Trainer wraps the model in DistributedDataParallel (DDP); the callback registers `pipecomp.allreduce` there. With
+gradient accumulation DDP averages at each last micro-batch only, with autocast gradients are float32 as the weights
+are: neither needs anything here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from pipecomp.allreduce import State, ddp_hook
+from pipecomp.allreduce.call import Counters
+from pipecomp.allreduce.saving import load, number_parameters, save
+from pipecomp.errors import ConfigError
+from pipecomp.gradient_config import Gradients
+
+MEMORIES = "pipecomp_gradients"  # in a checkpoint folder: MEMORIES_RANK.safetensors
+REFUSED = {
+    "none": "a method that compresses; to send gradients whole, leave the callback out",
+    "quantized_adam": "a method for gradients; this one is an optimizer, which averages by itself",
+}
+TRAINING_LOGS = {"loss", "train_loss"}  # one of these is in what Trainer logs about training, not about evaluation
+
+_log = logging.getLogger(__name__)
+
+
+class CompressionCallback(TrainerCallback):
+    """Averages a Trainer's gradients with a method of `pipecomp.allreduce`.
+
+    method and options: any of `pipecomp.gradient_config.Gradients` that compresses gradients; seed: of its random
+    draws, the same on all ranks. A rank that is silent for `TrainingArguments.ddp_timeout` seconds counts as lost
+    (PeerLostError).
+
+    Adds to Trainer's own training logs, on its first process: `grad_bytes_raw`, `grad_bytes_sent` (what this process
+    put on its links since `train()` was called, without and with compression), `grad_compression` (their ratio) and
+    `grad_error` (mean of ‖g − sent‖ / ‖g‖ so far; absent with "powersgd" and "fp16"). `stats()` has them on every
+    process.
+
+    Each process writes its error memories to Trainer's checkpoints, and takes them up with `resume_from_checkpoint`;
+    not in a hyperparameter search, nor with `save_only_model`.
+
+    Raises ConfigError when it is made for a wrong method or option, and when training begins where it cannot work: in
+    one process, with DataParallel, FSDP, DeepSpeed, another kind of sharding, or another DDP communication hook.
+    """
+
+    def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
+        known = [field.name for field in fields(Gradients) if field.name != "method"]
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(name, value, f"method, seed, {', '.join(known)}")
+        if method in REFUSED:
+            raise ConfigError("method", method, REFUSED[method])
+        Gradients(method=method, **options)  # checked now, not when training begins
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise ConfigError("seed", seed, "a whole number of at least 0")
+        self.method, self.seed, self.options = method, seed, options
+        self._state: State | None = None
+        self._hooked: weakref.ref[DistributedDataParallel] | None = None
+
+    def stats(self) -> dict[str, Any]:
+        """As `pipecomp.allreduce.State.stats`, of this process and the last `train()`; all zeros before that."""
+        return self._state.stats() if self._state is not None else Counters().as_dict()
+
+    # -- events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make a State for this training and put it into DDP; take up the memories of the checkpoint, if any."""
+        trainer, checkpoint = _caller()
+        ddp = ddp_of(trainer)
+        handlers = trainer.callback_handler.callbacks
+        # Trainer adds TensorBoard and the like before all other callbacks. What on_log writes into the logs is seen
+        # only by callbacks after this one, so it has to be the first. Nobody's turn is lost: those that move, from
+        # before this one's place to one later, had this event already.
+        handlers.remove(self)
+        handlers.insert(0, self)
+        if self._state is not None:
+            self._state.close()
+        self._state = State(
+            self.method, group=ddp.process_group, seed=self.seed, timeout_s=float(args.ddp_timeout), **self.options
+        )
+        number_parameters(self._state, (p for p in ddp.module.parameters() if p.requires_grad))
+        if checkpoint is not None:
+            _restore(self._state, Path(checkpoint), args.device)
+        if self._hooked is None or self._hooked() is not ddp:
+            try:
+                ddp.register_comm_hook(self, _average)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise ConfigError(
+                    "CompressionCallback", f"a model that takes no hook ({reason})", "one without another DDP hook"
+                ) from error
+            self._hooked = weakref.ref(ddp)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add what was sent to what Trainer logs about training."""
+        if self._state is None or logs is None or not state.is_world_process_zero or not TRAINING_LOGS & set(logs):
+            return
+        stats = self._state.stats()
+        new = {"grad_bytes_raw": stats["bytes_raw"], "grad_bytes_sent": stats["bytes_sent"]}
+        if stats["bytes_sent"]:
+            new["grad_compression"] = stats["bytes_raw"] / stats["bytes_sent"]
+        if stats["relative_error"] is not None:
+            new["grad_error"] = stats["relative_error"]
+        logs.update(new)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(new)  # Trainer puts a copy there before it calls this
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write this process's memories into the checkpoint that was just written."""
+        if self._state is None or args.save_only_model or state.is_hyper_param_search:
+            return
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        save(self._state, memories_file(folder, self._state.group.rank))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the thread that averages; it starts again if the model goes on training outside Trainer."""
+        if self._state is not None:
+            self._state.close()
+
+
+def memories_file(folder: Path, rank: int) -> Path:
+    """Where a rank's memories are in a checkpoint."""
+    return folder / f"{MEMORIES}_{rank}.safetensors"
+
+
+def ddp_of(trainer: Any) -> DistributedDataParallel:
+    """The DDP that a Trainer wrapped its model in, once training has begun. ConfigError if there is none, and why."""
+    start = "start it with torchrun --nproc-per-node N or accelerate launch"
+    if trainer.args.n_gpu > 1:
+        got = f"one process with {trainer.args.n_gpu} GPUs (DataParallel)"
+        raise ConfigError("CompressionCallback", got, f"one process per GPU: {start}")
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "CompressionCallback", "DeepSpeed", "DDP: train without DeepSpeed, or give pipecomp.initialize "
+            "a configuration with a 'gradients' section",
+        )  # fmt: skip
+    if trainer.is_fsdp_enabled:
+        raise ConfigError("CompressionCallback", "FSDP", "DDP: train without fsdp, whose gradients are never whole")
+    if trainer.args.world_size == 1:
+        raise ConfigError("CompressionCallback", "one process", f"several processes: {start}")
+    wrapped = trainer.model_wrapped
+    model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile is put around DDP
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError("CompressionCallback", type(model).__name__, "a model that Trainer wraps in DDP")
+    return model
+
+
+def _average(callback: CompressionCallback, bucket: Any) -> Future[Tensor]:
+    """DDP keeps a hook for good, but each `train()` has a state of its own: the hook looks it up."""
+    assert callback._state is not None, "the hook is registered after the state is made"
+    return ddp_hook(callback._state, bucket)
+
+
+_average.__annotations__.clear()  # DDP reads them, and refuses strings, which they are in this file
+
+
+def _caller() -> tuple[Any, str | None]:
+    """The Trainer that is training, and the checkpoint it resumed from.
+
+    An event gets Trainer's `model`, which is never the wrapped one, and neither the Trainer nor the checkpoint. But it
+    runs inside `Trainer.train(resume_from_checkpoint=…)`: that call is on the stack, whatever subclasses and decorators
+    are in between, and `Trainer.model_wrapped` is documented as the outermost model.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller, names = frame.f_locals.get("self"), frame.f_locals
+        if isinstance(caller, Trainer) and frame.f_code.co_name == "train" and "resume_from_checkpoint" in names:
+            resume = names["resume_from_checkpoint"]
+            return caller, get_last_checkpoint(caller.args.output_dir) if resume is True else resume or None
+        frame = frame.f_back
+    raise ConfigError("CompressionCallback", "an event from elsewhere", "to be called by transformers.Trainer.train")
+
+
+def _restore(state: State, folder: Path, device: Any) -> None:
+    """Load this rank's memories. Without any rank's, start with empty ones; ConfigError if only some are there."""
+    file = memories_file(folder, state.group.rank)
+    found = [bool(row[0]) for row in state.group.gather_numbers([float(file.is_file())])]
+    if all(found):
+        load(state, file, device)
+    elif any(found):
+        missing = [memories_file(folder, rank).name for rank, there in enumerate(found) if not there]
+        raise ConfigError("resume_from_checkpoint", str(folder), f"a folder that also has {', '.join(missing)}")
+    else:
+        _log.warning("%s has no %s files: gradient compression starts with empty memories", folder, MEMORIES)

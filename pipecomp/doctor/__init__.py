@@ -1,0 +1,9 @@
+"""`pipecomp doctor`: is this machine, and are the links between the machines, fit for training?
+
+Every check turns facts into a `Finding` and can be called with made-up facts; what gathers the facts stands beside it.
+"""
+
+from pipecomp.doctor.examine import examine
+from pipecomp.doctor.finding import Finding
+
+__all__ = ["Finding", "examine"]

@@ -1,0 +1,175 @@
+"""What computes: cores, instruction set, threads of each rank, quantization kernels, GPUs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pipecomp.doctor.finding import OK, WARNING, Finding, mib
+from pipecomp.doctor.launch import Launch
+from pipecomp.kernels import dispatch
+from pipecomp.kernels.build import find_compiler
+
+_CGROUP = Path("/sys/fs/cgroup")
+_BUILD = "python -m pipecomp.kernels.build"
+_COMPILERS = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora) or xcode-select --install (macOS)"
+
+
+class Gpu(NamedTuple):
+    """One GPU that torch sees; sizes in bytes."""
+
+    number: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+
+
+def compute_findings(launch: Launch) -> list[Finding]:
+    """All checks of this module on this machine."""
+    cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS")
+    status = dispatch.status()
+    return [
+        check_cpu(cores, torch.backends.cpu.get_cpu_capability(), platform.machine()),
+        check_threads(cores, launch.local_world, threads),
+        *(check_kernels(line, find_compiler()) for line in status),
+        *check_gpus(list_gpus(), torch.version.cuda or torch.version.hip, launch.local_world, has_driver()),
+    ]
+
+
+def check_cpu(cores: int, capability: str, machine: str) -> Finding:
+    """capability: torch's word for the instructions that it uses, "DEFAULT" for the architecture's oldest."""
+    found = f"{cores} cores of {machine}, {'no vector extensions' if capability == 'DEFAULT' else capability}"
+    if capability == "DEFAULT" and machine in ("x86_64", "AMD64"):
+        advice = "Unset ATEN_CPU_CAPABILITY if it is set; in a virtual machine pass the host's CPU through."
+        return Finding("processor", WARNING, f"{found}: without AVX2 a model computes several times slower", advice)
+    return Finding("processor", OK, found)
+
+
+def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | None) -> Finding:
+    """local_ranks: how many ranks share this machine, None where no launcher said."""
+    ranks = local_ranks or 1
+    best = max(1, cores // ranks)
+    several = f"{ranks} ranks share {cores} cores" if ranks > 1 else f"1 rank has {cores} cores"
+    if omp_num_threads is None:
+        if ranks > 1:
+            found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, and they slow each other"
+            return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best}")
+        advice = "" if local_ranks else "With R ranks on this machine set it to the number of cores divided by R."
+        return Finding("threads", OK, f"OMP_NUM_THREADS is not set: a rank alone here uses all {cores} cores", advice)
+    first = omp_num_threads.split(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        found = f"OMP_NUM_THREADS={omp_num_threads} is not a number of threads and has no effect"
+        return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best}")
+    threads = int(first)
+    found = f"OMP_NUM_THREADS={threads}, and {several}"
+    if threads * ranks > cores:
+        return Finding("threads", WARNING, f"{found}: more threads than cores", f"export OMP_NUM_THREADS={best}")
+    if local_ranks and 2 * threads * ranks <= cores:
+        found = f"{found}: {cores - threads * ranks} cores stay idle (torchrun sets 1 where nothing is set)"
+        return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best} before the launcher")
+    return Finding("threads", OK, found)
+
+
+def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
+    """Which backend quantizes tensors of one kind of device. compiler: path of a C++ compiler, if there is one."""
+    check = f"kernels on {status.device}"
+    if status.backend != "torch":
+        return Finding(check, OK, f"{status.backend} ({status.reason})")
+    found = f"plain torch operations, tens of times slower: {status.reason}"
+    if status.device != "cpu":
+        return Finding(check, WARNING, found, "pip install triton")
+    if compiler is None:
+        return Finding(check, WARNING, found, f"Install a C++ compiler: {_COMPILERS}; then run {_BUILD}")
+    return Finding(check, WARNING, found, f"A compiler is here ({compiler}): run {_BUILD}")
+
+
+def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | None, driver: bool) -> list[Finding]:
+    """built_for: the CUDA or ROCm version of this torch, None for its CPU build. driver: whether NVIDIA's is loaded."""
+    if not gpus:
+        if not driver:
+            return [Finding("GPU", OK, "none: everything runs on the CPU")]
+        if built_for is None:
+            advice = "Install the CUDA build of torch, as PyTorch's installation page says."
+            return [Finding("GPU", WARNING, "there is an NVIDIA GPU, but this torch is the CPU build", advice)]
+        found = f"there is an NVIDIA GPU, but torch (for CUDA {built_for}) cannot use it"
+        advice = "See what nvidia-smi says, and CUDA_VISIBLE_DEVICES; update the driver."
+        return [Finding("GPU", WARNING, found, advice)]
+    findings = []
+    for gpu in gpus:
+        found = (
+            f"{gpu.name}, {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free, "
+            f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, torch for {built_for}"
+        )
+        if gpu.free_bytes < gpu.total_bytes / 2:
+            advice = "nvidia-smi shows who uses it; CUDA_VISIBLE_DEVICES chooses another one."
+            findings.append(Finding(f"GPU {gpu.number}", WARNING, f"{found}: something else uses it", advice))
+        else:
+            findings.append(Finding(f"GPU {gpu.number}", OK, found))
+    if local_ranks and local_ranks > len(gpus):
+        findings.append(shared_gpu(f"{local_ranks} ranks for {len(gpus)} GPUs on this machine"))
+    return findings
+
+
+def shared_gpu(found: str) -> Finding:
+    """Two ranks on one GPU."""
+    advice = "Start at most one rank for each GPU, or accept it: all data then travels over gloo, from host memory."
+    return Finding("GPU sharing", WARNING, f"{found}: they share memory and time, and NCCL refuses them", advice)
+
+
+def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
+    """users: (rank, the GPU's unique name) of every rank that has one."""
+    by_gpu: dict[str, list[int]] = {}
+    for rank, gpu in users:
+        by_gpu.setdefault(gpu, []).append(rank)
+    return [
+        shared_gpu(f"ranks {', '.join(map(str, ranks))} use the same GPU")
+        for ranks in by_gpu.values()
+        if len(ranks) > 1
+    ]  # fmt: skip
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
+            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return cores
+    try:
+        limit = int(quota) / int(period)
+    except ValueError:  # "max"
+        return cores
+    return max(1, min(cores, round(limit))) if limit > 0 else cores
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs that torch sees."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(index, properties.name, total, free, (properties.major, properties.minor)))
+    return found
+
+
+def own_gpu(local_rank: int) -> str | None:
+    """The unique name of the GPU that a rank takes, None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(local_rank % torch.cuda.device_count()).uuid)
+
+
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is loaded with a GPU."""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return gpus.is_dir() and any(gpus.iterdir())

@@ -1,0 +1,120 @@
+"""The whole examination: this machine, and the others where several ranks were started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.doctor.compute import compute_findings
+from pipecomp.doctor.finding import PROBLEM, Finding, has_problem
+from pipecomp.doctor.launch import Launch, read_launch
+from pipecomp.doctor.limits import limit_findings
+from pipecomp.doctor.meeting import Meeting, MeetingError, check_met
+from pipecomp.doctor.network import network_findings
+from pipecomp.doctor.packages import package_findings
+from pipecomp.doctor.storage import storage_findings
+from pipecomp.errors import ConfigError
+from pipecomp.local import RankFailedError, run_ranks
+
+_COMPARED = ("pipecomp", "torch", "deepspeed", "transformers")
+_MACHINE_LIMIT_S = 300.0
+_LOCAL_RANKS, _LOCAL_LIMIT_S = 2, 120.0
+
+
+def examine(
+    report: Callable[[list[Finding]], None],
+    *,
+    store: Path,
+    ranks: bool | None = None,
+    environ: Mapping[str, str] = os.environ,
+    limit_s: float = 30.0,
+) -> bool:
+    """Examine, hand the findings to `report`, and return whether any of them is a problem.
+
+    Under a launcher every rank must call this; rank 0 reports for all (every rank for itself, if they do not meet).
+    store: folder of the message store, which need not be there. ranks: measure between ranks; None where a launcher
+    started several, True also without one, between two ranks of this machine. limit_s: how long ranks wait for others.
+    """
+    try:
+        launch = read_launch(environ)
+    except ConfigError as error:
+        advice = "Start with torchrun or deepspeed, or unset the variable."
+        findings = [Finding("launcher", PROBLEM, str(error), advice), *machine_findings(Launch(), store)]
+        report(findings)
+        return has_problem(findings)
+    if launch.started and ranks is not False:
+        return _examine_ranks(report, launch, store, limit_s)
+    findings = machine_findings(launch, store)
+    if ranks:
+        findings += _local_ranks()
+    report(findings)
+    return has_problem(findings)
+
+
+def machine_findings(launch: Launch, store: Path) -> list[Finding]:
+    """All checks of this machine, without other ranks."""
+    gpu = torch.cuda.is_available()
+    return [
+        *package_findings(gpu=gpu),
+        *compute_findings(launch),
+        *network_findings(launch),
+        *storage_findings(store),
+        *limit_findings(gpu=gpu),
+    ]
+
+
+def _examine_ranks(
+    report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float
+) -> bool:  # fmt: skip
+    try:
+        meeting = Meeting(launch, _versions(), limit_s=limit_s)
+    except MeetingError as error:
+        findings = [check_met(launch, str(error), limit_s)]
+        if launch.local_rank == 0:
+            findings = machine_findings(launch, store) + findings
+        report(findings)
+        return True
+    # Measured first: the machines' own checks would disturb.
+    between = meeting.measure()
+    own = machine_findings(launch, store) if launch.local_rank == 0 else []
+    findings = meeting.collect(own, _MACHINE_LIMIT_S) + between
+    if meeting.rank == 0:
+        report(_without_doubles(findings))
+    return meeting.finish(findings)
+
+
+def _without_doubles(findings: list[Finding]) -> list[Finding]:
+    """Ranks that share a GPU may be found twice: from their number, and because they name the same one."""
+    sharing = [f for f in findings if f.check == "GPU sharing"]
+    return [f for f in findings if f not in sharing[:-1]]
+
+
+def _local_ranks() -> list[Finding]:
+    try:
+        found = run_ranks(_LOCAL_RANKS, _measure_here, timeout_s=_LOCAL_LIMIT_S)[0]
+    except RankFailedError as error:
+        advice = "Two ranks of this machine could not talk over the loopback interface: see the lines above."
+        return [Finding("ranks", PROBLEM, str(error).strip().splitlines()[-1], advice)]
+    return [Finding(*values) for values in found]
+
+
+def _measure_here(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:
+    meeting = Meeting(read_launch(os.environ), _versions(), limit_s=30.0)
+    findings = meeting.measure()
+    meeting.finish(findings)
+    return findings
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _COMPARED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the check of packages says so
+    return found

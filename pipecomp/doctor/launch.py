@@ -1,0 +1,63 @@
+"""What a launcher (torchrun, deepspeed, or a person) has set for this process."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pipecomp.errors import ConfigError
+
+
+class Launch(NamedTuple):
+    """rank and world are None without a launcher; local_world, the ranks on this machine, where it was not said."""
+
+    rank: int | None = None
+    world: int | None = None
+    local_rank: int = 0
+    local_world: int | None = None
+    master: str | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether this process is one of several ranks."""
+        return self.world is not None and self.world > 1
+
+    @property
+    def several_machines(self) -> bool | None:
+        """Whether ranks run on more than one machine, None where that is not known."""
+        if self.world is None:
+            return None
+        if self.local_world is not None:
+            return self.world > self.local_world
+        return False if self.world == 1 else None
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """Read RANK, WORLD_SIZE and what goes with them. ConfigError where they cannot be."""
+    # torchrun and deepspeed name differently how many ranks share this machine
+    local_world = _number(environ, "LOCAL_WORLD_SIZE", 1) or _number(environ, "LOCAL_SIZE", 1)
+    rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+    if (rank is None) != (world is None):
+        missing = "RANK" if rank is None else "WORLD_SIZE"
+        raise ConfigError(missing, None, "a number: RANK and WORLD_SIZE go together, and a launcher sets both")
+    if rank is not None and world is not None and rank >= world:
+        raise ConfigError("RANK", rank, f"0 to {world - 1}, as WORLD_SIZE is {world}")
+    return Launch(rank, world, _number(environ, "LOCAL_RANK", 0) or 0, local_world, environ.get("MASTER_ADDR"))
+
+
+def _number(environ: Mapping[str, str], name: str, smallest: int) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < smallest:
+        raise ConfigError(name, text, f"a whole number from {smallest} on")
+    return int(text)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address, or the name localhost, stays on this machine."""
+    try:
+        return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"

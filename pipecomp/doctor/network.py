@@ -1,0 +1,147 @@
+"""Network interfaces, the one that gloo takes, and the address where ranks meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import psutil
+
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
+from pipecomp.doctor.launch import Launch, is_loopback
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+class Interface(NamedTuple):
+    """addresses: IPv4 first. speed_mbit: 0 where the system does not know it."""
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    mtu: int
+    speed_mbit: int
+
+    @property
+    def usable(self) -> bool:
+        """Whether another machine could be reached through it."""
+        return self.up and any(not is_loopback(a) and not a.startswith("fe80") for a in self.addresses)
+
+
+class Choice(NamedTuple):
+    """What gloo binds to by itself: the first address of the host name that is this machine's, or none."""
+
+    hostname: str
+    address: str | None
+
+
+def network_findings(launch: Launch) -> list[Finding]:
+    """All checks of this module on this machine."""
+    interfaces = list_interfaces()
+    findings = [
+        check_interfaces(interfaces, launch),
+        check_gloo(interfaces, os.environ.get(VARIABLE), default_choice(), launch),
+    ]
+    if launch.started and launch.master is not None:
+        findings.append(check_master(launch.master, resolve(launch.master), launch))
+    return findings
+
+
+def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Finding:
+    """Whether any interface leads to other machines."""
+    shown = []
+    for interface in interfaces.values():
+        if interface.up and interface.addresses:
+            speed = f", {interface.speed_mbit} Mbit/s" if interface.speed_mbit else ""
+            shown.append(f"{interface.name} {interface.addresses[0]} (MTU {interface.mtu}{speed})")
+    found = ", ".join(shown) or "none is up"
+    if any(interface.usable for interface in interfaces.values()):
+        return Finding("interfaces", OK, found)
+    if launch.several_machines is not False and launch.started:
+        advice = "Bring a network interface up; in a container give it a network (docker run --network=host)."
+        return Finding("interfaces", WARNING, f"{found}: no way to another machine", advice)
+    return Finding("interfaces", OK, f"{found}: enough for ranks on this machine, no way to another one")
+
+
+def check_gloo(
+    interfaces: Mapping[str, Interface], variable: str | None, choice: Choice, launch: Launch
+) -> Finding:  # fmt: skip
+    """Which interface gloo takes, and whether other machines can be reached there. variable: of GLOO_SOCKET_IFNAME."""
+    usable = next((i.name for i in interfaces.values() if i.usable), None)
+    export = f"export {VARIABLE}={usable or 'NAME'}"
+    if variable:
+        names = variable.split(",")
+        for name in names:
+            interface = interfaces.get(name)
+            if interface is None or not interface.addresses or not interface.up:
+                what = "there is no such interface" if interface is None else "it is down or has no address"
+                return Finding("gloo", PROBLEM, f"{VARIABLE}={variable}, but {name}: {what}. Every run fails", export)
+        addresses = [interfaces[name].addresses[0] for name in names]
+        found = f"takes {', '.join(f'{n} ({a})' for n, a in zip(names, addresses, strict=True))}, as {VARIABLE} says"
+    elif choice.address is None:
+        addresses = ["127.0.0.1"]
+        found = f"takes the loopback interface: the host name {choice.hostname} has no address of this machine"
+    else:
+        addresses = [choice.address]
+        holder = next((i.name for i in interfaces.values() if choice.address in i.addresses), None)
+        name = holder or ("the loopback interface" if is_loopback(choice.address) else "an unknown interface")
+        found = f"takes {name}: the host name {choice.hostname} is {choice.address}"
+    if not all(is_loopback(address) for address in addresses):
+        return Finding("gloo", OK, found)
+    if launch.several_machines:
+        advice = f"{export}, on every machine the interface that leads to the others"
+        return Finding("gloo", WARNING, f"{found}. Other machines cannot be reached there", advice)
+    found = f"{found}. Enough for ranks on this machine"
+    if launch.several_machines is False:
+        return Finding("gloo", OK, found)
+    return Finding("gloo", OK, found, f"With several machines: {export}, the interface that leads to the others")
+
+
+def check_master(master: str, address: str | None, launch: Launch) -> Finding:
+    """Where ranks meet. address: what MASTER_ADDR resolves to here, None for nothing."""
+    if address is None:
+        advice = "Give MASTER_ADDR as an IP address of rank 0's machine, or add the name to /etc/hosts."
+        return Finding("meeting point", PROBLEM, f"MASTER_ADDR={master} has no address here: ranks cannot meet", advice)
+    found = f"MASTER_ADDR={master}" + ("" if address == master else f" is {address}")
+    if is_loopback(address) and launch.several_machines:
+        advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
+        return Finding("meeting point", WARNING, f"{found}: other machines cannot reach that", advice)
+    return Finding("meeting point", OK, found)
+
+
+def list_interfaces() -> dict[str, Interface]:
+    """All network interfaces of this machine, by name."""
+    stats, found = psutil.net_if_stats(), {}
+    for name, addresses in psutil.net_if_addrs().items():
+        ip = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
+        state = stats.get(name)
+        up, mtu, speed = (state.isup, state.mtu, state.speed) if state else (False, 0, 0)
+        found[name] = Interface(name, tuple(a.split("%")[0] for a in ip), up, mtu, speed)
+    return found
+
+
+def default_choice() -> Choice:
+    """What gloo does without GLOO_SOCKET_IFNAME: it binds to each address of the host name until one lets it."""
+    hostname = socket.gethostname()
+    try:
+        candidates = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return Choice(hostname, None)
+    for family, kind, protocol, _, where in candidates:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+        except OSError:
+            continue
+        return Choice(hostname, str(where[0]))
+    return Choice(hostname, None)
+
+
+def resolve(name: str) -> str | None:
+    """An IP address of a host name, None if it has none."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None

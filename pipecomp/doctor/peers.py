@@ -1,0 +1,138 @@
+"""What the ranks know of each other: who shares a machine, which pairs are measured, and what that says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
+from pipecomp.doctor.measure import Measured
+
+_MOST_PAIRS = 28  # two seconds each
+_ALL_PAIRS_RANKS = 4
+_SKEW_S = 1.0
+_SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
+
+
+class Identity(NamedTuple):
+    """A rank, for the others. machine: the same for ranks that share their network. gpu: its unique name, if any."""
+
+    rank: int
+    host: str
+    machine: str
+    gpu: str | None
+    versions: Mapping[str, str]
+
+
+def pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
+    """Which ranks are measured with each other, lower one first; machines: that of each rank.
+
+    All, of up to four ranks. Otherwise the first two ranks of each machine, and the first rank of each machine with
+    that of each other one, or of the next one only where that would take too long.
+    """
+    if len(machines) <= _ALL_PAIRS_RANKS:
+        return list(itertools.combinations(range(len(machines)), 2))
+    ranks: dict[str, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        ranks.setdefault(machine, []).append(rank)
+    inside = [(members[0], members[1]) for members in ranks.values() if len(members) > 1]
+    firsts = [members[0] for members in ranks.values()]
+    between = list(itertools.combinations(firsts, 2))
+    if len(inside) + len(between) > _MOST_PAIRS:
+        between = list(itertools.pairwise(firsts))
+    return sorted(inside + between)[:_MOST_PAIRS]
+
+
+def check_pair(first: Identity, second: Identity, measured: Measured | str | None) -> Finding:
+    """The connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong."""
+    check = f"ranks {first.rank} and {second.rank}"
+    where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
+    if measured is None:
+        found = f"{where}: not measured, the ranks before them took too long"
+        return Finding(check, WARNING, found, "See the slow ranks; then measure again, with fewer of them.")
+    if isinstance(measured, str):
+        found = f"{where}: no data came through: {measured}"
+        return Finding(check, PROBLEM, found, _firewall(first, second))
+    out, back = measured.out_bit_s, measured.back_bit_s
+    found = (
+        f"{where}: {bits_per_second(out)} from {first.rank} to {second.rank}, {bits_per_second(back)} back, "
+        f"{milliseconds(measured.round_trip_s)} there and back"
+    )
+    if min(out, back) < _SLOW_BIT_S:
+        found = f"{found}: 1 MB takes {8e6 / min(out, back):.0f} s"
+        return Finding(check, WARNING, found, "Use few bits, large micro-batches, or look for a faster way.")
+    if max(out, back) > _LOPSIDED * min(out, back):
+        slow, fast = (first, second) if out < back else (second, first)
+        found = f"{found}: one direction is much slower"
+        advice = f"Look at what {slow.host} may send, or what {fast.host} receives; fewer bits for that direction help."
+        return Finding(check, WARNING, found, advice)
+    if measured.round_trip_s > _SLOW_TRIP_S:
+        found = f"{found}: a stage waits that long for each micro-batch that it has not been sent ahead"
+        return Finding(check, WARNING, found, "Use more micro-batches (gradient_accumulation_steps) for each step.")
+    return Finding(check, OK, found)
+
+
+def check_clocks(first: Identity, second: Identity, measured: Measured) -> Finding | None:
+    """Whether the clocks of two machines agree; None on one machine, which has one clock."""
+    if first.machine == second.machine:
+        return None
+    ahead, error = measured.clock_ahead_s, measured.clock_error_s
+    fast, slow = (second, first) if ahead > 0 else (first, second)
+    found = f"rank {fast.rank}'s is {milliseconds(abs(ahead))} ahead of rank {slow.rank}'s (± {milliseconds(error)})"
+    if abs(ahead) > _SKEW_S + error:
+        found = f"{found}: training does not need them, but times in logs cannot be compared"
+        return Finding("clocks", WARNING, found, "timedatectl set-ntp true, on both machines")
+    return Finding("clocks", OK, found)
+
+
+def check_same_versions(identities: Sequence[Identity]) -> Finding:
+    """Whether all ranks run the same versions; stages exchange bytes whose meaning a version may change."""
+    differ = []
+    for name in sorted({name for identity in identities for name in identity.versions}):
+        by_version: dict[str, list[int]] = {}
+        for identity in identities:
+            by_version.setdefault(identity.versions.get(name, "not installed"), []).append(identity.rank)
+        if len(by_version) > 1:
+            parts = (f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
+            differ.append(f"{name} {'; '.join(parts)}")
+    if differ:
+        found = f"{'. '.join(differ)}. Checkpoints and messages may not fit together"
+        return Finding("same versions", WARNING, found, "Install the same versions on all machines.")
+    return Finding("same versions", OK, f"all {len(identities)} ranks have the same")
+
+
+def check_joined(errors: Mapping[int, str], identities: Sequence[Identity]) -> Finding:
+    """Whether the ranks could connect to each other. errors: of each rank that could not, gloo's words."""
+    if not errors:
+        return Finding("gloo connections", OK, f"all {len(identities)} ranks are connected")
+    rank, error = min(errors.items())
+    others = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
+    found = f"ranks meet, but rank {rank}{others} cannot connect to the others: {error}"
+    return Finding("gloo connections", PROBLEM, found, _firewall(*identities[:2]))
+
+
+def _firewall(first: Identity, second: Identity) -> str:
+    if first.machine == second.machine:
+        return "Look at the line gloo above; GLOO_SOCKET_IFNAME=lo serves ranks on one machine."
+    return (
+        "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo), "
+        "and all TCP ports must be open between the machines: gloo uses random ones."
+    )
+
+
+def bits_per_second(rate: float) -> str:
+    """For people, with three digits."""
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if rate >= size:
+            return f"{_digits(rate / size)} {unit}"
+    return f"{_digits(rate / 1e3)} kbit/s"
+
+
+def milliseconds(seconds: float) -> str:
+    """For people: milliseconds, seconds from one on."""
+    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(1e3 * seconds)} ms"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

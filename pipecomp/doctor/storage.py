@@ -1,0 +1,232 @@
+"""The disk of the message store: space, speed, file system, and whether LMDB works there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, mib
+from pipecomp.errors import StoreError
+
+NETWORK = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "beegfs", "ceph", "fuse.ceph", "fuse.glusterfs", "fuse.sshfs",
+    "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "virtiofs",
+}  # fmt: skip
+IN_MEMORY = {"tmpfs", "ramfs"}
+_FREE_LEAST, _FREE_WANTED = 256 << 20, 4 << 30
+_SLOW_BYTES_S = 30e6
+_CHUNK, _CHUNKS, _SECONDS = 4 << 20, 8, 2.0
+_ANOTHER_PATH = "Give store.path a folder on a local disk."
+
+
+class Speed(NamedTuple):
+    """Bytes per second, each write followed by fsync, reads past the page cache where the system lets us."""
+
+    write: float
+    read: float
+
+
+class Works(NamedTuple):
+    """What was tried in the store's folder; None where it worked, otherwise what went wrong."""
+
+    mapping: str | None
+    locking: str | None
+    store: str | None
+
+
+def storage_findings(path: Path) -> list[Finding]:
+    """All checks of this module for a store in `path`, which need not be there; nothing is left behind."""
+    folder = nearest(path)
+    if folder != path.absolute() and os.path.lexists(path):
+        return [check_writable(path, NotADirectoryError(errno.ENOTDIR, "it is not a folder"))]
+    free = shutil.disk_usage(folder).free
+    findings = [check_space(path, free), check_file_system(path, file_system(folder, _mounts()))]
+    if free < _FREE_LEAST:
+        return findings
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".pipecomp-doctor-") as top:
+            findings += [check_speed(measure_speed(Path(top))), check_lmdb(try_lmdb(Path(top)))]
+    except OSError as error:
+        findings.append(check_writable(folder, error))
+    return findings
+
+
+def check_space(path: Path, free_bytes: int) -> Finding:
+    """Free space for the store."""
+    found = f"{mib(free_bytes)} free for {path}"
+    advice = "Free some space, set store.max_bytes, or give store.path a folder on another disk."
+    if free_bytes < _FREE_LEAST:
+        return Finding("disk space", PROBLEM, f"{found}: a message store does not fit", advice)
+    if free_bytes < _FREE_WANTED:
+        found = f"{found}: 4 bytes for each token and hidden unit of every sample may not fit"
+        return Finding("disk space", WARNING, found, advice)
+    return Finding("disk space", OK, found)
+
+
+def check_file_system(path: Path, kind: str | None) -> Finding:
+    """kind: as the system calls it, None where it does not say."""
+    if kind in NETWORK:
+        found = f"{path} is on a network file system ({kind}): LMDB's locks and memory maps cannot be trusted there"
+        return Finding("file system", WARNING, found, _ANOTHER_PATH)
+    if kind in IN_MEMORY:
+        found = f"{path} is on {kind}, in memory: the store takes memory, and a restart of the machine empties it"
+        return Finding("file system", WARNING, found, _ANOTHER_PATH)
+    return Finding("file system", OK, kind or "unknown")
+
+
+def check_speed(speed: Speed) -> Finding:
+    """How fast the disk is, without the system's cache."""
+    found = f"writes {speed.write / 1e6:.0f} MB/s with fsync, reads {speed.read / 1e6:.0f} MB/s"
+    if min(speed) < _SLOW_BYTES_S:
+        found = f"{found}: training waits when messages come faster than that for long"
+        return Finding("disk speed", WARNING, found, "Use another disk, or store.bits 8: a quarter of the bytes.")
+    return Finding("disk speed", OK, found)
+
+
+def check_lmdb(works: Works) -> Finding:
+    """Whether a message store can be used in the folder."""
+    if works.mapping is not None:
+        found = f"files cannot be mapped into memory here ({works.mapping}), which LMDB needs"
+        return Finding("LMDB", PROBLEM, found, _ANOTHER_PATH)
+    if works.locking is not None:
+        return Finding("LMDB", PROBLEM, f"file locks do not work here: {works.locking}", _ANOTHER_PATH)
+    if works.store is not None:
+        return Finding("LMDB", PROBLEM, f"a message store does not work here: {works.store}", _ANOTHER_PATH)
+    return Finding("LMDB", OK, "a message store was written, closed and read again; memory maps and locks work")
+
+
+def check_writable(folder: Path, error: OSError) -> Finding:
+    """The folder could not be written."""
+    found = f"cannot write in {folder}: {error.strerror or error}"
+    advice = f"Change its permissions (chmod, chown), or choose another store.path; you are user {os.getuid()}."
+    return Finding("store folder", PROBLEM, found, advice)
+
+
+def nearest(path: Path) -> Path:
+    """The folder `path`, or the first one above it that is there."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
+
+
+def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
+    """The kind of file system that a folder is on. mounts: (folder, kind) in the order of mounting."""
+    found, depth = None, -1
+    real = folder.resolve()
+    for where, kind in mounts:
+        mount = Path(where)
+        if real.is_relative_to(mount) and len(mount.parts) >= depth:
+            found, depth = kind, len(mount.parts)
+    return found
+
+
+def _mounts() -> list[tuple[str, str]]:
+    return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+
+
+def measure_speed(folder: Path) -> Speed:
+    """Write up to 32 MiB in two seconds, and read them."""
+    block = os.urandom(_CHUNK)  # some disks compress
+    file, written = folder / "speed", 0
+    began = time.perf_counter()
+    with open(file, "wb", buffering=0) as handle:
+        while written < _CHUNK * _CHUNKS and (not written or time.perf_counter() - began < _SECONDS):
+            written += handle.write(block)
+            os.fsync(handle.fileno())
+        write = written / (time.perf_counter() - began)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began, got = time.perf_counter(), 0
+    with open(file, "rb", buffering=0) as handle:
+        while (not got or time.perf_counter() - began < _SECONDS) and (data := handle.read(_CHUNK)):
+            got += len(data)
+        read = got / (time.perf_counter() - began)
+    file.unlink()
+    return Speed(write, read)
+
+
+def try_lmdb(folder: Path) -> Works:
+    """Try memory maps, locks between processes, and a message store that is opened twice."""
+    return Works(_attempt(_map, folder), _attempt(_lock, folder), _attempt(_store, folder))
+
+
+def _attempt(part: Callable[[Path], str | None], folder: Path) -> str | None:
+    try:
+        return part(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    except subprocess.TimeoutExpired:
+        return "no answer within a minute"
+
+
+def _map(folder: Path) -> str | None:
+    """LMDB reads through a shared map what was written to the file."""
+    with open(folder / "map", "w+b", buffering=0) as handle:
+        handle.write(bytes(mmap.PAGESIZE))
+        with mmap.mmap(handle.fileno(), mmap.PAGESIZE) as mapped:
+            os.pwrite(handle.fileno(), b"pipecomp", 16)
+            if mapped[16:24] != b"pipecomp":
+                return "a map does not show what is written to its file"
+            mapped[32:40] = b"pipecomp"
+            mapped.flush()
+        handle.seek(32)
+        return None if handle.read(8) == b"pipecomp" else "what is written to a map does not reach its file"
+
+
+_TAKE = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as handle:
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        sys.exit(3)
+"""
+
+
+def _lock(folder: Path) -> str | None:
+    with open(folder / "lock", "w+b") as handle:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return f"{errno.errorcode.get(error.errno or 0, '')} {error.strerror}"
+        command = [sys.executable, "-S", "-c", _TAKE, str(folder / "lock")]
+        status = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+    if status == 0:
+        return "two processes got the same lock, so two ranks could write to one store"
+    return None if status == 3 else f"another process could not try one (exit status {status})"
+
+
+def _store(folder: Path) -> str | None:
+    try:
+        from pipecomp.buffers import open_environment
+    except ImportError as error:
+        return str(error)
+
+    m_nH = torch.arange(64 * 48, dtype=torch.float32).view(64, 48)
+    try:
+        for visit in range(2):
+            environment = open_environment("lmdb", folder / "store", 0)
+            store = environment.link("link-0", {})
+            if visit == 0:
+                store.put(7, 1, m_nH.clone())
+                environment.commit()
+                environment.flush()
+            (found,) = store.get([7])
+            environment.close()
+            if found is None or not torch.equal(found.m_nH, m_nH):
+                return "what was stored is not what was read"
+    except StoreError as error:
+        return str(error).replace(str(folder), "…")
+    return None

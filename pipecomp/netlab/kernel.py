@@ -1,0 +1,241 @@
+"""A network of the kernel's own: a namespace for each node, a bridge between them, tbf in each direction.
+
+    node 0: eth0 ── port0 ┐
+                          ├ bridge (a namespace of its own; the machine's network is not touched)
+    node 1: eth0 ── port1 ┘
+
+eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipecomp.netlab.errors import NetlabError
+from pipecomp.netlab.names import new_name
+from pipecomp.netlab.network import NodeBytes
+from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
+from pipecomp.netlab.throttle import SharedState, ThrottleSettings
+
+WITHOUT = "--software (in Python software=True) needs none of this, but slows down pipecomp's own links only"
+_PREFIX_BITS = 15  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks
+_COMMAND_S = 20.0
+_KINDS = {
+    "veth pairs": "ip link add probe0 netns {0} type veth peer name probe1 netns {0}",
+    "bridges (module bridge)": "ip -n {0} link add probe2 type bridge",
+    "the queue that limits rates, tbf (module sch_tbf)":
+        "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000",
+}  # fmt: skip
+_NETEM = "tc -n {0} qdisc add dev probe1 root netem delay 1ms"
+
+Run = Callable[[str], str]
+
+
+def command(text: str) -> str:
+    """Run ip or tc, which must not hang or be stopped half way; what it prints. NetlabError if it fails."""
+    words = text.split()
+    try:
+        # A session of its own: Ctrl-C in a terminal would reach it too, in the middle of cleaning up.
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_S, start_new_session=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NetlabError(f"{text}: {error}") from error
+    if done.returncode != 0:
+        raise NetlabError(f"{text}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def missing() -> str | None:
+    """Why the kernel cannot make a network here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if lacking := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"no {' and no '.join(lacking)} here: install iproute2"
+    with _Probe() as probe:
+        if probe.problem:
+            return f"no network namespaces here: {probe.problem}"
+        for what, text in _KINDS.items():
+            if problem := probe.fails(text):
+                return f"this kernel has not {what}: {problem}"
+    return None
+
+
+def has_netem() -> bool:
+    """Whether the kernel can delay packets."""
+    with _Probe() as probe:
+        return not (probe.problem or probe.fails(_KINDS["veth pairs"]) or probe.fails(_NETEM))
+
+
+class _Probe:
+    """A namespace to try things in."""
+
+    def __enter__(self) -> _Probe:
+        self._name = f"{new_name()}-probe"
+        self.problem = self.fails("ip netns add {0}")
+        return self
+
+    def fails(self, text: str) -> str | None:
+        try:
+            command(text.format(self._name))
+        except NetlabError as error:
+            return str(error).partition(": ")[2]
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        self.fails("ip netns delete {0}")
+
+
+class KernelNetwork:
+    """Namespaces `<name>-n0`, `<name>-n1`, … and `<name>-hub`. NetlabError if the kernel refuses.
+
+    folder: where the state of software delays is kept. run, netem: how ip and tc are run and whether netem is there,
+    for tests.
+    """
+
+    form = "kernel"
+    interface = "eth0"
+
+    def __init__(
+        self, shape: Shape, folder: Path, name: str, *, run: Run = command, netem: bool | None = None
+    ) -> None:
+        self._shape, self._run, self._ports = shape, run, 29500
+        self._hub = f"{name}-hub"
+        self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
+        self.delay_by: str | None = None
+        self._state = folder / "state"
+        if shape.delay_s:
+            self.delay_by = "netem" if (has_netem() if netem is None else netem) else "software"
+            SharedState.create(self._state, shape.nodes)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        run, hub, shape = self._run, self._hub, self._shape
+        run(f"ip netns add {hub}")
+        run(f"ip -n {hub} link add br0 type bridge mcast_snooping 0")
+        self._without_ipv6(hub, "br0")
+        run(f"ip -n {hub} link set br0 up")
+        for node, name in enumerate(self._nodes):
+            port = f"port{node}"
+            run(f"ip netns add {name}")
+            run(f"ip link add eth0 netns {name} type veth peer name {port} netns {hub}")
+            self._without_ipv6(name, "eth0")
+            self._without_ipv6(hub, port)
+            delay = shape if self.delay_by == "netem" else None
+            for text in queue_commands(name, "eth0", shape.up[node], shape.delay_s, delay):
+                run(text)
+            for text in queue_commands(hub, port, shape.down[node], shape.delay_s, None):
+                run(text)
+            run(f"ip -n {hub} link set {port} master br0")
+            run(f"ip -n {hub} link set {port} up")
+            run(f"ip -n {name} addr add {self.address(node)}/{_PREFIX_BITS} dev eth0")
+            run(f"ip -n {name} link set eth0 up")
+            run(f"ip -n {name} link set lo up")
+
+    def _without_ipv6(self, namespace: str, interface: str) -> None:
+        # An IPv6 address announces itself: only the nodes' own bytes shall be counted.
+        if Path("/proc/sys/net/ipv6").exists():
+            self._run(f"ip -n {namespace} link set {interface} addrgenmode none")
+
+    def address(self, node: int) -> str:
+        return f"198.18.0.{node + 1}"
+
+    def port(self) -> int:
+        self._ports += 1  # the namespace is new: only earlier runs of this lab have used any
+        return self._ports
+
+    def wrap(self, node: int, command: Sequence[str]) -> list[str]:
+        return ["ip", "netns", "exec", self._nodes[node], *command]
+
+    def settings(self, node: int, procs_per_node: int) -> str | None:
+        if self.delay_by != "software":
+            return None
+        shape = self._shape
+        unlimited: list[int | None] = [None] * shape.nodes
+        return ThrottleSettings(
+            state=str(self._state), node=node, procs_per_node=procs_per_node, up=unlimited, down=unlimited,
+            delay_s=shape.delay_s, jitter_s=shape.jitter_s,
+        ).text()  # fmt: skip
+
+    def bytes(self) -> list[NodeBytes]:
+        return [
+            NodeBytes(node, self._count(name, "eth0"), self._count(self._hub, f"port{node}"))
+            for node, name in enumerate(self._nodes)
+        ]
+
+    def _count(self, namespace: str, interface: str) -> int:
+        # The queue's own counter: the interface's leaves out the headers of segments that are cut further down.
+        queues = json.loads(self._run(f"tc -n {namespace} -s -j qdisc show dev {interface}"))
+        return next(int(queue["bytes"]) for queue in queues if queue.get("root"))
+
+    def cut(self, node: int) -> None:
+        # Off the bridge, not down: as with a line that breaks far away, the node itself notices nothing.
+        self._run(f"ip -n {self._hub} link set port{node} nomaster")
+
+    def join(self, node: int) -> None:
+        self._run(f"ip -n {self._hub} link set port{node} master br0")
+
+    def processes(self) -> set[int]:
+        return processes_in([*self._nodes, self._hub], self._run)
+
+    def close(self) -> None:
+        delete_namespaces([*self._nodes, self._hub], self._run)
+
+
+def queue_commands(namespace: str, interface: str, rate: int | None, delay_s: float, delay: Shape | None) -> list[str]:
+    """The tc commands that give an interface its queue: netem if `delay` says one, tbf at `rate` bits per second.
+
+    delay_s: seconds one way that the queue must be long enough for.
+    """
+    add = f"tc -n {namespace} qdisc add dev {interface}"
+    place, commands = "root", []
+    if delay is not None:
+        netem = f"delay {round(delay.delay_s * 1e6)}us"
+        if delay.jitter_s:
+            # Without a rate, netem would let packets overtake each other.
+            netem += f" {round(delay.jitter_s * 1e6)}us rate 100gbit"
+        commands.append(f"{add} root handle 1: netem limit 1000000 {netem}")
+        place = "parent 1: handle 10:"
+    if rate is not None:
+        size = f"burst {burst_bytes(rate)} limit {queue_bytes(rate, delay_s)}"
+        commands.append(f"{add} {place} tbf rate {rate}bit {size}")
+    elif not commands:
+        commands.append(f"{add} root pfifo limit 100000")  # for its counter
+    return commands
+
+
+def processes_in(namespaces: Sequence[str], run: Run = command) -> set[int]:
+    """Ids of the processes in network namespaces, those that are gone left out."""
+    found: set[int] = set()
+    for name in namespaces:
+        try:
+            found |= {int(pid) for pid in run(f"ip netns pids {name}").split()}
+        except NetlabError:  # no such namespace
+            continue
+    return found
+
+
+def delete_namespaces(namespaces: Sequence[str], run: Run = command) -> None:
+    """Delete those that exist, all of them even if one fails. NetlabError for what is left."""
+    existing = namespace_names(run)
+    failures = []
+    for name in namespaces:
+        if name in existing:
+            try:
+                run(f"ip netns delete {name}")
+            except NetlabError as error:
+                failures.append(str(error))
+    if failures:
+        raise NetlabError("; ".join(failures))
+
+
+def namespace_names(run: Run = command) -> set[str]:
+    """All named network namespaces of this machine."""
+    return {line.split()[0] for line in run("ip netns list").splitlines() if line.strip()}

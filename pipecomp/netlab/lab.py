@@ -1,0 +1,302 @@
+"""A lab: a network of slow links on this machine, and what runs on its nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, overload
+
+from pipecomp.errors import ConfigError
+from pipecomp.netlab import kernel
+from pipecomp.netlab.errors import NetlabError
+from pipecomp.netlab.function import Functions
+from pipecomp.netlab.leftovers import remove_leftovers
+from pipecomp.netlab.names import MARK, folder_of, marked, new_name
+from pipecomp.netlab.network import Network, NodeBytes
+from pipecomp.netlab.processes import Job, OnLine, Processes, kill
+from pipecomp.netlab.shape import Shape, read_shape
+from pipecomp.netlab.software import SoftwareNetwork
+from pipecomp.netlab.throttle import VARIABLE
+
+LAUNCHERS = ("none", "deepspeed")
+_TICK_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A command that has run on all nodes.
+
+    status: 0, or the exit status of the process that failed first; 128 + n where signal n ended it. failed: that
+    process's label, such as node1. statuses: by label. seconds: until the last process ended.
+    """
+
+    status: int
+    failed: str | None
+    statuses: dict[str, int]
+    seconds: float
+
+
+class Lab:
+    """Nodes 0, 1, … joined by links of the stated rate and delay; use it in a `with` statement.
+
+    bandwidth: both directions of every node ("100mbit"). asymmetric: instead, "DOWN/UP" for all nodes or one for each.
+    delay: seconds one way ("20ms"). jitter: how far the delay varies. cuts: lost connections, as in "1@30s+5s".
+    software: without the kernel: only pipecomp's own links between stages are slowed down.
+    Raises ConfigError for an option, NetlabError where the machine cannot do it.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int = 2,
+        bandwidth: str | None = None,
+        asymmetric: Sequence[str] = (),
+        delay: str | None = None,
+        jitter: str | None = None,
+        cuts: Sequence[str] = (),
+        software: bool = False,
+    ) -> None:
+        self.shape: Shape = read_shape(
+            nodes=nodes, bandwidth=bandwidth, asymmetric=asymmetric, delay=delay, jitter=jitter, cuts=cuts
+        )
+        self._software = software
+        self._network: Network | None = None
+        self.name = ""
+
+    def __enter__(self) -> Lab:
+        self.name = new_name()
+        remove_leftovers()
+        if not self._software and (problem := kernel.missing()):
+            raise NetlabError(f"{problem}; {kernel.WITHOUT}")
+        folder = folder_of(self.name)
+        folder.mkdir(mode=0o700)
+        try:
+            if self._software:
+                self._network = SoftwareNetwork(self.shape, folder)
+            else:
+                self._network = kernel.KernelNetwork(self.shape, folder, self.name)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs and take the network down; safe to call twice."""
+        if self._network is not None:
+            try:
+                kill(self._processes)
+                self._network.close()
+            finally:
+                self._network = None
+                shutil.rmtree(folder_of(self.name), ignore_errors=True)
+
+    @property
+    def network(self) -> Network:
+        """What makes the links. NetlabError outside the `with` statement."""
+        if self._network is None:
+            raise NetlabError("the lab is closed: use it within `with Lab(...) as lab:`")
+        return self._network
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know about this lab's links, a sentence each."""
+        if self.network.form == "software":
+            return ["Only pipecomp's own links between stages are throttled and counted; everything else is not."]
+        if self.network.delay_by == "software":
+            return ["This kernel has no netem: only pipecomp's own links between stages are delayed."]
+        return []
+
+    def bytes(self) -> list[NodeBytes]:
+        """What each node has sent and received since the lab began."""
+        return self.network.bytes()
+
+    def cut(self, node: int) -> None:
+        """Cut a node off, as the option `cuts` does on time."""
+        self.network.cut(self._node(node))
+
+    def join(self, node: int) -> None:
+        """End a cut."""
+        self.network.join(self._node(node))
+
+    def _node(self, node: int) -> int:
+        if not 0 <= node < self.shape.nodes:
+            raise ConfigError("node", node, f"0 to {self.shape.nodes - 1}")
+        return node
+
+    @overload
+    def run(
+        self, work: Sequence[str], *, procs_per_node: int = 1, launcher: str = "none", timeout_s: float | None = None,
+        grace_s: float = 10.0, environment: Mapping[str, str] | None = None, on_line: OnLine | None = None,
+    ) -> Finished: ...  # fmt: skip
+
+    @overload
+    def run(
+        self, work: Callable[..., Any], *args: Any, procs_per_node: int = 1, timeout_s: float | None = None,
+        environment: Mapping[str, str] | None = None, on_line: OnLine | None = None,
+        on_note: Callable[[int, Any], None] | None = None, threads: int = 1,
+    ) -> dict[int, Any]: ...  # fmt: skip
+
+    def run(
+        self,
+        work: Sequence[str] | Callable[..., Any],
+        *args: Any,
+        procs_per_node: int = 1,
+        launcher: str = "none",
+        timeout_s: float | None = None,
+        grace_s: float = 10.0,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+        on_note: Callable[[int, Any], None] | None = None,
+        threads: int = 1,
+    ) -> Any:
+        """Run a command, or a function as `pipecomp.local.run_ranks` does, `procs_per_node` times on every node.
+
+        Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
+        GLOO_SOCKET_IFNAME in its environment; `environment` adds to it. launcher: "deepspeed" runs DeepSpeed's launcher
+        once on each node, and `work` is its script with arguments. on_line(label, "stdout" or "stderr", line): takes
+        the output (default: print it behind the label). grace_s: how long the others may go on after a process has
+        failed. Cuts count from the start of the run; processes that outlive it are ended.
+
+        A function gets (rank, world, note, *args): what it returned on each rank is the result, what it passes to
+        `note` goes to on_note(rank, value); threads: torch's in each process.
+        Raises ConfigError, NetlabError (over `timeout_s` included), and RankFailedError for functions.
+        """
+        if not 1 <= procs_per_node <= 64:
+            raise ConfigError("procs_per_node", procs_per_node, "1 to 64")
+        base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **self._rendezvous(procs_per_node)}
+        if callable(work):
+            functions = Functions(work, args, self.shape.nodes * procs_per_node, on_note)
+            with functions:
+                base["OMP_NUM_THREADS"] = str(threads)
+                jobs = self._jobs([], procs_per_node, base, functions)
+                self._watch(jobs, on_line, timeout_s, 0.0, functions)
+            return functions.results
+        if not work or isinstance(work, str) or args or (launcher == "none" and shutil.which(work[0]) is None):
+            raise ConfigError("COMMAND", work, "a program that can be found here, and its arguments, as separate words")
+        if launcher not in LAUNCHERS:
+            raise ConfigError("launcher", launcher, ", ".join(LAUNCHERS))
+        if launcher == "deepspeed":
+            jobs = self._deepspeed_jobs(work, procs_per_node, base)
+        else:
+            jobs = self._jobs(work, procs_per_node, base, None)
+        return self._watch(jobs, on_line, timeout_s, grace_s, None)
+
+    # -- what is started
+
+    def _rendezvous(self, procs_per_node: int) -> dict[str, str]:
+        network = self.network
+        return {
+            "MASTER_ADDR": network.address(0), "MASTER_PORT": str(network.port()), MARK: self.name,
+            "WORLD_SIZE": str(self.shape.nodes * procs_per_node), "LOCAL_WORLD_SIZE": str(procs_per_node),
+            "GLOO_SOCKET_IFNAME": network.interface,
+        }  # fmt: skip
+
+    def _on_node(self, node: int, procs_per_node: int, base: Mapping[str, str]) -> dict[str, str]:
+        out = {**base, "NODE_RANK": str(node)}
+        out.pop(VARIABLE, None)
+        settings = self.network.settings(node, procs_per_node)
+        return out if settings is None else {**out, VARIABLE: settings}
+
+    def _jobs(
+        self, command: Sequence[str], procs_per_node: int, base: Mapping[str, str], functions: Functions | None
+    ) -> list[Job]:
+        jobs = []
+        for node in range(self.shape.nodes):
+            for local in range(procs_per_node):
+                rank = node * procs_per_node + local
+                environment = self._on_node(node, procs_per_node, base) | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+                words, keep = (command, ()) if functions is None else functions.job(rank)
+                jobs.append(
+                    Job(
+                        label=f"node{node}" + (f".{local}" if procs_per_node > 1 else ""), node=node,
+                        command=self.network.wrap(node, words), environment=environment, keep_fds=keep,
+                    )
+                )  # fmt: skip
+        return jobs
+
+    def _deepspeed_jobs(self, command: Sequence[str], procs_per_node: int, base: Mapping[str, str]) -> list[Job]:
+        hosts = folder_of(self.name) / "hostfile"
+        hosts.write_text("".join(f"node{node} slots={procs_per_node}\n" for node in range(self.shape.nodes)))
+        jobs = []
+        for node in range(self.shape.nodes):
+            words = [
+                sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh",
+                "--node_rank", str(node), "--master_addr", base["MASTER_ADDR"], "--master_port", base["MASTER_PORT"],
+                *command,
+            ]  # fmt: skip
+            environment = self._on_node(node, procs_per_node, base)
+            for rank in ("RANK", "LOCAL_RANK"):
+                environment.pop(rank, None)  # the launcher's to set
+            jobs.append(
+                Job(label=f"node{node}", node=node, command=self.network.wrap(node, words), environment=environment)
+            )
+        return jobs
+
+    # -- while it runs
+
+    def _watch(
+        self, jobs: list[Job], on_line: OnLine | None, timeout_s: float | None, grace_s: float,
+        functions: Functions | None,
+    ) -> Finished:  # fmt: skip
+        failed: str | None = None
+        began = time.monotonic()
+        deadline = None if timeout_s is None else began + timeout_s
+        with self._running(jobs, on_line or _print) as processes, self._cutting() as cut_what_is_due:
+            if functions is not None:
+                functions.started()
+            while None in processes.statuses:
+                cut_what_is_due(time.monotonic() - began)
+                for index in processes.poll():
+                    if processes.statuses[index] and failed is None:
+                        failed = jobs[index].label
+                        deadline = min(deadline or float("inf"), time.monotonic() + grace_s)
+                if functions is not None:
+                    functions.listen(processes.statuses)
+                if deadline is not None and time.monotonic() > deadline:
+                    if failed is None:
+                        raise NetlabError(f"the nodes took over {timeout_s:g} s")
+                    break
+                time.sleep(_TICK_S)
+            seconds = time.monotonic() - began
+        statuses = {job.label: status or 0 for job, status in zip(jobs, processes.statuses, strict=True)}
+        return Finished(status=statuses[failed] if failed else 0, failed=failed, statuses=statuses, seconds=seconds)
+
+    @contextmanager
+    def _running(self, jobs: list[Job], on_line: OnLine) -> Iterator[Processes]:
+        processes = Processes(jobs, on_line, self._processes)
+        try:
+            yield processes
+        finally:
+            processes.end()
+
+    @contextmanager
+    def _cutting(self) -> Iterator[Callable[[float], None]]:
+        changes = [(cut.at_s, self.cut, cut.node) for cut in self.shape.cuts]
+        changes += [(cut.at_s + cut.for_s, self.join, cut.node) for cut in self.shape.cuts if cut.for_s is not None]
+        changes.sort(key=lambda change: change[0])
+
+        def due(seconds: float) -> None:
+            while changes and changes[0][0] <= seconds:
+                _, change, node = changes.pop(0)
+                change(node)
+
+        try:
+            yield due
+        finally:
+            for node in {cut.node for cut in self.shape.cuts}:
+                self.join(node)
+
+    def _processes(self) -> set[int]:
+        return self.network.processes() | marked(self.name)
+
+
+def _print(label: str, stream: str, line: str) -> None:
+    print(f"{label} | {line}", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)

@@ -1,0 +1,145 @@
+"""What a lab's links are like: rates, delays and cuts, read strictly from text.
+
+Rates are bits per second on the wire, headers included, as network equipment counts them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipecomp.errors import ConfigError
+
+RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+MIN_RATE, MAX_RATE = 10**4, 10**10
+MAX_DELAY_S, MAX_CUT_S = 10.0, 86400.0
+MAX_NODES = 64
+_RATES = "a number and bit, kbit, mbit or gbit (per second, powers of 1000), 10kbit to 10gbit, as in 100mbit"
+_CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: a node, when it is cut off, for how long (without: for good)"
+
+FRAME = 14 + 1500  # bytes of a full frame as Linux counts it: Ethernet's header without the checksum, and the MTU
+FRAME_HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps
+SEGMENT = FRAME - FRAME_HEADERS  # content bytes of a full frame
+_BURST_S = 0.004  # what a token bucket may save up: with less, a busy machine's late timers cost rate (100 Mbit/s: 7 %)
+_QUEUE_S = 0.1
+_MIN_QUEUE = 1 << 17
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A node loses its connection `at_s` seconds after the start of a run, for `for_s` seconds (None: for good)."""
+
+    node: int
+    at_s: float
+    for_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """All links of a lab. up, down: bits per second from and to each node (None: as fast as it goes).
+
+    delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept.
+    """
+
+    nodes: int
+    up: tuple[int | None, ...]
+    down: tuple[int | None, ...]
+    delay_s: float = 0.0
+    jitter_s: float = 0.0
+    cuts: tuple[Cut, ...] = ()
+
+
+def read_shape(
+    *,
+    nodes: int,
+    bandwidth: str | None = None,
+    asymmetric: Sequence[str] = (),
+    delay: str | None = None,
+    jitter: str | None = None,
+    cuts: Sequence[str] = (),
+) -> Shape:
+    """The shape that the options describe. ConfigError for what is not allowed or could not take effect.
+
+    bandwidth: both directions of every node. asymmetric: "DOWN/UP", as providers name it, for all nodes or one each.
+    """
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 2 <= nodes <= MAX_NODES:
+        raise ConfigError("nodes", nodes, f"2 to {MAX_NODES}")
+    if bandwidth is not None and asymmetric:
+        raise ConfigError("asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
+    up: list[int | None]
+    down: list[int | None]
+    if asymmetric:
+        if isinstance(asymmetric, str) or len(asymmetric) not in (1, nodes):
+            raise ConfigError("asymmetric", asymmetric, f"DOWN/UP once for all nodes, or {nodes} times")
+        pairs = [_pair(text) for text in asymmetric] * (nodes if len(asymmetric) == 1 else 1)
+        down, up = [p[0] for p in pairs], [p[1] for p in pairs]
+    else:
+        rate = None if bandwidth is None else parse_rate("bandwidth", bandwidth)
+        down, up = [rate] * nodes, [rate] * nodes
+    delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
+    jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
+    if jitter_s > delay_s:
+        raise ConfigError("jitter", jitter, "at most the delay")
+    return Shape(
+        nodes=nodes, up=tuple(up), down=tuple(down), delay_s=delay_s, jitter_s=jitter_s,
+        cuts=tuple(_cut(text, nodes) for text in cuts),
+    )  # fmt: skip
+
+
+def parse_rate(key: str, text: str) -> int:
+    """Bits per second. ConfigError names `key`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text) if isinstance(text, str) else None
+    if found is None or found[2] not in RATE_UNITS:
+        raise ConfigError(key, text, _RATES)
+    rate = round(float(found[1]) * RATE_UNITS[found[2]])
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise ConfigError(key, text, _RATES)
+    return rate
+
+
+def parse_time(key: str, text: str, most_s: float) -> float:
+    """Seconds. ConfigError names `key`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text) if isinstance(text, str) else None
+    if found is None or found[2] not in TIME_UNITS or float(found[1]) * TIME_UNITS[found[2]] > most_s:
+        raise ConfigError(key, text, f"a number and us, ms or s, up to {most_s:g}s, as in 20ms")
+    return float(found[1]) * TIME_UNITS[found[2]]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    down, slash, up = text.partition("/")
+    if not slash:
+        raise ConfigError("asymmetric", text, "DOWN/UP, as in 100mbit/10mbit")
+    return parse_rate("asymmetric", down), parse_rate("asymmetric", up)
+
+
+def _cut(text: str, nodes: int) -> Cut:
+    found = re.fullmatch(r"([0-9]+)@([^+]+)(?:\+(.+))?", text) if isinstance(text, str) else None
+    if found is None or int(found[1]) >= nodes:
+        raise ConfigError("cut", text, f"{_CUTS}; nodes 0 to {nodes - 1}")
+    for_s = None if found[3] is None else parse_time("cut", found[3], MAX_CUT_S)
+    return Cut(node=int(found[1]), at_s=parse_time("cut", found[2], MAX_CUT_S), for_s=for_s)
+
+
+def rate_text(rate: int | None) -> str:
+    """A rate for people."""
+    if rate is None:
+        return "unlimited"
+    unit = next(u for u in ("gbit", "mbit", "kbit", "bit") if rate >= RATE_UNITS[u])
+    return f"{rate / RATE_UNITS[unit]:g} {unit[0].upper() if unit != 'kbit' else 'k'}bit/s"
+
+
+def wire_bytes(size: int) -> int:
+    """Bytes on the wire for `size` bytes of a TCP connection, acknowledgements not counted."""
+    return size + FRAME_HEADERS * -(-size // SEGMENT)
+
+
+def burst_bytes(rate: int) -> int:
+    """What a link may send at once after a pause."""
+    return max(2 * FRAME, round(rate / 8 * _BURST_S))
+
+
+def queue_bytes(rate: int, delay_s: float) -> int:
+    """What may wait before a link: enough for one TCP connection to fill it."""
+    return burst_bytes(rate) + max(_MIN_QUEUE, round(rate / 8 * (_QUEUE_S + 2 * delay_s)))

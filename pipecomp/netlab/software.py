@@ -1,0 +1,59 @@
+"""A network without root: all nodes on the loopback interface, pipecomp's own links slowed down by `Throttle`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipecomp.local import free_port
+from pipecomp.netlab.network import NodeBytes
+from pipecomp.netlab.shape import Shape
+from pipecomp.netlab.throttle import SharedState, ThrottleSettings
+
+
+class SoftwareNetwork:
+    """Nodes are only names here: every process runs on this machine's own network."""
+
+    form = "software"
+    interface = "lo"
+
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        self._shape, self._path = shape, folder / "state"
+        self._state = SharedState.create(self._path, shape.nodes)
+        self.delay_by = "software" if shape.delay_s else None
+
+    def address(self, node: int) -> str:
+        return "127.0.0.1"
+
+    def port(self) -> int:
+        return free_port()
+
+    def wrap(self, node: int, command: Sequence[str]) -> list[str]:
+        return list(command)
+
+    def settings(self, node: int, procs_per_node: int) -> str | None:
+        shape = self._shape
+        return ThrottleSettings(
+            state=str(self._path), node=node, procs_per_node=procs_per_node, up=list(shape.up), down=list(shape.down),
+            delay_s=shape.delay_s, jitter_s=shape.jitter_s,
+        ).text()  # fmt: skip
+
+    def bytes(self) -> list[NodeBytes]:
+        states = [self._state.read(node) for node in range(self._shape.nodes)]
+        return [NodeBytes(node, int(state.sent), int(state.received)) for node, state in enumerate(states)]
+
+    def cut(self, node: int) -> None:
+        with self._state.change(node) as (state,):
+            state.cut = True
+
+    def join(self, node: int) -> None:
+        with self._state.change(node) as (state,):
+            now = time.monotonic()
+            state.cut, state.up_free, state.down_free = False, max(state.up_free, now), max(state.down_free, now)
+
+    def processes(self) -> set[int]:
+        return set()
+
+    def close(self) -> None:
+        """The lab removes its folder."""

@@ -1,0 +1,135 @@
+"""What replicas exchange in a step of the pipeline engine: gradients, averaged through `pipecomp.allreduce`.
+
+Weights that are tied across stages are averaged over all stages and replicas that hold them, in one group: averaged
+apart by each stage's replicas, whose buckets differ, they would drift apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce import State
+from pipecomp.errors import ConfigError
+from pipecomp.gradient_config import Gradients
+from pipecomp.stages.planning import SplitPlan
+
+BUCKET = 1 << 22  # values: while one is copied, the one before it is on the link
+
+
+@dataclass(frozen=True, slots=True)
+class TiedRanks:
+    """Who holds a tied weight: `ranks` of the group that averages it, `stages` that share it."""
+
+    ranks: tuple[int, ...]
+    stages: int
+
+
+def check_gradients(options: Gradients, ds_config: dict[str, Any], plan: SplitPlan, replicas: int) -> None:
+    """ConfigError where compressing gradients would have no effect, or DeepSpeed would reduce past it."""
+    if options.method == "none":
+        return
+    key = "gradients.method"
+    if replicas == 1 and (not plan.tied or options.exchanges_in_optimizer):
+        raise ConfigError(key, options.method, "'none' with one replica: no gradients are exchanged")
+    zero = ds_config.get("zero_optimization", {})
+    if zero.get("stage", 0) >= 1:
+        for name, wanted in (("overlap_comm", False), ("contiguous_gradients", True)):
+            if zero.get(name, wanted) is not wanted:
+                raise ConfigError(f"zero_optimization.{name}", zero[name], f"{wanted} with compressed gradients")
+    if ds_config.get("communication_data_type") is not None:
+        got = ds_config["communication_data_type"]
+        raise ConfigError("communication_data_type", got, f"nothing with gradients.method {options.method!r}")
+    if options.exchanges_in_optimizer:
+        half = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
+        if half or zero.get("stage", 0) >= 1:
+            raise ConfigError(key, options.method, "float32 training without ZeRO, whose optimizers are cut by ranks")
+        kind = ds_config.get("optimizer", {}).get("type", "")
+        if kind.lower() not in ("adam", "adamw"):
+            raise ConfigError("optimizer.type", kind, f"Adam or AdamW with gradients.method {options.method!r}")
+
+
+class GradientExchange:
+    """Averages one rank's gradients over replicas, and sums those of tied weights over the stages that share them.
+
+    replicas: global ranks of this stage's replicas. tied: of this stage's tied parameters, by name. With a method whose
+    optimizer exchanges (quantized_adam) only tied weights are summed here, over the stages of one replica.
+    """
+
+    def __init__(
+        self, options: Gradients, replicas: list[int], tied: dict[str, TiedRanks], *, seed: int, timeout_s: float
+    ) -> None:
+        given = {k: v for k, v in dataclasses.asdict(options).items() if v is not None}
+        if options.exchanges_in_optimizer:
+            given = {"method": "double_squeeze", "bits": options.bits, "group_size": options.group_size}
+        self._tied_ranks = tied
+        self._by_matrix = options.method == "powersgd"
+
+        def state(ranks: list[int] | tuple[int, ...]) -> State:
+            return State(group=list(ranks), seed=seed, timeout_s=timeout_s, **given)
+
+        alone = len(replicas) == 1 or options.exchanges_in_optimizer
+        self._data = None if alone else state(replicas)
+        self._tied = {name: state(t.ranks) for name, t in tied.items()}
+
+    def average(self, grads: dict[str, Tensor]) -> None:
+        """Replace gradients, by parameter name, in place. NaN or Inf of any rank becomes NaN on all of its group."""
+        waiting = []
+        for name, state in self._tied.items():
+            g = grads[name]
+            out = g if g.is_contiguous() else None
+            waiting.append((state.submit(g, "weight", out=out), [g], self._tied_ranks[name].stages))
+        if self._data is not None:
+            rest = {name: g for name, g in grads.items() if name not in self._tied}
+            if self._by_matrix:  # low-rank methods need the shape
+                for name in [name for name, g in rest.items() if g.dim() > 1]:
+                    g = rest.pop(name)
+                    waiting.append((self._data.submit(g, name), [g], 1))
+            for i, bucket in enumerate(buckets(list(rest.values()))):
+                flat = torch.cat([g.reshape(-1) for g in bucket])
+                waiting.append((self._data.submit(flat, f"bucket-{i}", out=flat), bucket, 1))
+        for future, targets, stages in waiting:
+            mean = future.wait().view(-1)
+            for target, part in zip(targets, mean.split([g.numel() for g in targets]), strict=True):
+                if target.data_ptr() != part.data_ptr():
+                    target.copy_(part.view_as(target))
+                if stages > 1:
+                    target.mul_(stages)
+
+    def states(self) -> Iterator[tuple[str, State]]:
+        """Every group's state by the name under which it is reported and saved."""
+        if self._data is not None:
+            yield "data parallel", self._data
+        for name, state in self._tied.items():
+            yield f"tied {name}", state
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """By group: see `State.stats`; `wait_seconds` is the waiting among its seconds."""
+        found = {name: state.stats() for name, state in self.states()}
+        return {name: {**stats, "wait_seconds": stats["seconds"]["wait"]} for name, stats in found.items()}
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        for _, state in self.states():
+            state.close()
+
+
+def buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients in order, those of one dtype together, in runs of about BUCKET values."""
+    out: list[list[Tensor]] = []
+    for dtype in sorted({g.dtype for g in grads}, key=str):
+        count = BUCKET
+        for g in grads:
+            if g.dtype != dtype:
+                continue
+            if count >= BUCKET:
+                out.append([])
+                count = 0
+            out[-1].append(g)
+            count += g.numel()
+    return out

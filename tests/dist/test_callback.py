@@ -1,0 +1,352 @@
+"""CompressionCallback under real Trainers on two processes: hook, logs, resuming, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import gpt2, samples
+
+from pipecomp.errors import ConfigError
+from pipecomp.local import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+KEYS = {"grad_bytes_raw", "grad_bytes_sent", "grad_compression", "grad_error"}
+SQUEEZE = {"method": "double_squeeze", "bits": 2, "group_size": 64}
+
+
+def small_trainer(folder: str, *callbacks: Any, seed: int = 0, **more: Any) -> Any:
+    """A Trainer of a GPT-2 without dropout for six steps on random tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    settings = {
+        "per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 2, "save_strategy": "no", "seed": 3,
+        "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "use_cpu": True, **more,
+    }  # fmt: skip
+    args = TrainingArguments(output_dir=folder, **settings)
+    held_out = samples(4, seed=8)
+    return Trainer(
+        gpt2(2, 32, seed=seed), args, train_dataset=samples(), eval_dataset=held_out, callbacks=list(callbacks)
+    )
+
+
+def digest(model: Any) -> str:
+    """Of all weights, bit for bit."""
+    out = hashlib.sha256()
+    for parameter in model.parameters():
+        out.update(parameter.detach().float().numpy().tobytes())
+    return out.hexdigest()
+
+
+def content(value: Any) -> Any:
+    """Tensors as plain lists, so that `==` compares everything bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return {key: content(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [content(item) for item in value]
+    return value
+
+
+def memories(callback: Any) -> Any:
+    """What a callback's state remembers."""
+    state = callback._state
+    hook = state._hook
+    torchs = {} if hook is None else {key: (m.error_dict, m.q_memory_dict) for key, m in hook._states.items()}
+    return content((state.state_dict(), torchs))
+
+
+def parameters(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+# -- logs, weights, bytes
+
+
+def using(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    from pipecomp import CompressionCallback
+
+    class Seen(TrainerCallback):
+        """The logs that a callback gets which was added earlier, as those of TensorBoard are."""
+
+        def __init__(self) -> None:
+            self.logs: list[dict] = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.logs.append(dict(logs))
+
+    out: dict[str, Any] = {}
+    plain = small_trainer(folder)
+    plain.train()
+    out["plain"] = digest(plain.model)
+
+    callback, seen = CompressionCallback(method="global_qsgd", levels="linear", bits=8), Seen()
+    trainer = small_trainer(folder, seen, callback, report_to="tensorboard", eval_strategy="steps", eval_steps=3)
+    out["before"] = callback.stats()["bytes_sent"]
+    trainer.train()
+    out |= {"weights": digest(trainer.model), "stats": callback.stats(), "history": trainer.state.log_history}
+    out |= {"seen": seen.logs, "parameters": parameters(trainer.model)}
+    trainer.train()
+    out |= {"again": callback.stats(), "weights again": digest(trainer.model)}
+
+    accumulating = CompressionCallback(method="global_qsgd", seed=4)
+    trainer = small_trainer(folder, accumulating, gradient_accumulation_steps=2, bf16=True, max_steps=5)
+    trainer.train()
+    out |= {"bf16": accumulating.stats(), "bf16 weights": digest(trainer.model), "bf16 history": trainer.state.log_history}
+
+    half = CompressionCallback(method="fp16")
+    trainer = small_trainer(folder, half)
+    trainer.train()
+    out |= {"fp16": half.stats(), "fp16 weights": digest(trainer.model), "fp16 history": trainer.state.log_history}
+    return out
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("used")
+    return folder, run_ranks(2, using, str(folder), timeout_s=150)
+
+
+@pytest.mark.parametrize("which", ["weights", "weights again", "bf16 weights", "fp16 weights"])
+def test_ranks_train_alike_on_compressed_gradients(used: Any, which: str) -> None:
+    _, ranks = used
+    assert ranks[0][which] == ranks[1][which]
+    assert ranks[0]["plain"] == ranks[1]["plain"]
+    assert ranks[0][which] != ranks[0]["plain"]
+
+
+def test_bytes_are_those_of_float32_gradients(used: Any) -> None:
+    _, ranks = used
+    for out in ranks.values():
+        whole = 4 * out["parameters"]  # two ranks: each sends half of its gradient, and half of the mean
+        stats = out["stats"]
+        assert stats["calls"] % 6 == 0
+        assert out["before"] == 0
+        assert stats["bytes_raw"] == pytest.approx(6 * whole, abs=stats["calls"])
+        assert 0.24 * stats["bytes_raw"] < stats["bytes_sent"] < 0.3 * stats["bytes_raw"]  # 8 bits, and 9 for sums
+        assert out["fp16"]["bytes_sent"] == pytest.approx(stats["bytes_raw"] / 2, abs=stats["calls"])
+
+
+def test_each_train_counts_from_zero(used: Any) -> None:
+    _, ranks = used
+    for out in ranks.values():
+        assert out["again"]["bytes_raw"] == out["stats"]["bytes_raw"]
+
+
+def test_micro_batches_are_averaged_once_and_in_float32_under_autocast(used: Any) -> None:
+    _, ranks = used
+    for out in ranks.values():
+        stats = out["bf16"]
+        assert stats["bytes_raw"] == pytest.approx(5 * 4 * out["parameters"], abs=stats["calls"])
+        assert 0 < stats["relative_error"] < 1
+
+
+def test_first_rank_logs_what_was_sent(used: Any) -> None:
+    _, ranks = used
+    history = ranks[0]["history"]
+    training = [line for line in history if "loss" in line or "train_loss" in line]
+    assert [line["step"] for line in training] == [2, 4, 6, 6]
+    assert all(set(line) >= KEYS for line in training)
+    sent = [line["grad_bytes_sent"] for line in training]
+    assert sent[0] * 3 == sent[1] * 3 // 2 == sent[2] == sent[3] == ranks[0]["stats"]["bytes_sent"]
+    assert training[-1]["grad_compression"] == training[-1]["grad_bytes_raw"] / training[-1]["grad_bytes_sent"]
+    assert training[-1]["grad_error"] == ranks[0]["stats"]["relative_error"]
+    evaluation = [line for line in history if "eval_loss" in line]
+    assert len(evaluation) == 2
+    assert not any(set(line) & KEYS for line in evaluation)
+    assert not any(set(line) & KEYS for line in ranks[1]["history"])
+    json.dumps(history)
+
+
+def test_torchs_own_hooks_log_no_error(used: Any) -> None:
+    _, ranks = used
+    line = ranks[0]["fp16 history"][-1]
+    assert set(line) & KEYS == KEYS - {"grad_error"}
+    assert line["grad_compression"] == pytest.approx(2, abs=1e-3)
+
+
+def test_callbacks_that_were_added_earlier_get_it_too(used: Any) -> None:
+    folder, ranks = used
+    assert all(set(logs) >= KEYS for logs in ranks[0]["seen"] if "loss" in logs)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tags: set[str] = set()
+    for events in folder.rglob("events.out.tfevents.*"):
+        found = accumulator.EventAccumulator(str(events.parent)).Reload()
+        tags |= set(found.Tags()["scalars"]) | {t.removesuffix("/scalar_summary") for t in found.Tags()["tensors"]}
+    assert {f"train/{key}" for key in KEYS} <= tags
+
+
+# -- resuming
+
+
+def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    from pipecomp import CompressionCallback
+
+    class Spy(TrainerCallback):
+        """A callback's memories when a checkpoint was written, and before the first step."""
+
+        def __init__(self, of: Any) -> None:
+            self.of, self.saved, self.first = of, {}, None
+
+        def on_save(self, args, state, control, **kwargs):
+            self.saved[state.global_step] = memories(self.of)
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.first = self.first or memories(self.of)
+
+    out: dict[str, Any] = {}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    for name, options in (
+        ("squeeze", SQUEEZE),
+        ("casq", {"method": "casq", "bits": 4, "interval": 4}),
+        ("random", {"method": "global_qsgd", "seed": 5}),
+        ("powersgd", {"method": "powersgd", "rank": 2}),
+    ):
+        where = f"{folder}/{name}"
+        callback = CompressionCallback(**options)
+        spy = Spy(callback)
+        whole = small_trainer(where, callback, spy, **saving)
+        whole.train()
+        callback = CompressionCallback(**options)
+        again = Spy(callback)
+        rest = small_trainer(where, callback, again, seed=1, **saving)
+        rest.train(resume_from_checkpoint=f"{where}/checkpoint-3")
+        out[name] = {"weights": (digest(whole.model), digest(rest.model)), "same": again.first == spy.saved[3]}
+        out[name] |= {"first": again.first[1], "tensors": str(again.first).count("torch.float32"), "at": rest.state.global_step}
+
+    # The model has trained before: DDP's buckets are those of its second step from the first step on.
+    options = {**SQUEEZE, "bits": 4}
+    callback = CompressionCallback(**options)
+    spy = Spy(callback)
+    rebuilt = small_trainer(f"{folder}/rebuilt", callback, spy, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1, **saving)
+    rebuilt.train()
+    spy.first = None
+    shutil.rmtree(f"{folder}/rebuilt/checkpoint-6", ignore_errors=True)
+    torch.distributed.barrier()
+    rebuilt.train(resume_from_checkpoint=True)
+    out["rebuilt"] = spy.first[0]["memory"]["worker"] == spy.saved[3][0]["memory"]["worker"]
+
+    messages: list[str] = []
+
+    class Catch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logging.getLogger("pipecomp.callback").addHandler(Catch())
+    small_trainer(f"{folder}/plain", **saving).train()
+    callback = CompressionCallback(**SQUEEZE)
+    small_trainer(f"{folder}/plain", callback, **saving).train(resume_from_checkpoint=f"{folder}/plain/checkpoint-3")
+    out["warned"], out["went on"] = messages, callback.stats()["bytes_sent"] > 0
+
+    for name, options in (("missing", SQUEEZE), ("other", {**SQUEEZE, "bits": 3})):
+        if rank == 0 and name == "missing":
+            (Path(folder) / "squeeze/checkpoint-6/pipecomp_gradients_1.safetensors").unlink()
+        torch.distributed.barrier()
+        step = 6 if name == "missing" else 3
+        with pytest.raises(ConfigError) as caught:
+            small_trainer(f"{folder}/squeeze", CompressionCallback(**options), max_steps=9).train(
+                resume_from_checkpoint=f"{folder}/squeeze/checkpoint-{step}"
+            )
+        out[name] = str(caught.value)
+
+    small_trainer(f"{folder}/light", CompressionCallback(**SQUEEZE), save_only_model=True, **saving).train()
+    out["light"] = sorted(path.name for path in Path(f"{folder}/light").rglob("pipecomp*"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("resumed")
+    return folder, run_ranks(2, resuming, str(folder), timeout_s=180)
+
+
+@pytest.mark.parametrize("method", ["squeeze", "casq", "random"])
+def test_a_resumed_training_is_the_same_training(resumed: Any, method: str) -> None:
+    _, ranks = resumed
+    for out in ranks.values():
+        assert out[method]["same"]
+        assert out[method]["at"] == 6
+        whole, rest = out[method]["weights"]
+        assert whole == rest
+    assert (ranks[0][method]["tensors"] > 0) == (method != "random")
+    assert ranks[0][method]["weights"] == ranks[1][method]["weights"]
+
+
+def test_powersgds_memories_come_back(resumed: Any) -> None:
+    _, ranks = resumed
+    for out in ranks.values():
+        assert out["powersgd"]["same"]
+        errors, matrices = out["powersgd"]["first"]["ddp"]
+        assert errors
+        assert matrices
+    assert ranks[0]["powersgd"]["weights"] == ranks[1]["powersgd"]["weights"]
+    assert ranks[0]["powersgd"]["first"] != ranks[1]["powersgd"]["first"]
+
+
+def test_one_file_per_rank_in_each_checkpoint(resumed: Any) -> None:
+    folder, _ = resumed
+    files = sorted(p.name for p in (folder / "squeeze" / "checkpoint-3").glob("pipecomp_*"))
+    assert files == ["pipecomp_gradients_0.safetensors", "pipecomp_gradients_1.safetensors"]
+
+
+def test_memories_find_their_parameters_in_other_buckets(resumed: Any) -> None:
+    _, ranks = resumed
+    assert all(out["rebuilt"] for out in ranks.values())
+
+
+def test_a_checkpoint_without_compression_starts_empty_with_a_warning(resumed: Any) -> None:
+    _, ranks = resumed
+    for out in ranks.values():
+        assert out["went on"]
+        assert any("checkpoint-3" in message and "empty memories" in message for message in out["warned"])
+
+
+def test_a_checkpoint_of_other_ranks_or_options_is_refused(resumed: Any) -> None:
+    _, ranks = resumed
+    for out in ranks.values():
+        assert "pipecomp_gradients_1.safetensors" in out["missing"]
+        assert "options" in out["other"]
+
+
+def test_nothing_is_kept_where_only_the_model_is_saved(resumed: Any) -> None:
+    _, ranks = resumed
+    assert ranks[0]["light"] == []
+
+
+# -- refusals
+
+
+def refusing(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
+    from pipecomp import CompressionCallback
+
+    out = {}
+    two = [CompressionCallback(method="qsgd_mn"), CompressionCallback(method="terngrad")]
+    for name, trainer in (
+        ("hook", small_trainer(folder, *two)),
+        ("fsdp", small_trainer(folder, two[0], fsdp="full_shard", fsdp_config={"fsdp_version": 2})),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trainer.train()
+        out[name] = str(caught.value)
+    return out
+
+
+def test_another_hook_and_fsdp_are_refused(tmp_path: Path) -> None:
+    for out in run_ranks(2, refusing, str(tmp_path), timeout_s=100).values():
+        assert "hook" in out["hook"]
+        assert "FSDP" in out["fsdp"]

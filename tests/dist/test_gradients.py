@@ -1,0 +1,139 @@
+"""Compressed gradients in the pipeline engine: replicas and tied weights stay equal bit for bit, bytes are counted."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import ds_config, gpt2, samples
+
+from pipecomp.errors import ConfigError
+from pipecomp.local import run_ranks
+
+STEPS = 5
+LINEAR = {"method": "global_qsgd", "levels": "linear", "bits": 8}
+SQUEEZE = {"method": "double_squeeze", "bits": 4, "group_size": 64}
+ZERO1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+BF16_ZERO1 = {**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "none": ({"method": "none"}, {}),
+    "linear": (LINEAR, {}),
+    "linear zero1": (LINEAR, ZERO1),
+    "exponential": ({"method": "global_qsgd"}, {}),
+    "squeeze": (SQUEEZE, {}),
+    "squeeze zero1": (SQUEEZE, ZERO1),
+    "squeeze bf16": (SQUEEZE, BF16),
+    "squeeze bf16 zero1": (SQUEEZE, BF16_ZERO1),
+    "half": ({"method": "fp16"}, {}),
+    "low rank": ({"method": "powersgd", "rank": 8}, {}),
+    "sparse": ({"method": "global_qsgd", "sparse": True}, {}),
+    "clusters": ({"method": "casq", "interval": 2}, {}),
+}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def train(stages: int, gradients: dict[str, Any], more: dict[str, Any]) -> tuple:
+    import pipecomp
+
+    config = ds_config({"gradients": gradients}, **more)
+    engine = pipecomp.initialize(gpt2(), num_stages=stages, config=config, training_data=samples())
+    losses = [float(engine.train_batch()) for _ in range(STEPS)]
+    weights = {n: digest(p) for n, p in engine.stage.named_parameters()}
+    found = losses, float(engine.get_global_grad_norm()), weights, engine.comm_stats()["groups"]
+    engine.close()
+    return found
+
+
+def all_cases(rank, world, note, stages):
+    return {name: train(stages, *case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[int, dict]:
+    """Two stages with two replicas: ranks 0, 1 are the first stage, 2, 3 the last."""
+    return run_ranks(4, all_cases, 2, timeout_s=250)
+
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_and_tied_weights_stay_equal(four, case):
+    for a, b in ((0, 1), (2, 3)):
+        assert four[a][case][2] == four[b][case][2]
+    for first, last in ((0, 2), (1, 3)):
+        assert four[first][case][2]["transformer.wte.weight"] == four[last][case][2]["lm_head.weight"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_as_without_compression(four, case):
+    losses, norm, _, _ = four[0][case]
+    plain, plain_norm = four[0]["none"][:2]
+    assert losses[0] == pytest.approx(plain[0], rel=1e-3)  # before anything was exchanged
+    assert losses[-1] == pytest.approx(plain[-1], rel=0.02)
+    if case != "sparse":  # unbiased, and far from its mean
+        assert norm == pytest.approx(plain_norm, rel=0.25)
+    assert all(four[rank][case][:2] == (losses, norm) for rank in range(4))
+
+
+@pytest.mark.parametrize("method", ["linear", "squeeze"])
+def test_zero_1_trains_as_zero_0(four, method):
+    assert four[0][f"{method} zero1"][0] == pytest.approx(four[0][method][0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "least"), [("linear", 3.5), ("squeeze", 6.5), ("squeeze bf16 zero1", 3.2), ("half", 1.99)]
+)
+def test_bytes_are_counted(four, case, least):
+    for rank in range(4):
+        groups = four[rank][case][3]
+        assert set(groups) == {"data parallel", "tied transformer.wte.weight"}
+        for group in groups.values():
+            assert group["bytes_raw"] > least * group["bytes_sent"] > 0
+
+
+def test_tied_weights_are_compressed_without_replicas():
+    found = run_ranks(2, tied_only, timeout_s=120)
+    losses, _, weights, groups = found[0]
+    assert weights["transformer.wte.weight"] == found[1][2]["lm_head.weight"]
+    assert set(groups) == {"tied transformer.wte.weight"}
+    assert losses[-1] < losses[0]
+
+
+def tied_only(rank, world, note):
+    return train(2, SQUEEZE, {})
+
+
+REFUSED = {
+    "alone": ({"num_stages": 1}, {"method": "double_squeeze"}, {}, "gradients.method"),
+    "overlap": (
+        {},
+        LINEAR,
+        {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+        "zero_optimization.overlap_comm",
+    ),
+    "dtype": ({}, LINEAR, {"communication_data_type": "fp16"}, "communication_data_type"),
+    "adam": ({}, {"method": "quantized_adam", "freeze_step": 2}, ZERO1, "gradients.method"),
+}
+
+
+def test_what_cannot_be_compressed_is_refused():
+    import pipecomp.replicas as replicas
+    from pipecomp.gradient_config import Gradients
+    from pipecomp.stages import plan
+
+    for name, (kept, gradients, more, key) in REFUSED.items():
+        split = plan(gpt2(), num_stages=kept.get("num_stages", 2))
+        with pytest.raises(ConfigError) as caught:
+            replicas.check_gradients(Gradients(**gradients), ds_config(**more), split, 1 if name == "alone" else 2)
+        assert caught.value.key == key
