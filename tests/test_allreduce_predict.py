@@ -118,6 +118,8 @@ def test_casq_sends_no_more_in_an_interval(n: int) -> None:
     assert not wanted.exact
     for stats, size in zip(found, wanted.bytes_sent_by_rank, strict=True):
         assert 0.95 * size < stats["bytes_sent"] / 8 <= size + 1
+    sizes = wanted.bytes_sent_by_rank
+    assert 8 * (sizes[0] - sizes[1]) == found[0]["bytes_sent"] - found[1]["bytes_sent"] > 0  # the first one's centers
 
 
 def test_more_pieces_cross_the_link_one_after_the_other() -> None:
