@@ -162,7 +162,8 @@ class Transport:
 class Config:
     """The whole section. seed: for shuffling and stochastic rounding. tie: keep weights tied that the model ties.
 
-    kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), "auto" picks.
+    in_flight: micro-batches that a stage may run ahead of their backwards, "auto" finds out; the last stage runs none
+    ahead. kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or "auto".
     """
 
     activations: Activations = field(default_factory=Activations)
@@ -172,10 +173,14 @@ class Config:
     seed: int = 0
     tie: bool = True
     kernels: str = "auto"
+    in_flight: str | int = "auto"
 
     def __post_init__(self) -> None:
         _require(_is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 2**32 - 1")
         _require(isinstance(self.tie, bool), "tie", self.tie, "true or false")
+        if self.in_flight != "auto":
+            ok = _is_int(self.in_flight) and int(self.in_flight) >= 1
+            _require(ok, "in_flight", self.in_flight, "'auto' or a whole number of at least 1")
         _require_choice("kernels", self.kernels, ("auto", "torch", "native", "triton"))
 
     @classmethod
@@ -219,6 +224,7 @@ class Config:
         values = dataclasses.asdict(self)
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
+        values.pop("in_flight")  # and this the same results
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
 from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError
 from pipecomp.export import save_pretrained
 from pipecomp.failure import find_lost, report_stopped
+from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.reduction import ReducingEngine
 from pipecomp.replicas import GradientExchange
 from pipecomp.schedule import EvalSchedule, TrainSchedule
@@ -92,7 +94,10 @@ class PipelineEngine(ReducingEngine):
         self._evaluations = 0
         self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
         self._seconds = Seconds()
+        self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
+        self._kept: KeptBytes | None = None
         super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
+        self.in_flight = InFlight(pipecomp_config.in_flight, self.num_stages - self.stage_id, self.micro_batches)
 
     def open_links(self, links: Links) -> None:
         """Use these links; called once by `initialize`."""
@@ -116,7 +121,9 @@ class PipelineEngine(ReducingEngine):
         """
         self._step_number = self.global_steps
         with self._telling_others():
+            began, self._gradient_wait = time.perf_counter(), 0.0
             loss = super().train_batch(data_iter)
+            self.in_flight.observe(self._gradient_wait, time.perf_counter() - began)
             if data_iter is None:
                 self._batches_taken += self.micro_batches
             if self.links.environment is not None:
@@ -156,7 +163,7 @@ class PipelineEngine(ReducingEngine):
         return path, state
 
     def _train_schedule(self) -> TrainSchedule:
-        return TrainSchedule(micro_batches=self.micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+        return TrainSchedule(self.micro_batches, self.num_stages, self.stage_id, self.in_flight.value)
 
     def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
         return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
@@ -198,7 +205,8 @@ class PipelineEngine(ReducingEngine):
 
     def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
         self.tput_timer.start()
-        outputs = DeepSpeedEngine.forward(self, self._slots[buffer_id].inputs)
+        with self._counting_memory():
+            outputs = DeepSpeedEngine.forward(self, self._slots[buffer_id].inputs)
         if not self.is_last_stage():
             self.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]
             return
@@ -211,6 +219,17 @@ class PipelineEngine(ReducingEngine):
         self.fwd_outputs.append(self.loss.detach())
         loss = self.loss.detach()
         self.total_loss: Tensor | None = loss.clone() if self.total_loss is None else self.total_loss + loss
+
+    @contextlib.contextmanager
+    def _counting_memory(self) -> Iterator[None]:
+        """The first forward in training shows what one more micro-batch in flight would keep."""
+        if self._kept is not None or not self.module.training:
+            yield
+            return
+        self._kept = KeptBytes()
+        with self._kept.counting():
+            yield
+        self.in_flight.allow(self._kept.bytes, free_bytes(self.device))
 
     def _exec_send_activation(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_next is not None
@@ -242,7 +261,10 @@ class PipelineEngine(ReducingEngine):
 
     def _exec_recv_grad(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_next is not None
+        waited = self.links.to_next.stats.wait_seconds
         self.grad_layer = self.links.to_next.recv_gradient(self._slots[buffer_id].layout, self._at(micro_batch))
+        if micro_batch:  # the first one's way there and back is waited for at any number in flight
+            self._gradient_wait += self.links.to_next.stats.wait_seconds - waited
 
     _STOCK = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP
     _INSTRUCTION_MAP = {  # noqa: RUF012 (DeepSpeed's name and form)

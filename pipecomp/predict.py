@@ -28,9 +28,10 @@ class StepCosts:
     update_bytes: float = 0.0
 
 
-def order_of_work(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+def order_of_work(stage: int, stages: int, micro_batches: int, in_flight: int | None = None) -> list[tuple[str, int]]:
     """What stage `stage` computes, in order: ("forward" or "backward", micro-batch), as `schedule.TrainSchedule`."""
-    ahead = max(1, min(micro_batches, stages - stage))
+    least = stages - stage
+    ahead = max(1, min(micro_batches, least if in_flight is None or least == 1 else max(least, in_flight)))
     work = [("forward", m) for m in range(ahead)]
     for m in range(micro_batches):
         work.append(("backward", m))
@@ -39,10 +40,13 @@ def order_of_work(stage: int, stages: int, micro_batches: int) -> list[tuple[str
     return work
 
 
-def step_seconds(costs: StepCosts, bits_per_s: float, latency_s: float = 0.0) -> float:
-    """Seconds from the first forward to the end of the update, over links of `bits_per_s` in each direction."""
+def step_seconds(costs: StepCosts, bits_per_s: float, latency_s: float = 0.0, in_flight: int | None = None) -> float:
+    """Seconds from the first forward to the end of the update, over links of `bits_per_s` in each direction.
+
+    in_flight: as in the configuration; None is 1F1B's number, micro_batches is what "auto" may reach.
+    """
     stages = len(costs.forward_s)
-    pending = [order_of_work(k, stages, costs.micro_batches) for k in range(stages)]
+    pending = [order_of_work(k, stages, costs.micro_batches, in_flight) for k in range(stages)]
     position = [0] * stages
     free = [0.0] * stages
     arrived: dict[tuple[str, int, int], float] = {}  # (work, stage, micro-batch) -> when its input is there

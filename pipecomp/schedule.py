@@ -1,8 +1,8 @@
 """The order of a stage's work within one training step or evaluation.
 
-1F1B with eager sends: a stage runs as many forwards ahead as there are stages from it to the end, then one backward
-and one forward in turn. What is sent leaves as soon as it exists, and a receive waits only for what arrives: transports
-take messages in at any time, so no order of the two ends can block.
+1F1B with eager sends: a stage runs as many forwards ahead as there are stages from it to the end (or more, see
+`in_flight`), then one backward and one forward in turn. What is sent leaves as soon as it exists, and a receive waits
+only for what arrives: transports take messages in at any time, so no order of the two ends can block.
 
 K stages, M micro-batches.
 """
@@ -55,11 +55,18 @@ class _StageSchedule(PipeSchedule):
 
 
 class TrainSchedule(_StageSchedule):
-    """One optimizer step: M forwards and backwards, then the reductions and the update."""
+    """One optimizer step: M forwards and backwards, then the reductions and the update.
+
+    in_flight: forwards that run ahead of their backwards; 1F1B's number (stages from here to the end) if None.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, in_flight: int | None = None) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        self._in_flight = in_flight or stages - stage_id
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches whose activations this stage holds at once."""
-        return max(1, min(self.micro_batches, self.stages - self.stage_id))
+        return max(1, min(self.micro_batches, self._in_flight))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Lists of instructions, one list for each forward or backward."""

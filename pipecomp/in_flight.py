@@ -1,0 +1,91 @@
+"""How many micro-batches a stage has under way: forwards that it runs ahead of their backwards.
+
+1F1B holds one for each stage from here to the end, which is enough where messages take no time. On a slow or distant
+link a stage would wait for gradients that are still on their way, so it runs further ahead, as long as that makes it
+wait less and memory allows it. The order of additions does not change: results are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_SHARE = 0.02  # of a step: waiting less than that is not worth memory
+_BETTER = 0.9  # waiting must shrink to this, or one micro-batch less is as good
+_WINDOW = 2  # steps that one setting is looked at
+_AGAIN = 100  # steps after which a settled number is tried anew: links change
+_MEMORY = 0.25  # of the free memory that running ahead may take
+
+
+class InFlight:
+    """The number for one stage. setting: a fixed number, or "auto". least: 1F1B's; micro_batches: of a step."""
+
+    def __init__(self, setting: int | str, least: int, micro_batches: int) -> None:
+        self._auto = setting == "auto" and least > 1  # the last stage has nothing to wait for
+        self.least = max(1, min(least, micro_batches))
+        self.limit = micro_batches if self._auto else self.least
+        self.value = self.least
+        if isinstance(setting, int) and least > 1:
+            self.value = max(self.least, min(setting, micro_batches))
+        self._waits: list[float] = []
+        self._before: float | None = None
+        self._settled_for: int | None = None
+
+    def observe(self, waited_s: float, step_s: float) -> None:
+        """After a step: seconds waited for gradients of other micro-batches than the first, and of the whole step."""
+        if not self._auto:
+            return
+        if self._settled_for is not None:
+            self._settled_for += 1
+            if self._settled_for >= _AGAIN:
+                self._settled_for, self._before = None, None
+            return
+        self._waits.append(waited_s)
+        if len(self._waits) < _WINDOW:
+            return
+        waited_s = min(self._waits)
+        self._waits.clear()
+        if self._before is not None and waited_s > _BETTER * self._before:
+            self.value -= 1
+            self._settled_for = 0
+        elif waited_s > _SHARE * step_s and self.value < self.limit:
+            self.value, self._before = self.value + 1, waited_s
+        else:
+            self._settled_for = 0
+
+    def allow(self, bytes_each: int, free_bytes: int) -> None:
+        """Limit the number by memory: what one micro-batch keeps for its backward, and what is free."""
+        if self._auto and bytes_each:
+            self.limit = min(self.limit, self.least + int(_MEMORY * free_bytes / bytes_each))
+
+
+class KeptBytes:
+    """Counts what a forward keeps for its backward."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._seen: set[int] = set()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the storages that autograd saves inside, each once; parameters count too, a little too much."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.bytes += storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device, or on this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
