@@ -92,7 +92,7 @@ def doctor(
     On two machines, with the address of the first: torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 (or 1)
     --master-addr ADDRESS -m pipecomp.cli doctor
     """
-    from pipecomp.doctor.examine import examine
+    from pipecomp.doctor.examination import examine
     from pipecomp.doctor.report import print_report
 
     def report(findings: list[Any]) -> None:

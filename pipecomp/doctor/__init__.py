@@ -3,7 +3,7 @@
 Every check turns facts into a `Finding` and can be called with made-up facts; what gathers the facts stands beside it.
 """
 
-from pipecomp.doctor.examine import examine
+from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding
 
 __all__ = ["Finding", "examine"]

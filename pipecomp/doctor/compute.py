@@ -68,10 +68,12 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
         return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best}")
     threads = int(first)
     found = f"OMP_NUM_THREADS={threads}, and {several}"
+    if ranks > cores:
+        return Finding("threads", WARNING, f"{found}: they take turns", f"Start at most {cores} ranks on this machine.")
     if threads * ranks > cores:
         return Finding("threads", WARNING, f"{found}: more threads than cores", f"export OMP_NUM_THREADS={best}")
     if local_ranks and 2 * threads * ranks <= cores:
-        found = f"{found}: {cores - threads * ranks} cores stay idle (torchrun sets 1 where nothing is set)"
+        found = f"{found}: {cores - threads * ranks} of them idle (torchrun sets 1 where nothing is set)"
         return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best} before the launcher")
     return Finding("threads", OK, found)
 

@@ -50,12 +50,10 @@ def package_findings(*, gpu: bool) -> list[Finding]:
     installed, required = _installed()
     own = required.get("pipecomp")
     if own is None:
-        missing = Finding(
-            "pipecomp", WARNING, "is not installed, it runs from a folder: nothing says which versions it needs",
-            "pip install -e . in that folder, or make setup",
-        )  # fmt: skip
-        return [missing, check_pairs(installed, required)]
-    findings = check_versions(own, installed, gpu=gpu)
+        found = "not installed, it runs from a folder: nothing says which versions of other packages it needs"
+        findings = [Finding("pipecomp", WARNING, found, "pip install -e . in that folder, or make setup")]
+    else:
+        findings = check_versions(own, installed, gpu=gpu)
     return [*findings, check_pairs(installed, required), check_imports(try_imports(IMPORTED, gpu=gpu))]
 
 

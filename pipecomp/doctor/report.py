@@ -26,7 +26,7 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
         if finding.advice:
             text.append("\n→ ", style="bold")
             text.append(finding.advice, style="bold" if finding.verdict != OK else "")
-        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.check, text)
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.check), text)
     console.print(table)
     console.print(summary(findings), highlight=False, width=min(WIDTH, console.width))
 

@@ -1,0 +1,652 @@
+"""The doctor: every check on a fact that passes and one that does not, the report, and the command as users run it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pipecomp import cli
+from pipecomp.doctor import compute, examination, examine, limits, network, packages, peers, storage
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib
+from pipecomp.doctor.launch import Launch, is_loopback, read_launch
+from pipecomp.doctor.measure import Measured
+from pipecomp.doctor.meeting import check_met
+from pipecomp.doctor.peers import Identity
+from pipecomp.doctor.report import print_report
+from pipecomp.errors import ConfigError
+from pipecomp.kernels.dispatch import Status
+
+GIB, MIB = 2**30, 2**20
+ALONE = Launch()
+ONE_MACHINE = Launch(rank=0, world=2, local_rank=0, local_world=2, master="127.0.0.1")
+TWO_MACHINES = Launch(rank=0, world=2, local_rank=0, local_world=1, master="10.0.0.1")
+
+
+def expect(finding: Finding, verdict: str, *words: str) -> None:
+    """The verdict, words in what was found or advised, and advice wherever something is wrong."""
+    assert finding.verdict == verdict, finding
+    for word in words:
+        assert word in finding.found + " " + finding.advice, finding
+    assert finding.advice or verdict == OK, finding
+
+
+# -- packages
+
+REQUIREMENTS = [
+    "torch>=2.11", "deepspeed<0.20,>=0.19.8", "lmdb>=3.0", 'tomli>=2; python_version < "3"',
+    'triton>=3.5; sys_platform == "linux" and extra == "dev"', 'pytest>=9; extra == "dev"',
+]  # fmt: skip
+GOOD = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "lmdb": "3.0.0", "triton": "3.9.0"}
+
+
+def versions(gpu: bool = False, **installed: str | None) -> dict[str, Finding]:
+    there = {name: version for name, version in {**GOOD, **installed}.items() if version is not None}
+    return {f.check: f for f in packages.check_versions(REQUIREMENTS, there, gpu=gpu)}
+
+
+def test_versions_that_fit():
+    findings = versions()
+    assert list(findings) == ["torch", "deepspeed", "lmdb", "triton"]
+    assert {f.verdict for f in findings.values()} == {OK}
+    expect(versions(torch="2.14.0")["torch"], OK, "2.14.0", "tested with 2.13.0")
+    expect(versions(torch="2.14.0.dev20261101")["torch"], OK)
+
+
+def test_versions_that_do_not_fit():
+    expect(versions(torch="2.10.1+cu128")["torch"], PROBLEM, "2.10.1+cu128", ">=2.11", "pip install 'torch>=2.11'")
+    expect(versions(deepspeed="0.20.0")["deepspeed"], PROBLEM, "0.20.0", ">=0.19.8,<0.20")
+    expect(versions(lmdb=None)["lmdb"], PROBLEM, "not installed", "pip install 'lmdb>=3.0'")
+    assert versions(lmdb=None)["torch"].verdict == OK
+
+
+def test_triton_matters_with_a_gpu_only():
+    expect(versions(triton=None)["triton"], OK)
+    expect(versions(triton=None, gpu=True)["triton"], WARNING, "not installed", "pip install 'triton>=3.5'")
+    expect(versions(triton="3.1.0")["triton"], WARNING, "3.1.0")
+    expect(versions(triton="3.1.0", gpu=True)["triton"], PROBLEM)
+
+
+def test_packages_that_break_each_other():
+    fit = packages.check_pairs({**GOOD, "torchvision": "0.28"}, {"torchvision": ["torch==2.13.0"]})
+    expect(fit, OK)
+    bad = packages.check_pairs({"deepspeed": "0.18.5", "torch": "2.11.0"}, {})
+    expect(bad, PROBLEM, "deepspeed 0.18.5 with torch 2.11.0", "importing DeepSpeed fails", "deepspeed>=0.19.8")
+    expect(packages.check_pairs({"deepspeed": "0.18.5", "torch": "2.9.1"}, {}), OK)
+
+
+def test_what_other_packages_ask_of_ours():
+    required = {
+        "torchvision": ["torch==2.12.0", "pillow>=99"],
+        "quiet": ['torch==1.0; extra == "old"', "no requirement at all !"],
+        "pipecomp": ["torch>=99"],
+    }  # fmt: skip
+    finding = packages.check_pairs({**GOOD, "torchvision": "0.27.0", "quiet": "1", "pillow": "1"}, required)
+    expect(finding, PROBLEM, "torchvision 0.27.0 needs torch ==2.12.0, here is 2.13.0+cpu", "-U torchvision")
+    assert "quiet" not in finding.found
+    assert "pillow" not in finding.found
+
+
+BAD_PAIRS = [
+    {"deepspeed": "0.18.6", "torch": "2.10.0"},
+    {"transformers": "5.9.1", "kernels": "0.15.1"},
+    {"torch": "2.2.1", "numpy": "2.0.0"},
+]
+
+
+def test_every_known_bad_pair_can_be_found():
+    assert len(BAD_PAIRS) == len(packages.KNOWN_BAD)
+    for installed, pair in zip(BAD_PAIRS, packages.KNOWN_BAD, strict=True):
+        expect(packages.check_pairs(installed, {}), PROBLEM, pair.meaning, pair.advice)
+        expect(packages.check_pairs({**installed, pair.first: "99.0"}, {}), OK)
+
+
+def test_imports():
+    assert packages.try_imports(["json", "lmdb"], gpu=False) == {}
+    failed = packages.try_imports(["json", "pipecomp_no_such_module"], gpu=False)
+    assert failed is not None
+    expect(packages.check_imports(failed), PROBLEM, "import pipecomp_no_such_module fails", "ModuleNotFoundError")
+    expect(packages.check_imports({}), OK)
+    expect(packages.check_imports(None), WARNING, "took over")
+
+
+def test_an_import_that_ends_python(tmp_path, monkeypatch):
+    (tmp_path / "pipecomp_ends.py").write_text("import os\nos._exit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failed = packages.try_imports(["pipecomp_ends"], gpu=False)
+    assert failed is not None
+    expect(packages.check_imports(failed), PROBLEM, "status 9")
+
+
+def test_a_source_folder_that_was_never_installed(monkeypatch):
+    monkeypatch.setattr(packages, "_installed", lambda: (GOOD, {}))
+    monkeypatch.setattr(packages, "try_imports", lambda modules, gpu: {})
+    first, *_ = packages.package_findings(gpu=False)
+    assert first.check == "pipecomp"
+    expect(first, WARNING, "not installed", "make setup")
+
+
+def test_installed_packages_are_those_of_this_python():
+    found, required = packages._installed()
+    assert found["torch"] == torch.__version__
+    assert any(r.startswith("torch") for r in required["deepspeed"])
+
+
+# -- processor, threads, kernels, GPU
+
+
+def test_processor():
+    expect(compute.check_cpu(8, "AVX2", "x86_64"), OK, "8 cores", "AVX2")
+    expect(compute.check_cpu(8, "DEFAULT", "x86_64"), WARNING, "without AVX2")
+    expect(compute.check_cpu(8, "DEFAULT", "aarch64"), OK)
+
+
+@pytest.mark.parametrize(("cores", "local_ranks", "variable", "verdict", "words"), [
+    (8, 2, "4", OK, ["OMP_NUM_THREADS=4", "2 ranks share 8 cores"]),
+    (8, 2, "5", WARNING, ["more threads than cores", "export OMP_NUM_THREADS=4"]),
+    (8, 2, "2", WARNING, ["4 of them idle", "export OMP_NUM_THREADS=4"]),
+    (8, 2, None, WARNING, ["not set", "export OMP_NUM_THREADS=4"]),
+    (8, 1, None, OK, ["all 8 cores"]),
+    (8, None, None, OK, ["divided by R"]),
+    (8, None, "1", OK, ["OMP_NUM_THREADS=1"]),
+    (2, 3, "1", WARNING, ["take turns", "at most 2 ranks"]),
+    (8, None, "9", WARNING, ["more threads than cores"]),
+    (8, 2, "many", WARNING, ["many", "not a number"]),
+    (8, 2, "0", WARNING, ["not a number"]),
+    (8, 2, "4,2", OK, ["OMP_NUM_THREADS=4"]),
+])  # fmt: skip
+def test_threads(cores, local_ranks, variable, verdict, words):
+    expect(compute.check_threads(cores, local_ranks, variable), verdict, *words)
+
+
+@given(cores=st.integers(1, 256), ranks=st.integers(1, 64))
+def test_the_advised_threads_are_well(cores, ranks):
+    finding = compute.check_threads(cores, ranks, None if ranks > 1 else str(cores + 1))
+    threads = finding.advice.removeprefix("export OMP_NUM_THREADS=")
+    again = compute.check_threads(cores, ranks, threads)
+    assert again.verdict == OK or ranks > cores
+
+
+def test_kernels():
+    expect(compute.check_kernels(Status("cpu", "native", "avx2 code, 2 threads"), None), OK, "avx2")
+    slow = Status("cpu", "torch", "native kernels are not built")
+    expect(compute.check_kernels(slow, None), WARNING, "plain torch", "not built", "apt install g++", "kernels.build")
+    expect(compute.check_kernels(slow, "/usr/bin/c++"), WARNING, "A compiler is here (/usr/bin/c++)", "kernels.build")
+    expect(compute.check_kernels(Status("cuda", "torch", "triton is not installed"), None), WARNING, "install triton")
+
+
+def test_kernels_without_a_compiler_as_the_machine_finds_it(monkeypatch):
+    monkeypatch.setattr(compute.dispatch, "status", lambda: [Status("cpu", "torch", "native kernels are not built")])
+    monkeypatch.setattr(compute, "find_compiler", lambda: None)
+    finding = next(f for f in compute.compute_findings(ALONE) if f.check == "kernels on cpu")
+    expect(finding, WARNING, "apt install g++")
+
+
+def gpu(number=0, free=70 * GIB):
+    return compute.Gpu(number, "H200", 140 * GIB, free, (9, 0))
+
+
+def test_gpus():
+    (fine,) = compute.check_gpus([gpu(free=139 * GIB)], "12.8", None, True)
+    expect(fine, OK, "H200", "140.0 GiB", "9.0", "12.8")
+    (used,) = compute.check_gpus([gpu(free=69 * GIB)], "12.8", 1, True)
+    expect(used, WARNING, "something else", "nvidia-smi")
+    *_, shared = compute.check_gpus([gpu(0), gpu(1)], "12.8", 3, True)
+    expect(shared, WARNING, "3 ranks for 2 GPUs", "gloo")
+    expect(compute.check_gpus([], None, 2, False)[0], OK, "none")
+    expect(compute.check_gpus([], None, 2, True)[0], WARNING, "CPU build")
+    expect(compute.check_gpus([], "12.8", 2, True)[0], WARNING, "cannot use it", "nvidia-smi")
+
+
+def test_ranks_that_name_the_same_gpu():
+    assert compute.check_shared_gpus([(0, "a"), (1, "b")]) == []
+    (shared,) = compute.check_shared_gpus([(0, "a"), (1, "b"), (2, "a")])
+    expect(shared, WARNING, "ranks 0, 2")
+
+
+@pytest.mark.parametrize(("files", "cores"), [
+    ({}, 8), ({"cpu.max": "150000 100000"}, 2), ({"cpu.max": "max 100000"}, 8), ({"cpu.max": "10000 100000"}, 1),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+    ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+])  # fmt: skip
+def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(compute, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert compute.usable_cores() == cores
+
+
+# -- network
+
+LO = network.Interface("lo", ("127.0.0.1", "::1"), True, 65536, 0)
+ETH = network.Interface("eth0", ("10.0.0.7", "fe80::1"), True, 1500, 1000)
+DOWN = network.Interface("eth1", (), False, 1500, 0)
+BOTH = {"lo": LO, "eth0": ETH, "eth1": DOWN}
+
+
+def test_interfaces():
+    expect(network.check_interfaces(BOTH, TWO_MACHINES), OK, "eth0 10.0.0.7", "1000 Mbit/s")
+    expect(network.check_interfaces({"lo": LO}, TWO_MACHINES), WARNING, "no way to another machine")
+    expect(network.check_interfaces({"lo": LO}, ONE_MACHINE), OK)
+    only_link_local = network.Interface("eth0", ("fe80::1",), True, 1500, 0)
+    expect(network.check_interfaces({"lo": LO, "eth0": only_link_local}, TWO_MACHINES), WARNING)
+    expect(network.check_interfaces({"eth0": ETH._replace(up=False)}, TWO_MACHINES), WARNING)
+
+
+def gloo(variable=None, address: str | None = "10.0.0.7", launch=TWO_MACHINES, interfaces=BOTH):
+    return network.check_gloo(interfaces, variable, network.Choice("box", address), launch)
+
+
+def test_the_interface_that_gloo_takes():
+    expect(gloo(), OK, "takes eth0: the host name box is 10.0.0.7")
+    expect(gloo("eth0"), OK, "takes eth0 (10.0.0.7), as GLOO_SOCKET_IFNAME says")
+    expect(gloo("lo,eth0"), OK, "lo (127.0.0.1), eth0 (10.0.0.7)")
+    expect(gloo(address="127.0.1.1"), WARNING, "loopback", "Other machines cannot", "export GLOO_SOCKET_IFNAME=eth0")
+    expect(gloo(address=None), WARNING, "box has no address")
+    expect(gloo("lo"), WARNING, "Other machines cannot")
+    expect(gloo(address="127.0.0.1", launch=ONE_MACHINE), OK, "Enough for ranks on this machine")
+    assert gloo(address="127.0.0.1", launch=ONE_MACHINE).advice == ""
+    expect(gloo(address="127.0.0.1", launch=ALONE), OK, "With several machines: export GLOO_SOCKET_IFNAME=eth0")
+
+
+@pytest.mark.parametrize("launch", [ALONE, ONE_MACHINE, TWO_MACHINES])
+def test_an_interface_that_is_not_there(launch):
+    expect(gloo("eth9", launch=launch), PROBLEM, "no such interface", "export GLOO_SOCKET_IFNAME=eth0")
+    expect(gloo("eth1", launch=launch), PROBLEM, "down or has no address")
+
+
+def test_meeting_point():
+    expect(network.check_master("10.0.0.1", "10.0.0.1", TWO_MACHINES), OK)
+    expect(network.check_master("boxx", None, TWO_MACHINES), PROBLEM, "MASTER_ADDR=boxx", "/etc/hosts")
+    expect(network.check_master("box", "127.0.1.1", TWO_MACHINES), WARNING, "127.0.1.1", "cannot reach")
+    expect(network.check_master("localhost", "127.0.0.1", ONE_MACHINE), OK)
+
+
+def test_gloos_own_choice(monkeypatch):
+    """Addresses of the host name that are not this machine's are passed over; 203.0.113.0/24 is nobody's."""
+    answers = [(2, 1, 6, "", ("203.0.113.7", 0)), (2, 1, 6, "", ("127.0.0.5", 0))]
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *a, **k: answers)
+    assert network.default_choice() == ("box", "127.0.0.5")
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *a, **k: answers[:1])
+    assert network.default_choice() == ("box", None)
+
+    def unknown(*a, **k):
+        raise network.socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", unknown)
+    assert network.default_choice() == ("box", None)
+    assert network.resolve("box") is None
+
+
+def test_interfaces_of_this_machine():
+    assert any("127.0.0.1" in i.addresses and i.up for i in network.list_interfaces().values())
+
+
+def test_loopback_addresses():
+    assert all(is_loopback(a) for a in ("127.0.0.1", "127.0.1.1", "::1", "localhost"))
+    assert not any(is_loopback(a) for a in ("10.0.0.1", "fe80::1%eth0", "box"))
+
+
+# -- launcher
+
+
+def test_what_launchers_set():
+    assert read_launch({}) == ALONE
+    assert not ALONE.started
+    assert ALONE.several_machines is None
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    assert read_launch(torchrun) == Launch(3, 4, 1, 2, "a")
+    assert read_launch(torchrun).several_machines is True
+    deepspeed = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
+    assert read_launch(deepspeed).several_machines is False
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "2"}).several_machines is None
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}).several_machines is False
+    assert not read_launch({"RANK": "0", "WORLD_SIZE": "1"}).started
+
+
+@pytest.mark.parametrize("environ", [
+    {"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"},
+    {"RANK": "0", "WORLD_SIZE": "0"}, {"RANK": "-1", "WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": ""},
+])  # fmt: skip
+def test_variables_that_cannot_be(environ, monkeypatch, tmp_path):
+    with pytest.raises(ConfigError):
+        read_launch(environ)
+    monkeypatch.setattr(examination, "machine_findings", lambda launch, store: [Finding("all", OK, "well")])
+    told = []
+    assert examine(told.extend, store=tmp_path, environ=environ)
+    expect(told[0], PROBLEM, next(iter(environ)) if len(environ) == 1 and "LOCAL" in str(environ) else "")
+    assert told[0].check == "launcher"
+
+
+# -- disk
+
+
+def test_space():
+    expect(storage.check_space(Path("m"), 100 * GIB), OK, "100.0 GiB")
+    expect(storage.check_space(Path("m"), GIB), WARNING, "may not fit", "store.max_bytes")
+    expect(storage.check_space(Path("m"), 100 * MIB), PROBLEM, "100 MiB", "does not fit")
+
+
+def test_a_full_disk_is_not_written(monkeypatch, tmp_path):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage(GIB, GIB, 0))
+    monkeypatch.setattr(storage, "measure_speed", lambda folder: pytest.fail("wrote to a full disk"))
+    assert has_problem(storage.storage_findings(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "lustre", "tmpfs"])
+def test_file_systems_to_avoid(kind):
+    expect(storage.check_file_system(Path("m"), kind), WARNING, kind, "local disk")
+
+
+def test_file_systems_that_are_fine():
+    expect(storage.check_file_system(Path("m"), "ext4"), OK, "ext4")
+    expect(storage.check_file_system(Path("m"), None), OK)
+
+
+def test_which_file_system_a_folder_is_on(tmp_path):
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    mounts = [("/", "ext4"), (str(tmp_path / "a"), "nfs4"), (str(tmp_path / "ab"), "cifs"), ("/proc", "proc")]
+    assert storage.file_system(inner, mounts) == "nfs4"
+    assert storage.file_system(tmp_path, mounts) == "ext4"
+    assert storage.file_system(inner, [*mounts, (str(tmp_path / "a"), "xfs")]) == "xfs"  # mounted over the other
+    assert storage.file_system(inner, []) is None
+
+
+def test_speed(tmp_path):
+    expect(storage.check_speed(storage.Speed(500e6, 900e6)), OK, "500 MB/s", "900 MB/s")
+    expect(storage.check_speed(storage.Speed(5e6, 900e6)), WARNING, "5 MB/s", "store.bits 8")
+    expect(storage.check_speed(storage.Speed(500e6, 9e6)), WARNING)
+    measured = storage.measure_speed(tmp_path)
+    assert min(measured) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lmdb_verdicts():
+    expect(storage.check_lmdb(storage.Works(None, None, None)), OK)
+    expect(storage.check_lmdb(storage.Works("no", "no", "no")), PROBLEM, "cannot be mapped")
+    expect(storage.check_lmdb(storage.Works(None, "two got it", "no")), PROBLEM, "locks", "two got it")
+    expect(storage.check_lmdb(storage.Works(None, None, "torn")), PROBLEM, "torn", "store.path")
+
+
+def test_lmdb_works_here(tmp_path):
+    assert storage.try_lmdb(tmp_path) == (None, None, None)
+
+
+def test_a_folder_without_maps(tmp_path, monkeypatch):
+    def refuse(*a, **k):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(storage.mmap, "mmap", refuse)
+    assert storage.try_lmdb(tmp_path).mapping == "No such device"
+
+
+def test_a_folder_whose_maps_do_not_show_the_file(tmp_path, monkeypatch):
+    class Stale(bytearray):
+        def __init__(self, fileno, size):
+            super().__init__(size)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    monkeypatch.setattr(storage.mmap, "mmap", Stale)
+    assert "does not show" in str(storage.try_lmdb(tmp_path).mapping)
+
+
+def test_a_folder_without_locks(tmp_path, monkeypatch):
+    def refuse(*a):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(storage.fcntl, "lockf", refuse)
+    assert storage._lock(tmp_path) == "ENOLCK No locks available"
+
+
+def test_a_folder_whose_locks_do_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.fcntl, "lockf", lambda *a: None)
+    assert "two ranks could write" in str(storage._lock(tmp_path))
+
+
+def test_a_store_that_forgets(tmp_path, monkeypatch):
+    from pipecomp import buffers
+
+    forgetful = buffers.MemoryEnvironment
+    monkeypatch.setattr(buffers, "open_environment", lambda *a, **k: forgetful())
+    assert storage._store(tmp_path) == "what was stored is not what was read"
+
+
+def test_a_store_that_cannot_be_opened(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "rank-0").write_text("a file where the store's folder belongs")
+    assert "rank-0" in str(storage._store(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    def refuse(*a, **k):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(storage.tempfile, "TemporaryDirectory", refuse)
+    last = storage.storage_findings(tmp_path / "messages")[-1]
+    expect(last, PROBLEM, str(tmp_path), "Permission denied", "chmod")
+
+
+def test_a_file_where_the_store_belongs(tmp_path):
+    (tmp_path / "messages").write_text("")
+    (finding,) = storage.storage_findings(tmp_path / "messages")
+    expect(finding, PROBLEM, "not a folder")
+
+
+def test_the_disk_as_it_is(tmp_path):
+    findings = storage.storage_findings(tmp_path / "not" / "yet" / "there")
+    assert [f.check for f in findings] == ["disk space", "file system", "disk speed", "LMDB"]
+    assert findings[-1].verdict == OK
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- limits
+
+
+def test_limits():
+    expect(limits.check_open_files(1024), OK)
+    expect(limits.check_open_files(None), OK, "no limit")
+    expect(limits.check_open_files(256), WARNING, "256", "ulimit -n")
+    expect(limits.check_address_space(None), OK)
+    expect(limits.check_address_space(32 * GIB), WARNING, "32.0 GiB", "ulimit -v unlimited")
+    expect(limits.check_address_space(4 * GIB), PROBLEM)
+    expect(limits.check_locked_memory(8 * MIB, gpu=False), OK)
+    expect(limits.check_locked_memory(8 * MIB, gpu=True), WARNING, "8 MiB", "memlock")
+    expect(limits.check_locked_memory(None, gpu=True), OK)
+    expect(limits.check_shared_memory(64 * MIB), WARNING, "64 MiB", "--shm-size")
+    expect(limits.check_shared_memory(GIB), OK)
+    expect(limits.check_shared_memory(None), OK)
+
+
+def test_limits_are_this_process_s(monkeypatch):
+    soft = {limits.resource.RLIMIT_NOFILE: 100, limits.resource.RLIMIT_AS: -1, limits.resource.RLIMIT_MEMLOCK: 5}
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda number: (soft[number], -1))
+    files, space, locked, _ = limits.limit_findings(gpu=True)
+    assert (files.verdict, space.verdict, locked.verdict) == (WARNING, OK, WARNING)
+
+
+# -- between ranks
+
+A = Identity(0, "anna", "machine-a", None, {"torch": "2.13.0", "pipecomp": "0.1.0"})
+B = Identity(1, "bert", "machine-b", None, {"torch": "2.13.0", "pipecomp": "0.1.0"})
+FINE = Measured(1e9, 0.9e9, 0.0004, 0.003, 0.0002)
+
+
+def test_a_pair():
+    fine = peers.check_pair(A, B, FINE)
+    expect(fine, OK, "anna and bert", "1 Gbit/s from 0 to 1", "900 Mbit/s back", "0.4 ms there and back")
+    expect(peers.check_pair(A, A._replace(rank=1), FINE), OK, "both on anna")
+    expect(peers.check_pair(A, B, FINE._replace(back_bit_s=5e5)), WARNING, "500 kbit/s back", "1 MB takes 16 s")
+    expect(peers.check_pair(A, B, FINE._replace(back_bit_s=1e8)), WARNING, "one direction", "what bert may send")
+    expect(peers.check_pair(A, B, FINE._replace(out_bit_s=1e8)), WARNING, "one direction", "what anna may send")
+    expect(peers.check_pair(A, B, FINE._replace(round_trip_s=0.8)), WARNING, "800 ms", "gradient_accumulation_steps")
+    lost = peers.check_pair(A, B, "Timed out")
+    expect(lost, PROBLEM, "Timed out", "GLOO_SOCKET_IFNAME", "all TCP ports")
+    expect(peers.check_pair(A, A._replace(rank=1), "Timed out"), PROBLEM, "GLOO_SOCKET_IFNAME=lo")
+    expect(peers.check_pair(A, B, None), WARNING, "not measured")
+
+
+def test_clocks():
+    assert peers.check_clocks(A, A._replace(rank=1), FINE) is None
+    fine = peers.check_clocks(A, B, FINE)
+    assert fine is not None
+    expect(fine, OK, "rank 1's is 3 ms ahead of rank 0's (± 0.2 ms)")
+    late = peers.check_clocks(A, B, FINE._replace(clock_ahead_s=-90.0))
+    assert late is not None
+    expect(late, WARNING, "rank 0's is 90 s ahead of rank 1's", "timedatectl")
+
+
+def test_versions_of_several_machines():
+    expect(peers.check_same_versions([A, B]), OK)
+    other = B._replace(versions={"torch": "2.14.0"})
+    finding = peers.check_same_versions([A, other])
+    expect(finding, WARNING, "torch 2.13.0 on rank 0; 2.14.0 on rank 1", "not installed on rank 1")
+
+
+def test_connections():
+    expect(peers.check_joined({}, [A, B]), OK)
+    expect(peers.check_joined({1: "connectFullMesh failed"}, [A, B]), PROBLEM, "rank 1", "connectFullMesh", "TCP ports")
+
+
+def test_ranks_that_do_not_meet(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    expect(check_met(TWO_MACHINES, "timed out", 30.0), PROBLEM, "10.0.0.1 port 29500", "timed out", "firewall")
+
+
+def test_pairs_of_few_ranks_are_all_pairs():
+    assert peers.pairs(["a"]) == []
+    assert peers.pairs(["a", "a", "b"]) == [(0, 1), (0, 2), (1, 2)]
+
+
+@given(st.lists(st.sampled_from("abcdefghijklmnop"), min_size=5, max_size=40))
+def test_pairs_of_many_ranks(machines):
+    chosen = peers.pairs(machines)
+    assert len(chosen) == len(set(chosen)) <= 28
+    assert all(first < second for first, second in chosen)
+    if len(set(machines)) <= 6:  # then every two machines are joined, and each shared machine has an inner pair
+        joined = {frozenset((machines[a], machines[b])) for a, b in chosen}
+        count = len(set(machines))
+        inner = sum(machines.count(m) > 1 for m in set(machines))
+        assert len(joined) == count * (count - 1) // 2 + inner
+
+
+@given(st.floats(1, 1e12))
+def test_rates_for_people(rate):
+    number, unit = peers.bits_per_second(rate).split()
+    size = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
+    assert float(number) * size == pytest.approx(rate, rel=0.006)
+    assert "e" not in number or rate < 1
+
+
+# -- all of it
+
+
+def test_sizes_for_people():
+    assert (mib(5 * MIB), mib(1.5 * GIB)) == ("5 MiB", "1.5 GiB")
+
+
+FINDINGS = [
+    Finding("torch", OK, "2.13.0"),
+    Finding("gloo", WARNING, "takes the loopback interface " * 8, "export GLOO_SOCKET_IFNAME=eth0"),
+    Finding("[red]disk", PROBLEM, "full [bold]" + "x" * 200, "Free some."),
+]
+
+
+@pytest.mark.parametrize("width", [60, 100, 250])
+def test_report(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_report(FINDINGS, console)
+    text = console.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= min(100, width)
+    assert "→ export GLOO_SOCKET_IFNAME=eth0" in text
+    assert "[red]disk" in text
+    assert "1 checks ok, 1 warning, 1 problem." in " ".join(text.split())
+    assert "x" * 200 in "".join(text.split())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The command without this machine's facts."""
+    findings = list(FINDINGS)
+    monkeypatch.setattr(examination, "machine_findings", lambda launch, store: findings)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return findings
+
+
+def test_exit_status_and_json(quick):
+    done = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    assert done.exit_code == 1
+    assert json.loads(done.stdout) == [f._asdict() for f in FINDINGS]
+    assert list(json.loads(done.stdout)[0]) == ["check", "verdict", "found", "advice"]
+    del quick[2]
+    done = CliRunner().invoke(cli.app, ["doctor"])
+    assert done.exit_code == 0  # a warning is no problem
+    assert "1 warning" in done.stdout
+
+
+def test_ranks_of_a_launcher_can_be_left_out(quick, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(examination, "Meeting", lambda *a, **k: pytest.fail("met other ranks"))
+    assert CliRunner().invoke(cli.app, ["doctor", "--json", "--no-ranks"]).exit_code == 1
+
+
+def test_two_ranks_here_that_fail(quick, monkeypatch):
+    def fail(*a, **k):
+        raise examination.RankFailedError("rank 1 failed:\nRuntimeError: no loopback")
+
+    monkeypatch.setattr(examination, "run_ranks", fail)
+    told: list[Finding] = []
+    assert examine(told.extend, store=Path("m"), ranks=True, environ={})
+    expect(told[-1], PROBLEM, "no loopback")
+
+
+def test_shared_gpus_are_reported_once(monkeypatch):
+    static = compute.shared_gpu("2 ranks for 1 GPUs on this machine")
+    named = compute.shared_gpu("ranks 0, 1 use the same GPU")
+    assert examination._without_doubles([static, Finding("a", OK, ""), named]) == [Finding("a", OK, ""), named]
+    assert examination._without_doubles([static]) == [static]
+
+
+@pytest.mark.timeout(300)
+def test_the_whole_command_on_this_machine(tmp_path):
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipecomp.cli", "doctor", "--json", "--store", str(tmp_path / "messages")],
+        capture_output=True, text=True, timeout=280, env=environ, check=False,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    findings = json.loads(done.stdout)
+    assert all(set(f) == {"check", "verdict", "found", "advice"} for f in findings)
+    assert {f["verdict"] for f in findings} <= {OK, WARNING, PROBLEM}
+    checks = {f["check"] for f in findings}
+    assert checks >= {
+        "torch", "deepspeed", "transformers", "lmdb", "accelerate", "triton", "packages together", "imports",
+        "processor", "threads", "kernels on cpu", "interfaces", "gloo", "disk space", "file system", "disk speed",
+        "LMDB", "open files", "address space", "locked memory", "shared memory",
+    }  # fmt: skip
+    assert checks & {"GPU", "GPU 0"}
+    assert done.returncode == has_problem(Finding(**f) for f in findings), done.stdout
+    assert list(tmp_path.iterdir()) == []
