@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -72,10 +73,21 @@ class CompressionCallback(TrainerCallback):
         self.method, self.seed, self.options = method, seed, options
         self._state: State | None = None
         self._hooked: weakref.ref[DistributedDataParallel] | None = None
+        self._own_group: Any = None
 
     def stats(self) -> dict[str, Any]:
         """As `pipecomp.allreduce.State.stats`, of this process and the last `train()`; all zeros before that."""
         return self._state.stats() if self._state is not None else Counters().as_dict()
+
+    def _group_of(self, ddp: DistributedDataParallel) -> Any:
+        """DDP's ranks. PowerSGD needs a group of its own: over gloo its later all-reduces are started by other threads,
+        and in DDP's group they would come before one of DDP's own on one rank and after it on another.
+        """
+        if self.method != "powersgd":
+            return ddp.process_group
+        if self._own_group is None:
+            self._own_group = dist.new_group(dist.get_process_group_ranks(ddp.process_group))
+        return self._own_group
 
     # -- events
 
@@ -92,7 +104,7 @@ class CompressionCallback(TrainerCallback):
         if self._state is not None:
             self._state.close()
         self._state = State(
-            self.method, group=ddp.process_group, seed=self.seed, timeout_s=float(args.ddp_timeout), **self.options
+            self.method, group=self._group_of(ddp), seed=self.seed, timeout_s=float(args.ddp_timeout), **self.options
         )
         number_parameters(self._state, (p for p in ddp.module.parameters() if p.requires_grad))
         if checkpoint is not None:

@@ -105,7 +105,11 @@ def using(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     accumulating = CompressionCallback(method="global_qsgd", seed=4)
     trainer = small_trainer(folder, accumulating, gradient_accumulation_steps=2, bf16=True, max_steps=5)
     trainer.train()
-    out |= {"bf16": accumulating.stats(), "bf16 weights": digest(trainer.model), "bf16 history": trainer.state.log_history}
+    out |= {"bf16": accumulating.stats(), "bf16 weights": digest(trainer.model)}
+
+    with pytest.raises(ConfigError) as caught:
+        small_trainer(folder, CompressionCallback("terngrad"), CompressionCallback("qsgd_mn")).train()
+    out["two hooks"] = str(caught.value)
 
     half = CompressionCallback(method="fp16")
     trainer = small_trainer(folder, half)
@@ -189,6 +193,11 @@ def test_callbacks_that_were_added_earlier_get_it_too(used: Any) -> None:
     assert {f"train/{key}" for key in KEYS} <= tags
 
 
+def test_a_model_with_a_hook_is_refused(used: Any) -> None:
+    _, ranks = used
+    assert all("hook" in out["two hooks"] for out in ranks.values())
+
+
 # -- resuming
 
 
@@ -227,13 +236,14 @@ def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         rest = small_trainer(where, callback, again, seed=1, **saving)
         rest.train(resume_from_checkpoint=f"{where}/checkpoint-3")
         out[name] = {"weights": (digest(whole.model), digest(rest.model)), "same": again.first == spy.saved[3]}
-        out[name] |= {"first": again.first[1], "tensors": str(again.first).count("torch.float32"), "at": rest.state.global_step}
+        out[name] |= {"first": again.first[1], "tensors": str(again.first).count("torch.float32")}
+        out[name]["at"] = rest.state.global_step
 
     # The model has trained before: DDP's buckets are those of its second step from the first step on.
     options = {**SQUEEZE, "bits": 4}
     callback = CompressionCallback(**options)
     spy = Spy(callback)
-    rebuilt = small_trainer(f"{folder}/rebuilt", callback, spy, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1, **saving)
+    rebuilt = small_trainer(f"{folder}/rebuilt", callback, spy, ddp_find_unused_parameters=False, **saving)
     rebuilt.train()
     spy.first = None
     shutil.rmtree(f"{folder}/rebuilt/checkpoint-6", ignore_errors=True)
@@ -326,27 +336,3 @@ def test_a_checkpoint_of_other_ranks_or_options_is_refused(resumed: Any) -> None
 def test_nothing_is_kept_where_only_the_model_is_saved(resumed: Any) -> None:
     _, ranks = resumed
     assert ranks[0]["light"] == []
-
-
-# -- refusals
-
-
-def refusing(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
-    from pipecomp import CompressionCallback
-
-    out = {}
-    two = [CompressionCallback(method="qsgd_mn"), CompressionCallback(method="terngrad")]
-    for name, trainer in (
-        ("hook", small_trainer(folder, *two)),
-        ("fsdp", small_trainer(folder, two[0], fsdp="full_shard", fsdp_config={"fsdp_version": 2})),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            trainer.train()
-        out[name] = str(caught.value)
-    return out
-
-
-def test_another_hook_and_fsdp_are_refused(tmp_path: Path) -> None:
-    for out in run_ranks(2, refusing, str(tmp_path), timeout_s=100).values():
-        assert "hook" in out["hook"]
-        assert "FSDP" in out["fsdp"]
