@@ -71,7 +71,7 @@ def parameters(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-# -- logs, weights, bytes
+# -- what the ranks do
 
 
 def using(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
@@ -116,89 +116,6 @@ def using(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     trainer.train()
     out |= {"fp16": half.stats(), "fp16 weights": digest(trainer.model), "fp16 history": trainer.state.log_history}
     return out
-
-
-@pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("used")
-    return folder, run_ranks(2, using, str(folder), timeout_s=150)
-
-
-@pytest.mark.parametrize("which", ["weights", "weights again", "bf16 weights", "fp16 weights"])
-def test_ranks_train_alike_on_compressed_gradients(used: Any, which: str) -> None:
-    _, ranks = used
-    assert ranks[0][which] == ranks[1][which]
-    assert ranks[0]["plain"] == ranks[1]["plain"]
-    assert ranks[0][which] != ranks[0]["plain"]
-
-
-def test_bytes_are_those_of_float32_gradients(used: Any) -> None:
-    _, ranks = used
-    for out in ranks.values():
-        whole = 4 * out["parameters"]  # two ranks: each sends half of its gradient, and half of the mean
-        stats = out["stats"]
-        assert stats["calls"] % 6 == 0
-        assert out["before"] == 0
-        assert stats["bytes_raw"] == pytest.approx(6 * whole, abs=stats["calls"])
-        assert 0.24 * stats["bytes_raw"] < stats["bytes_sent"] < 0.3 * stats["bytes_raw"]  # 8 bits, and 9 for sums
-        assert out["fp16"]["bytes_sent"] == pytest.approx(stats["bytes_raw"] / 2, abs=stats["calls"])
-
-
-def test_each_train_counts_from_zero(used: Any) -> None:
-    _, ranks = used
-    for out in ranks.values():
-        assert out["again"]["bytes_raw"] == out["stats"]["bytes_raw"]
-
-
-def test_micro_batches_are_averaged_once_and_in_float32_under_autocast(used: Any) -> None:
-    _, ranks = used
-    for out in ranks.values():
-        stats = out["bf16"]
-        assert stats["bytes_raw"] == pytest.approx(5 * 4 * out["parameters"], abs=stats["calls"])
-        assert 0 < stats["relative_error"] < 1
-
-
-def test_first_rank_logs_what_was_sent(used: Any) -> None:
-    _, ranks = used
-    history = ranks[0]["history"]
-    training = [line for line in history if "loss" in line or "train_loss" in line]
-    assert [line["step"] for line in training] == [2, 4, 6, 6]
-    assert all(set(line) >= KEYS for line in training)
-    sent = [line["grad_bytes_sent"] for line in training]
-    assert sent[0] * 3 == sent[1] * 3 // 2 == sent[2] == sent[3] == ranks[0]["stats"]["bytes_sent"]
-    assert training[-1]["grad_compression"] == training[-1]["grad_bytes_raw"] / training[-1]["grad_bytes_sent"]
-    assert training[-1]["grad_error"] == ranks[0]["stats"]["relative_error"]
-    evaluation = [line for line in history if "eval_loss" in line]
-    assert len(evaluation) == 2
-    assert not any(set(line) & KEYS for line in evaluation)
-    assert not any(set(line) & KEYS for line in ranks[1]["history"])
-    json.dumps(history)
-
-
-def test_torchs_own_hooks_log_no_error(used: Any) -> None:
-    _, ranks = used
-    line = ranks[0]["fp16 history"][-1]
-    assert set(line) & KEYS == KEYS - {"grad_error"}
-    assert line["grad_compression"] == pytest.approx(2, abs=1e-3)
-
-
-def test_callbacks_that_were_added_earlier_get_it_too(used: Any) -> None:
-    folder, ranks = used
-    assert all(set(logs) >= KEYS for logs in ranks[0]["seen"] if "loss" in logs)
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tags: set[str] = set()
-    for events in folder.rglob("events.out.tfevents.*"):
-        found = accumulator.EventAccumulator(str(events.parent)).Reload()
-        tags |= set(found.Tags()["scalars"]) | {t.removesuffix("/scalar_summary") for t in found.Tags()["tensors"]}
-    assert {f"train/{key}" for key in KEYS} <= tags
-
-
-def test_a_model_with_a_hook_is_refused(used: Any) -> None:
-    _, ranks = used
-    assert all("hook" in out["two hooks"] for out in ranks.values())
-
-
-# -- resuming
 
 
 def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
@@ -279,14 +196,114 @@ def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     return out
 
 
+Ran = tuple[Path, dict[int, dict[str, Any]]]
+
+
+def both(rank: int, world: int, note: Any, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All trainings in one start of the processes: to import transformers takes longer than to train."""
+    return using(rank, world, note, f"{folder}/used"), resuming(rank, world, note, f"{folder}/resumed")
+
+
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("resumed")
-    return folder, run_ranks(2, resuming, str(folder), timeout_s=180)
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+    folder = tmp_path_factory.mktemp("trainers")
+    return folder, run_ranks(2, both, str(folder), timeout_s=180)
+
+
+@pytest.fixture(scope="module")
+def used(ran: Any) -> Ran:
+    folder, ranks = ran
+    return folder / "used", {rank: out[0] for rank, out in ranks.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(ran: Any) -> Ran:
+    folder, ranks = ran
+    return folder / "resumed", {rank: out[1] for rank, out in ranks.items()}
+
+
+# -- logs, weights, bytes
+
+
+@pytest.mark.parametrize("which", ["weights", "weights again", "bf16 weights", "fp16 weights"])
+def test_ranks_train_alike_on_compressed_gradients(used: Ran, which: str) -> None:
+    _, ranks = used
+    assert ranks[0][which] == ranks[1][which]
+    assert ranks[0]["plain"] == ranks[1]["plain"]
+    assert ranks[0][which] != ranks[0]["plain"]
+
+
+def test_bytes_are_those_of_float32_gradients(used: Ran) -> None:
+    _, ranks = used
+    for out in ranks.values():
+        whole = 4 * out["parameters"]  # two ranks: each sends half of its gradient, and half of the mean
+        stats = out["stats"]
+        assert stats["calls"] % 6 == 0
+        assert out["before"] == 0
+        assert stats["bytes_raw"] == pytest.approx(6 * whole, abs=stats["calls"])
+        assert 0.24 * stats["bytes_raw"] < stats["bytes_sent"] < 0.3 * stats["bytes_raw"]  # 8 bits, and 9 for sums
+        assert out["fp16"]["bytes_sent"] == pytest.approx(stats["bytes_raw"] / 2, abs=stats["calls"])
+
+
+def test_each_train_counts_from_zero(used: Ran) -> None:
+    _, ranks = used
+    for out in ranks.values():
+        assert out["again"]["bytes_raw"] == out["stats"]["bytes_raw"]
+
+
+def test_micro_batches_are_averaged_once_and_in_float32_under_autocast(used: Ran) -> None:
+    _, ranks = used
+    for out in ranks.values():
+        stats = out["bf16"]
+        assert stats["bytes_raw"] == pytest.approx(5 * 4 * out["parameters"], abs=stats["calls"])
+        assert 0 < stats["relative_error"] < 1
+
+
+def test_first_rank_logs_what_was_sent(used: Ran) -> None:
+    _, ranks = used
+    history = ranks[0]["history"]
+    training = [line for line in history if "loss" in line or "train_loss" in line]
+    assert [line["step"] for line in training] == [2, 4, 6, 6]
+    assert all(set(line) >= KEYS for line in training)
+    sent = [line["grad_bytes_sent"] for line in training]
+    assert sent[0] * 3 == sent[1] * 3 // 2 == sent[2] == sent[3] == ranks[0]["stats"]["bytes_sent"]
+    assert training[-1]["grad_compression"] == training[-1]["grad_bytes_raw"] / training[-1]["grad_bytes_sent"]
+    assert training[-1]["grad_error"] == ranks[0]["stats"]["relative_error"]
+    evaluation = [line for line in history if "eval_loss" in line]
+    assert len(evaluation) == 2
+    assert not any(set(line) & KEYS for line in evaluation)
+    assert not any(set(line) & KEYS for line in ranks[1]["history"])
+    json.dumps(history)
+
+
+def test_torchs_own_hooks_log_no_error(used: Ran) -> None:
+    _, ranks = used
+    line = ranks[0]["fp16 history"][-1]
+    assert set(line) & KEYS == KEYS - {"grad_error"}
+    assert line["grad_compression"] == pytest.approx(2, abs=1e-3)
+
+
+def test_callbacks_that_were_added_earlier_get_it_too(used: Ran) -> None:
+    folder, ranks = used
+    assert all(set(logs) >= KEYS for logs in ranks[0]["seen"] if "loss" in logs)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tags: set[str] = set()
+    for events in folder.rglob("events.out.tfevents.*"):
+        found = accumulator.EventAccumulator(str(events.parent)).Reload()
+        tags |= set(found.Tags()["scalars"]) | {t.removesuffix("/scalar_summary") for t in found.Tags()["tensors"]}
+    assert {f"train/{key}" for key in KEYS} <= tags
+
+
+def test_a_model_with_a_hook_is_refused(used: Ran) -> None:
+    _, ranks = used
+    assert all("hook" in out["two hooks"] for out in ranks.values())
+
+
+# -- resuming
 
 
 @pytest.mark.parametrize("method", ["squeeze", "casq", "random"])
-def test_a_resumed_training_is_the_same_training(resumed: Any, method: str) -> None:
+def test_a_resumed_training_is_the_same_training(resumed: Ran, method: str) -> None:
     _, ranks = resumed
     for out in ranks.values():
         assert out[method]["same"]
@@ -297,7 +314,7 @@ def test_a_resumed_training_is_the_same_training(resumed: Any, method: str) -> N
     assert ranks[0][method]["weights"] == ranks[1][method]["weights"]
 
 
-def test_powersgds_memories_come_back(resumed: Any) -> None:
+def test_powersgds_memories_come_back(resumed: Ran) -> None:
     _, ranks = resumed
     for out in ranks.values():
         assert out["powersgd"]["same"]
@@ -308,31 +325,31 @@ def test_powersgds_memories_come_back(resumed: Any) -> None:
     assert ranks[0]["powersgd"]["first"] != ranks[1]["powersgd"]["first"]
 
 
-def test_one_file_per_rank_in_each_checkpoint(resumed: Any) -> None:
+def test_one_file_per_rank_in_each_checkpoint(resumed: Ran) -> None:
     folder, _ = resumed
     files = sorted(p.name for p in (folder / "squeeze" / "checkpoint-3").glob("pipecomp_*"))
     assert files == ["pipecomp_gradients_0.safetensors", "pipecomp_gradients_1.safetensors"]
 
 
-def test_memories_find_their_parameters_in_other_buckets(resumed: Any) -> None:
+def test_memories_find_their_parameters_in_other_buckets(resumed: Ran) -> None:
     _, ranks = resumed
     assert all(out["rebuilt"] for out in ranks.values())
 
 
-def test_a_checkpoint_without_compression_starts_empty_with_a_warning(resumed: Any) -> None:
+def test_a_checkpoint_without_compression_starts_empty_with_a_warning(resumed: Ran) -> None:
     _, ranks = resumed
     for out in ranks.values():
         assert out["went on"]
         assert any("checkpoint-3" in message and "empty memories" in message for message in out["warned"])
 
 
-def test_a_checkpoint_of_other_ranks_or_options_is_refused(resumed: Any) -> None:
+def test_a_checkpoint_of_other_ranks_or_options_is_refused(resumed: Ran) -> None:
     _, ranks = resumed
     for out in ranks.values():
         assert "pipecomp_gradients_1.safetensors" in out["missing"]
         assert "options" in out["other"]
 
 
-def test_nothing_is_kept_where_only_the_model_is_saved(resumed: Any) -> None:
+def test_nothing_is_kept_where_only_the_model_is_saved(resumed: Ran) -> None:
     _, ranks = resumed
     assert ranks[0]["light"] == []
