@@ -216,6 +216,42 @@ def bench_stores(
         console.print(store_table(rows))
 
 
+@bench.command("allreduce")
+def bench_averages(
+    methods: Annotated[str | None, typer.Option(help="As in fp16,global_qsgd; by default all.")] = None,
+    sizes: Annotated[str, typer.Option(help="Values in a bucket, several with commas.")] = "65536,1048576,6553600",
+    ranks: Annotated[str, typer.Option(help="Processes, several numbers with commas.")] = "2",
+    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
+    json_file: JsonOption = None,
+) -> None:
+    """Averages of gradients over processes on this machine: time by part, bytes, error, beside float32 and PowerSGD."""
+    with _plain_errors():
+        from pipecomp.bench_allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
+
+        rows = bench_allreduce(
+            sizes=_whole_numbers("sizes", sizes), ranks=_whole_numbers("ranks", ranks), seconds=seconds,
+            variants=variants_of(methods) if methods else VARIANTS,
+        )  # fmt: skip
+        _write_json(json_file, rows)
+        for table in allreduce_tables(rows):
+            console.print(table)
+            console.print()
+        console.print(
+            "wait: for other ranks, on a machine that they share; in torch's own functions all is wait. ratio: bytes\n"
+            "raw over sent. error: of the mean; own: of what a rank sends. speedup: against gloo's float32.",
+            highlight=False,
+        )
+
+
+def _whole_numbers(key: str, text: str) -> list[int]:
+    from pipecomp.errors import ConfigError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(key, text, "whole numbers with commas between them")
+    return [int(part) for part in parts]
+
+
 def _write_json(file: Path | None, value: Any) -> None:
     if file is not None:
         file.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,286 @@
+"""What `pipecomp bench allreduce` measures: every method that averages gradients, over ranks on this machine.
+
+Ranks are processes that talk over 127.0.0.1, which is faster than any network: what compression saves there is little,
+what it costs shows. In each round all methods average the same new gradients, one after the other, so that whatever
+else the machine does meets all; times are medians over the rounds. The reference is gloo's own all-reduce in float32.
+
+d: values in a bucket, n: ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from pipecomp.allreduce import State, ddp_hook
+from pipecomp.allreduce.call import PARTS
+from pipecomp.allreduce.exchanges import plan_of, ring_bytes
+from pipecomp.bench_buckets import Bucket, Shapes, gradient, shapes_of, values_in
+from pipecomp.errors import ConfigError
+from pipecomp.gradient_config import Gradients
+from pipecomp.local import run_ranks
+
+Row = dict[str, Any]
+SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB
+WARM_UP = 3  # rounds: PowerSGD compresses from its third on
+LEAST_ROUNDS, MOST_ROUNDS = 3, 60
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with its options. torchs_own: torch's function itself, without a State ("none" is dist.all_reduce)."""
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    torchs_own: bool = False
+
+    @property
+    def label(self) -> str:
+        """ "global_qsgd linear 4" """
+        if self == FP32:
+            return "fp32"
+        values = [key if value is True else value for key, value in self.options.items()]
+        words = [",".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values]
+        return " ".join([self.method, *words, *(["(torch)"] if self.torchs_own else [])])
+
+
+FP32 = Variant("none", torchs_own=True)
+VARIANTS = (
+    Variant("none"),
+    Variant("fp16"),
+    Variant("fp16", torchs_own=True),
+    Variant("powersgd", {"rank": 1}),
+    Variant("powersgd", {"rank": 1}, torchs_own=True),
+    Variant("powersgd", {"rank": 2}),
+    Variant("powersgd", {"rank": 2}, torchs_own=True),
+    Variant("global_qsgd", {"levels": "exponential", "bits": 8}),
+    Variant("global_qsgd", {"levels": "exponential", "bits": 4}),
+    Variant("global_qsgd", {"levels": "linear", "bits": 8}),
+    Variant("global_qsgd", {"levels": "linear", "bits": 4}),
+    Variant("global_qsgd", {"levels": "linear", "sparse": True}),
+    Variant("qsgd_mn", {"bits": 8}),
+    Variant("qsgd_mn_ts", {"bits": (4, 8)}),
+    Variant("grandk_mn", {"k": 10_000}),
+    Variant("grandk_mn_ts", {"k": 10_000}),
+    Variant("qsgd", {"bits": 8}),
+    Variant("terngrad"),
+    Variant("nuqsgd", {"bits": 4}),
+    Variant("casq", {"bits": 4}),
+    Variant("double_squeeze", {"bits": 4}),
+)
+
+
+def bench_allreduce(
+    *,
+    sizes: Sequence[int | Sequence[Sequence[int]]] = SIZES,
+    ranks: Sequence[int] = (2,),
+    variants: Sequence[Variant] = VARIANTS,
+    seconds: float = 0.5,
+) -> list[Row]:
+    """Measure each variant, and float32, on buckets of each size over each number of ranks.
+
+    sizes: values in a bucket (one matrix, as square as can be), or the shapes of its parameters. seconds: for one case.
+    Returns one row per number of ranks, size and variant. Times in milliseconds, medians over rounds and means over
+    ranks: `total_ms`, and of it `quantize_ms`, `wait_ms`, `reduce_ms`, `decode_ms` (torch's own functions: all `wait`;
+    the rest is handing over to a state's thread and measuring its error). `bytes_raw`, `bytes_sent`: of one call, of
+    the rank that sends most. `error`: ‖mean − exact mean‖ / ‖exact mean‖; `state_error`: as State.stats() tells it,
+    None where it does not. `speedup`: float32's time over this one's, the median over rounds. `rounds`: how many.
+    """
+    buckets = [shapes_of(size) for size in sizes]
+    for key, values in (("ranks", ranks), ("sizes", [values_in(bucket) for bucket in buckets])):
+        for value in values:
+            if value < 1:
+                raise ConfigError(key, value, "whole numbers of at least 1")
+    if seconds <= 0:
+        raise ConfigError("seconds", seconds, "a number above 0")
+    cases = (FP32, *(v for v in variants if v != FP32))
+    timeout_s = TIMEOUT_S + 10 * seconds * len(cases) * len(buckets)
+    rows = []
+    for n in ranks:
+        found = run_ranks(n, _measure, buckets, cases, seconds, timeout_s=timeout_s)
+        rows += [_merged(parts) for parts in zip(*(found[rank] for rank in range(n)), strict=True)]
+    return rows
+
+
+def variants_of(methods: str) -> tuple[Variant, ...]:
+    """Those of VARIANTS whose method is one of the comma-separated names. ConfigError for one that is none."""
+    known = list(dict.fromkeys(v.method for v in VARIANTS))
+    wanted = [name.strip() for name in methods.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise ConfigError("methods", name, f"{', '.join(known)} (float32 is always measured)")
+    return tuple(v for v in VARIANTS if v.method in wanted)
+
+
+# -- one rank
+
+
+def _measure(
+    rank: int, n: int, note: object, buckets: Sequence[Shapes], variants: Sequence[Variant], seconds: float
+) -> list[Row]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        return [row for shapes in buckets for row in _measure_bucket(rank, n, shapes, variants, seconds)]
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_bucket(rank: int, n: int, shapes: Shapes, variants: Sequence[Variant], seconds: float) -> list[Row]:
+    """All variants on one bucket, on this rank; the first is what others are compared with."""
+    cases = [_Case(variant, shapes, n) for variant in variants]
+    end = 0.0
+    for turn in range(WARM_UP + MOST_ROUNDS):
+        if turn == WARM_UP:
+            end = time.perf_counter() + seconds * len(cases)
+        elif turn >= WARM_UP + LEAST_ROUNDS and not _ask_first_rank(time.perf_counter() < end):
+            break
+        inputs = [gradient(shapes, r, turn) for r in range(n)]
+        exact_d = torch.stack(inputs).mean(dim=0, dtype=torch.float64).float()
+        for case in cases:
+            case.run(inputs[rank], exact_d, counts=turn >= WARM_UP)
+    return [case.row(cases[0].totals) for case in cases]
+
+
+def _ask_first_rank(answer: bool) -> bool:
+    told = torch.tensor([answer])
+    dist.broadcast(told, 0)
+    return bool(told)
+
+
+class _Case:
+    """One variant on one bucket, and what was measured of it."""
+
+    def __init__(self, variant: Variant, shapes: Shapes, n: int) -> None:
+        self._variant, self._shapes, self._n = variant, shapes, n
+        self._bucket = Bucket(shapes)
+        self._state = None if variant.torchs_own else State(variant.method, **variant.options)
+        self._average = _average(variant, self._state)
+        self._parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._errors: list[float] = []
+        self._sent: list[int] = []
+        self.totals: list[float] = []
+
+    def run(self, x_d: Tensor, exact_d: Tensor, *, counts: bool) -> None:
+        """Average once; counts: whether it belongs to the result."""
+        self._bucket.set_buffer(x_d)
+        before = self._state.stats() if self._state else None
+        dist.barrier()
+        begin = time.perf_counter()
+        mean_d = self._average(self._bucket)
+        took = time.perf_counter() - begin
+        if not counts:
+            return
+        self.totals.append(took)
+        self._errors.append(float(torch.linalg.vector_norm(mean_d - exact_d) / torch.linalg.vector_norm(exact_d)))
+        if self._state is None or before is None:
+            self._parts["wait"].append(took)
+            return
+        after = self._state.stats()
+        self._sent.append(after["bytes_sent"] - before["bytes_sent"])
+        for part in PARTS:
+            self._parts[part].append(after["seconds"][part] - before["seconds"][part])
+
+    def row(self, reference: Sequence[float]) -> Row:
+        """Medians over the rounds. reference: the other one's seconds in each."""
+        variant, d = self._variant, values_in(self._shapes)
+        times = {"total": self.totals} | self._parts
+        found = {
+            "label": variant.label,
+            "method": variant.method,
+            "options": variant.options,
+            "torchs_own": variant.torchs_own,
+            "d": d,
+            "n": self._n,
+            "rounds": len(self.totals),
+            **{f"{part}_ms": 1e3 * statistics.median(seconds or [0.0]) for part, seconds in times.items()},
+            "bytes_raw": ring_bytes(4 * d, self._n),
+            "bytes_sent": round(statistics.median(self._sent)) if self._state else self._torchs_bytes(d),
+            "error": statistics.median(self._errors),
+            "state_error": self._state.stats()["relative_error"] if self._state else None,
+            "speedup": statistics.median(a / b for a, b in zip(reference, self.totals, strict=True)),
+        }
+        if self._state is not None:
+            self._state.close()
+        return found
+
+    def _torchs_bytes(self, d: int) -> int:
+        """What torch's own function puts on this rank's links, if its all-reduce is a ring."""
+        variant = self._variant
+        if variant == FP32:
+            return ring_bytes(4 * d, self._n)
+        shapes = self._shapes if variant.method == "powersgd" else None
+        plan = plan_of(Gradients(method=variant.method, **variant.options), d, self._n, shapes)
+        return round(sum(exchange.sends[0] for exchange in plan.exchanges()))
+
+
+def _average(variant: Variant, state: State | None) -> Callable[[Any], Tensor]:
+    """What puts the mean into a bucket and returns it."""
+    if state is not None:
+        return lambda bucket: ddp_hook(state, bucket).wait()
+    if variant == FP32:
+        return _plain_mean
+    world: Any = dist.group.WORLD
+    if variant.method == "fp16":
+        return lambda bucket: default_hooks.fp16_compress_hook(world, bucket).wait()
+    memory = powerSGD_hook.PowerSGDState(
+        world, matrix_approximation_rank=variant.options["rank"], start_powerSGD_iter=2, min_compression_rate=1
+    )
+    return lambda bucket: powerSGD_hook.powerSGD_hook(memory, bucket).wait()
+
+
+def _plain_mean(bucket: Bucket) -> Tensor:
+    dist.all_reduce(bucket.buffer())
+    return bucket.buffer().div_(dist.get_world_size())
+
+
+def _merged(rows: Sequence[Row]) -> Row:
+    """One case's rows of all ranks in one."""
+    merged = dict(rows[0])
+    for key in (*(f"{part}_ms" for part in ("total", *PARTS)), "speedup"):
+        merged[key] = statistics.fmean(row[key] for row in rows)
+    merged["bytes_sent"] = max(row["bytes_sent"] for row in rows)
+    return merged
+
+
+# -- for people
+
+HEADINGS = ("method", "ms", "quantize", "wait", "reduce", "decode", "kB sent", "ratio", "error", "own", "speedup")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row under HEADINGS. ratio: bytes raw over sent; own: the state's error; speedup: against float32."""
+    sent = row["bytes_sent"]
+    ratio = digits(row["bytes_raw"] / sent) if sent else "–"
+    own = "–" if row["state_error"] is None else digits(row["state_error"])
+    times = (digits(row[f"{part}_ms"]) for part in ("total", *PARTS))
+    return (row["label"], *times, digits(sent / 1e3), ratio, digits(row["error"]), own, digits(row["speedup"]))
+
+
+def digits(value: float) -> str:
+    """About three digits, no more than two after the point."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def allreduce_tables(rows: Sequence[Row]) -> list[Table]:
+    """A table for each number of ranks and size of bucket."""
+    tables: dict[tuple[int, int], Table] = {}
+    for row in rows:
+        key = (row["n"], row["d"])
+        if key not in tables:
+            title = f"{row['d']:,} values over {row['n']} ranks: milliseconds, medians of {row['rounds']} rounds"
+            tables[key] = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+            for heading in HEADINGS:
+                tables[key].add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+        tables[key].add_row(*cells(row))
+    return list(tables.values())
