@@ -13,6 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stats import Seconds
+from pipecomp.trace import Trace, TracedStore, draw_trace, write_trace
 
 _STATE_KEY = "pipecomp"
 _FIND_LOST_S = 15.0  # for the other ranks to notice that one is gone
@@ -56,13 +58,18 @@ def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None
         if not self.module.training:
             instruction(self, **place)
             return
-        waited = self.links.wait_seconds
+        waited, began = self.links.wait_seconds, time.perf_counter()
         with self._seconds.part(part):
             instruction(self, **place)
-        waited = self.links.wait_seconds - waited
+        waited, ended = self.links.wait_seconds - waited, time.perf_counter()
+        number = place.get("micro_batch")
+        if part == "backward":  # DeepSpeed's instruction does not say; they come in order
+            number, self._backwards = self._backwards, self._backwards + 1
         self._seconds.wait += waited
         if part == "decode":
             self._seconds.decode -= waited
+            self.trace.add("wait", began, began + waited, number)
+        self.trace.add(part, began + waited, ended, number)
 
     return run
 
@@ -94,6 +101,8 @@ class PipelineEngine(ReducingEngine):
         self._evaluations = 0
         self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
         self._seconds = Seconds()
+        self.trace = Trace()
+        self._backwards = 0  # in this step
         self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
         self._kept: KeptBytes | None = None
         super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
@@ -121,13 +130,17 @@ class PipelineEngine(ReducingEngine):
         """
         self._step_number = self.global_steps
         with self._telling_others():
-            began, self._gradient_wait = time.perf_counter(), 0.0
+            began, self._gradient_wait, self._backwards = time.perf_counter(), 0.0, 0
+            self.trace.begin_step(self._step_number)
             loss = super().train_batch(data_iter)
             self.in_flight.observe(self._gradient_wait, time.perf_counter() - began)
             if data_iter is None:
                 self._batches_taken += self.micro_batches
             if self.links.environment is not None:
+                committing = time.perf_counter()
                 self.links.environment.commit()
+                self.trace.add("commit", committing, time.perf_counter())
+            self.trace.end_step()
         return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -305,6 +318,7 @@ class PipelineEngine(ReducingEngine):
 
         "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
         name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
+        "in_flight": micro-batches that may be under way. "micro_batches": the last step's seconds by micro-batch.
         """
         links = {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links}
         environment = self.links.environment
@@ -316,8 +330,31 @@ class PipelineEngine(ReducingEngine):
             "links": links,
             "groups": self.group_stats(),
             "seconds": asdict(self._seconds),
+            "in_flight": self.in_flight.value,
+            "micro_batches": self.trace.micro_batches(),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
         }
+
+    def start_trace(self) -> None:
+        """Keep every event of the training steps from here on, for `save_trace`."""
+        if not self.trace.keep:
+            self.trace.keep = True
+            for end in self.links:
+                end.transport.on_moved(self.trace.add)
+                if end.store is not None:
+                    end.store = TracedStore(end.store, self.trace)
+
+    def save_trace(self, path: str | Path, *, title: str = "") -> None:
+        """Write all ranks' events since `start_trace` to one file, and a picture of the last step beside it (.png).
+
+        Chrome's trace format. Every rank must call this; rank 0 writes.
+        """
+        out: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(out, self.trace.events())
+        if self.global_rank == 0:
+            by_rank = dict(enumerate(out))
+            write_trace(path, by_rank)
+            draw_trace(Path(path).with_suffix(".png"), by_rank, title=title)
 
     def gather_comm_stats(self) -> list[dict[str, Any]]:
         """`comm_stats` of all ranks, on every rank; all ranks must call this."""

@@ -65,6 +65,7 @@ def arguments(name: str, description: str) -> argparse.ArgumentParser:
     add("--seed", type=_at_least(0), metavar="S", help="order of samples, dropout, stochastic rounding (default 0)")
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch")
     add("--save", metavar="FOLDER", help="write the trained model as a from_pretrained folder")
+    add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     return parser
@@ -297,6 +298,8 @@ def train(
 
     count = _TokenCount(collate)
     engine = initialize(model, stages, config, training_data=training, collate_fn=count)
+    if args.trace:
+        engine.start_trace()
     batches = None if held_out is None else eval_batches(held_out, plan.micro_batch, collate)
     with report:
         report.start(args, plan, settings, stages, len(training), 0 if held_out is None else len(held_out))
@@ -314,6 +317,8 @@ def train(
                     held_out_loss = evaluate(engine, batches)
                     found = {"loss": held_out_loss, **(measures(held_out_loss) if measures else {})}
                 report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
+        if args.trace:
+            engine.save_trace(args.trace)
         if args.save:
             engine.save_pretrained(args.save)
             if tokenizer is not None and dist.get_rank() == 0:

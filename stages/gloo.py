@@ -58,6 +58,7 @@ class GlooTransport:
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
         self._throttle = throttle_to(self.peer)
+        self._record: Callable[[str, float, float, int | None, int], None] | None = None
         self._failure: Exception | None = None
         self._closing = False
         self._sent = self._received = 0
@@ -86,6 +87,9 @@ class GlooTransport:
 
     def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
         self._callback = callback
+
+    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
+        self._record = record
 
     def flush(self) -> None:
         while self._outbox.unfinished_tasks and self._sender.is_alive():
@@ -155,7 +159,10 @@ class GlooTransport:
                         post(kind, message[at : at + _CONTENT], message.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
-                self._send_s += time.perf_counter() - began
+                ended = time.perf_counter()
+                self._send_s += ended - began
+                if self._record is not None and kind == _DATA:
+                    self._record("send", began, ended, None, message.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -175,7 +182,7 @@ class GlooTransport:
         try:
             for _ in range(_RING):
                 post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
-            message, filled = np.empty(0, dtype=np.uint8), 0
+            message, filled, began = np.empty(0, dtype=np.uint8), 0, 0.0
             while True:
                 work, frame = posted.popleft()
                 work.wait(self._timeout)
@@ -185,6 +192,7 @@ class GlooTransport:
                 content = view[_PREFIX.size : _PREFIX.size + size]
                 if kind == _DATA:
                     if filled == 0:
+                        began = time.perf_counter()
                         if total > MAX_MESSAGE_BYTES:
                             raise WireError(f"rank {self.peer} announces a message of {total} bytes")
                         message = np.empty(total, dtype=np.uint8)
@@ -194,6 +202,8 @@ class GlooTransport:
                     filled += size
                     if filled == total:
                         filled = 0
+                        if self._record is not None:
+                            self._record("receive", began, time.perf_counter(), None, message.size)
                         self._deliver(message)
                 elif kind == _ABORT:
                     (rank,) = struct.unpack_from("<i", content)

@@ -48,6 +48,9 @@ class LoopbackTransport:
     def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
         self._callback = callback
 
+    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
+        """Messages take no time here: there is nothing to record."""
+
     def flush(self) -> None:
         """Nothing is ever under way."""
 

@@ -40,6 +40,10 @@ class Transport(Protocol):
         """Call `callback` with every message as it arrives, before `recv` hands it out, on another thread."""
         ...
 
+    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
+        """Call `record("send" or "receive", start, end, None, bytes)` for every message; times of perf_counter."""
+        ...
+
     def flush(self) -> None:
         """Wait until everything queued has been handed to the network."""
         ...
