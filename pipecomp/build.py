@@ -61,6 +61,7 @@ def initialize(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
+    parameter_groups: Callable[[Stage], list[dict[str, Any]]] | None = None,
     shuffle: bool = True,
 ) -> PipelineEngine:
     """Make the engine of this rank; every rank of the run calls this with the same arguments.
@@ -70,7 +71,9 @@ def initialize(
     instead of num_stages. config: DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file.
     training_data: samples with a length; collate_fn: samples to a batch with input_ids and labels. loss_fn(logits,
     labels): the model's own loss by default. optimizer: a torch optimizer or a callable that makes one from
-    parameters; by default the configuration's. shuffle: a new order every epoch, by the section's seed.
+    parameters; by default the configuration's. parameter_groups(stage): the stage's parameters in groups with options
+    of their own, as torch's optimizers take them; one group of all by default. shuffle: a new order every epoch, by
+    the section's seed.
 
     Raises ConfigError for settings, SplitError for the model, LinkError where ranks are configured differently,
     DataError for the data.
@@ -99,7 +102,7 @@ def initialize(
             model=module,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            model_parameters=[p for p in module.parameters() if p.requires_grad],
+            model_parameters=(parameter_groups or _trainable)(module.forward_funcs[0]),
             mpu=module.mpu(),
             config=ds_config,
             config_class=DeepSpeedConfig(ds_config, module.mpu()),
@@ -207,6 +210,10 @@ def _pipeline_module(
     module = PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
     module.loss_fn = loss[0]
     return module
+
+
+def _trainable(stage: Stage) -> list[Any]:
+    return [p for p in stage.parameters() if p.requires_grad]
 
 
 def _pipelines(grid: Any) -> list[list[int]]:

@@ -71,7 +71,9 @@ class ShardedSampler:
 
     Replica r of n takes the samples r, r + n, r + 2n, …; all replicas take equally many, so up to n − 1 samples at the
     end of the dataset are left out. An incomplete micro-batch at the end of an epoch is dropped; the shuffled order
-    gives every sample its turn.
+    gives every sample its turn. With drop_last=False nothing is left out: the last micro-batch of an epoch may be
+    short, and a replica that has one sample less than others repeats the first of the epoch at its end.
+    per_epoch: micro-batches in one pass over the data.
     """
 
     def __init__(
@@ -83,11 +85,18 @@ class ShardedSampler:
         replica: int = 0,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = True,
     ) -> None:
-        self._own = torch.arange(samples // replicas) * replicas + replica
+        self._own = torch.arange(replica, samples, replicas)
         self._micro_batch, self._seed, self._replica, self._shuffle = micro_batch, seed, replica, shuffle
-        self.per_epoch = len(self._own) // micro_batch
-        if self.per_epoch == 0:
+        if drop_last:
+            self._own = self._own[: samples // replicas]
+            self._length = len(self._own)
+            self.per_epoch = self._length // micro_batch
+        else:
+            self._length = -(-samples // replicas)
+            self.per_epoch = -(-self._length // micro_batch)
+        if self.per_epoch == 0 or len(self._own) == 0:
             raise DataError(
                 f"{samples} samples are too few for {replicas} replica(s) with micro-batches of {micro_batch}"
             )
@@ -98,13 +107,18 @@ class ShardedSampler:
         """The ids of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._cached_epoch:
-            self._order = self._own
-            if self._shuffle:
-                draw = torch.Generator().manual_seed((self._seed << 24) + (epoch << 10) + self._replica)
-                self._order = self._own[torch.randperm(len(self._own), generator=draw)]
+            order = self._arrange(epoch)
+            self._order = torch.cat([order, order[: self._length - len(order)]])
             self._cached_epoch = epoch
         start = place * self._micro_batch
         return self._order[start : start + self._micro_batch].tolist()
+
+    def _arrange(self, epoch: int) -> Tensor:
+        """This replica's samples in the order of an epoch."""
+        return self._own[torch.randperm(len(self._own), generator=self._draw(epoch))] if self._shuffle else self._own
+
+    def _draw(self, epoch: int) -> torch.Generator:
+        return torch.Generator().manual_seed((self._seed << 24) + (epoch << 10) + self._replica)
 
 
 class _Numbered(Dataset):

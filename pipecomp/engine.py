@@ -99,6 +99,7 @@ class PipelineEngine(ReducingEngine):
         self._loader: TrainLoader | None = None
         self._step_number = 0
         self._evaluations = 0
+        self._on_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
         self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
         self._seconds = Seconds()
         self.trace = Trace()
@@ -143,10 +144,24 @@ class PipelineEngine(ReducingEngine):
             self.trace.end_step()
         return loss
 
-    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Mean loss over batches, without touching the message stores; arguments and result as DeepSpeed's."""
+    def eval_batch(
+        self,
+        data_iter: Any,
+        *args: Any,
+        on_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Mean loss over batches, without touching the message stores; arguments and result as DeepSpeed's.
+
+        on_logits(logits, labels): called on the last stage for every micro-batch in place of the loss function; labels
+        may be missing then. The result is the list of what it returned (tensors), on the last stage only.
+        """
+        if on_logits is not None:
+            kwargs.update(compute_loss=False, reduce_output=None)
+        self._on_logits = on_logits
         with self._telling_others():
             result = super().eval_batch(data_iter, *args, **kwargs)
+        self._on_logits = None
         self._evaluations += 1
         return result
 
@@ -223,7 +238,9 @@ class PipelineEngine(ReducingEngine):
         if not self.is_last_stage():
             self.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]
             return
-        if self._compute_loss and self.module.loss_fn is not None:
+        if self._on_logits is not None:
+            self.loss = self._on_logits(outputs, self.pipe_buffers["labels"][buffer_id])
+        elif self._compute_loss and self.module.loss_fn is not None:
             self.loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
         else:
             self.loss = outputs
