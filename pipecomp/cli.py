@@ -125,6 +125,55 @@ def _progress() -> Progress:
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
+@app.command()
+def netlab(
+    command: Annotated[list[str], typer.Argument(help="What each node runs: program and arguments, after --.")],
+    nodes: Annotated[int, typer.Option(help="How many.")] = 2,
+    bandwidth: Annotated[str | None, typer.Option(help="Each way, as in 100mbit; by default unlimited.")] = None,
+    asymmetric: Annotated[
+        list[str] | None, typer.Option(help="Instead: DOWN/UP, as in 100mbit/10mbit, once or for each node.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
+    jitter: Annotated[str | None, typer.Option(help="The delay varies by up to this.")] = None,
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(help="Lose a node's connection: NODE@TIME for good, NODE@TIME+TIME for a while, as in 1@30s+5s."),
+    ] = None,
+    software: Annotated[
+        bool, typer.Option("--software", help="Without root: slow down pipecomp's own links between stages only.")
+    ] = False,
+    procs_per_node: Annotated[int, typer.Option(help="Processes on each node.")] = 1,
+    launcher: Annotated[
+        str, typer.Option(help="none; or deepspeed: its launcher on each node, COMMAND is a script with arguments.")
+    ] = "none",
+    json_file: JsonOption = None,
+) -> None:
+    """Run a command on several nodes behind slow links, all on this machine; count what they send.
+
+    pipecomp netlab --bandwidth 100mbit --delay 20ms -- python train.py
+
+    Each process finds RANK, WORLD_SIZE, MASTER_ADDR and the like in its environment. The exit status is that of the
+    process that failed first. Needs root and iproute2 on Linux; --software needs neither.
+    """
+    with _plain_errors():
+        from pipecomp.netlab import Lab
+        from pipecomp.netlab.command import bytes_table, run_in_lab
+
+        lab = Lab(
+            nodes=nodes, bandwidth=bandwidth, asymmetric=asymmetric or (), delay=delay, jitter=jitter, cuts=cut or (),
+            software=software,
+        )  # fmt: skip
+        messages = Console(stderr=True)
+        report = run_in_lab(
+            lab, command, procs_per_node=procs_per_node, launcher=launcher,
+            say=lambda text: messages.print(text, highlight=False, soft_wrap=True),
+        )  # fmt: skip
+        _write_json(json_file, report)
+        if "form" in report:
+            console.print(bytes_table(report))
+    raise typer.Exit(report["status"])
+
+
 @store.command("info")
 def store_info(path: str, json_file: JsonOption = None) -> None:
     """What is kept in a message store: samples, bytes, bits, versions, for every rank and link."""

@@ -25,9 +25,6 @@ def main(descriptor: int) -> None:
         line.send(("note", value))
 
     try:
-        import torch
-
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         function, args = pickle.loads(work)
         line.send(("done", function(rank, world, note, *args)))
     except Exception:

@@ -35,7 +35,7 @@ class Functions:
         for line in (*self._ours, *self._theirs):
             line.close()
 
-    def job(self, rank: int) -> tuple[list[str], tuple[int, ...]]:
+    def words(self, rank: int) -> tuple[list[str], tuple[int, ...]]:
         """The command of a rank's process and the descriptor that it inherits."""
         descriptor = self._theirs[rank].fileno()
         return [sys.executable, str(_CHILD), str(descriptor)], (descriptor,)

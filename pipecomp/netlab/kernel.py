@@ -23,6 +23,7 @@ from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
 WITHOUT = "--software (in Python software=True) needs none of this, but slows down pipecomp's own links only"
+CONFIGURATION = Path("/etc/netns")
 _PREFIX_BITS = 15  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks
 _COMMAND_S = 20.0
 _KINDS = {
@@ -138,6 +139,14 @@ class KernelNetwork:
             run(f"ip -n {name} addr add {self.address(node)}/{_PREFIX_BITS} dev eth0")
             run(f"ip -n {name} link set eth0 up")
             run(f"ip -n {name} link set lo up")
+            self._name_nodes(name)
+
+    def _name_nodes(self, namespace: str) -> None:
+        # `ip netns exec` shows this as /etc/hosts. Without names, torch warns of every connection.
+        hosts = "".join(f"{self.address(node)} node{node}\n" for node in range(self._shape.nodes))
+        folder = CONFIGURATION / namespace
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
 
     def _without_ipv6(self, namespace: str, interface: str) -> None:
         # An IPv6 address announces itself: only the nodes' own bytes shall be counted.
@@ -227,6 +236,7 @@ def delete_namespaces(namespaces: Sequence[str], run: Run = command) -> None:
     existing = namespace_names(run)
     failures = []
     for name in namespaces:
+        shutil.rmtree(CONFIGURATION / name, ignore_errors=True)
         if name in existing:
             try:
                 run(f"ip netns delete {name}")

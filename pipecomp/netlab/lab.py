@@ -15,13 +15,13 @@ from pipecomp.errors import ConfigError
 from pipecomp.netlab import kernel
 from pipecomp.netlab.errors import NetlabError
 from pipecomp.netlab.function import Functions
+from pipecomp.netlab.jobs import Starter
 from pipecomp.netlab.leftovers import remove_leftovers
-from pipecomp.netlab.names import MARK, folder_of, marked, new_name
+from pipecomp.netlab.names import folder_of, marked, new_name
 from pipecomp.netlab.network import Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
 from pipecomp.netlab.shape import Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
-from pipecomp.netlab.throttle import VARIABLE
 
 LAUNCHERS = ("none", "deepspeed")
 _TICK_S = 0.02
@@ -166,79 +166,31 @@ class Lab:
         failed. Cuts count from the start of the run; processes that outlive it are ended.
 
         A function gets (rank, world, note, *args): what it returned on each rank is the result, what it passes to
-        `note` goes to on_note(rank, value); threads: torch's in each process.
+        `note` goes to on_note(rank, value); threads: OMP_NUM_THREADS, which torch follows.
         Raises ConfigError, NetlabError (over `timeout_s` included), and RankFailedError for functions.
         """
         if not 1 <= procs_per_node <= 64:
             raise ConfigError("procs_per_node", procs_per_node, "1 to 64")
-        base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {}), **self._rendezvous(procs_per_node)}
+        base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         if callable(work):
-            functions = Functions(work, args, self.shape.nodes * procs_per_node, on_note)
-            with functions:
-                base["OMP_NUM_THREADS"] = str(threads)
-                jobs = self._jobs([], procs_per_node, base, functions)
+            base["OMP_NUM_THREADS"] = str(threads)
+            with Functions(work, args, self.shape.nodes * procs_per_node, on_note) as functions:
+                jobs = self._starter(procs_per_node, base).ranks(functions.words)
                 self._watch(jobs, on_line, timeout_s, 0.0, functions)
             return functions.results
         if not work or isinstance(work, str) or args or (launcher == "none" and shutil.which(work[0]) is None):
             raise ConfigError("COMMAND", work, "a program that can be found here, and its arguments, as separate words")
         if launcher not in LAUNCHERS:
             raise ConfigError("launcher", launcher, ", ".join(LAUNCHERS))
+        starter = self._starter(procs_per_node, base)
         if launcher == "deepspeed":
-            jobs = self._deepspeed_jobs(work, procs_per_node, base)
+            jobs = starter.deepspeed(work, folder_of(self.name) / "hostfile")
         else:
-            jobs = self._jobs(work, procs_per_node, base, None)
+            jobs = starter.ranks(lambda rank: (work, ()))
         return self._watch(jobs, on_line, timeout_s, grace_s, None)
 
-    # -- what is started
-
-    def _rendezvous(self, procs_per_node: int) -> dict[str, str]:
-        network = self.network
-        return {
-            "MASTER_ADDR": network.address(0), "MASTER_PORT": str(network.port()), MARK: self.name,
-            "WORLD_SIZE": str(self.shape.nodes * procs_per_node), "LOCAL_WORLD_SIZE": str(procs_per_node),
-            "GLOO_SOCKET_IFNAME": network.interface,
-        }  # fmt: skip
-
-    def _on_node(self, node: int, procs_per_node: int, base: Mapping[str, str]) -> dict[str, str]:
-        out = {**base, "NODE_RANK": str(node)}
-        out.pop(VARIABLE, None)
-        settings = self.network.settings(node, procs_per_node)
-        return out if settings is None else {**out, VARIABLE: settings}
-
-    def _jobs(
-        self, command: Sequence[str], procs_per_node: int, base: Mapping[str, str], functions: Functions | None
-    ) -> list[Job]:
-        jobs = []
-        for node in range(self.shape.nodes):
-            for local in range(procs_per_node):
-                rank = node * procs_per_node + local
-                environment = self._on_node(node, procs_per_node, base) | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-                words, keep = (command, ()) if functions is None else functions.job(rank)
-                jobs.append(
-                    Job(
-                        label=f"node{node}" + (f".{local}" if procs_per_node > 1 else ""), node=node,
-                        command=self.network.wrap(node, words), environment=environment, keep_fds=keep,
-                    )
-                )  # fmt: skip
-        return jobs
-
-    def _deepspeed_jobs(self, command: Sequence[str], procs_per_node: int, base: Mapping[str, str]) -> list[Job]:
-        hosts = folder_of(self.name) / "hostfile"
-        hosts.write_text("".join(f"node{node} slots={procs_per_node}\n" for node in range(self.shape.nodes)))
-        jobs = []
-        for node in range(self.shape.nodes):
-            words = [
-                sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hosts), "--no_ssh",
-                "--node_rank", str(node), "--master_addr", base["MASTER_ADDR"], "--master_port", base["MASTER_PORT"],
-                *command,
-            ]  # fmt: skip
-            environment = self._on_node(node, procs_per_node, base)
-            for rank in ("RANK", "LOCAL_RANK"):
-                environment.pop(rank, None)  # the launcher's to set
-            jobs.append(
-                Job(label=f"node{node}", node=node, command=self.network.wrap(node, words), environment=environment)
-            )
-        return jobs
+    def _starter(self, procs_per_node: int, environment: Mapping[str, str]) -> Starter:
+        return Starter(self.network, self.name, self.shape.nodes, procs_per_node, environment)
 
     # -- while it runs
 
@@ -249,7 +201,8 @@ class Lab:
         failed: str | None = None
         began = time.monotonic()
         deadline = None if timeout_s is None else began + timeout_s
-        with self._running(jobs, on_line or _print) as processes, self._cutting() as cut_what_is_due:
+        take = _print if on_line is None else on_line
+        with self._running(jobs, take) as processes, self._cutting() as cut_what_is_due:
             if functions is not None:
                 functions.started()
             while None in processes.statuses:

@@ -13,7 +13,7 @@ import os
 import random
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -111,10 +111,18 @@ class Throttle:
     """What goes from one node to another, held back until it would have arrived.
 
     A frame leaves `source` when that node's token bucket lets it, passes the bucket of `destination`, and is delayed.
-    Frames of one throttle keep their order.
+    Frames of one throttle keep their order. now, sleep: the clock, in seconds.
     """
 
-    def __init__(self, settings: ThrottleSettings, destination: int) -> None:
+    def __init__(
+        self,
+        settings: ThrottleSettings,
+        destination: int,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._now, self._sleep = now, sleep
         self._source, self._destination = settings.node, destination
         self._up, self._down = settings.up[settings.node], settings.down[destination]
         self._delay_s, self._jitter_s = settings.delay_s, settings.jitter_s
@@ -132,21 +140,21 @@ class Throttle:
         if self._jitter_s:
             arrival += self._random.uniform(-self._jitter_s, self._jitter_s)
         self._last = arrival = max(arrival, self._last)
-        while (left := arrival - time.monotonic()) > 0:
-            time.sleep(left)
+        while (left := arrival - self._now()) > 0:
+            self._sleep(left)
         while any(self._state.read(node).cut for node in (self._source, self._destination)):
-            time.sleep(_POLL_S)
+            self._sleep(_POLL_S)
 
     def _reserve(self, size: int, ready: float) -> float:
         """Take the frame's place on both nodes' links; the monotonic time when its last byte has passed them."""
         wire = wire_bytes(size)
         with self._state.change(self._source, self._destination) as (source, destination):
-            ready = max(ready, time.monotonic() - self._delay_s - self._jitter_s - _BEHIND_S)
+            ready = max(ready, self._now() - self._delay_s - self._jitter_s - _BEHIND_S)
             first = last = ready
             if self._up is not None:
                 seconds = 8 * wire / self._up
                 last = max(source.up_free, ready - 8 * burst_bytes(self._up) / self._up) + seconds
-                first = last - seconds
+                first = max(ready, last - seconds)
                 source.up_free = last
             if self._down is not None:
                 free = max(destination.down_free, first - 8 * burst_bytes(self._down) / self._down)

@@ -1,0 +1,127 @@
+"""What `pipecomp netlab` does: a lab, one command on its nodes, signals that end both, and a report."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from pipecomp.netlab.lab import Finished, Lab
+from pipecomp.netlab.shape import Shape, rate_text
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal asked this process to end. Not an Exception: nothing on the way out may take it for a failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def _ignore_signals() -> None:
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises Stopped here; later ones are ignored, so that all is taken down."""
+
+    def stop(number: int, frame: object) -> None:
+        _ignore_signals()
+        raise Stopped(number)
+
+    before = {each: signal.signal(each, stop) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def run_in_lab(
+    lab: Lab, command: Sequence[str], *, procs_per_node: int, launcher: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run a command on all nodes and report: JSON values, see the keys below. say: takes sentences for people.
+
+    Errors are Lab's. `status` is the first failing node's; 128 + n if signal n stopped this process.
+    """
+    with stopping():
+        try:
+            with lab:
+                try:
+                    return _run(lab, command, procs_per_node, launcher, say)
+                finally:
+                    _ignore_signals()  # nothing may interrupt taking the lab down
+        except Stopped as stopped:  # before anything ran
+            say(f"Stopped by {stopped}.")
+            return _report(lab.shape, Finished(status=128 + stopped.number, failed=None, statuses={}, seconds=0.0))
+
+
+def _run(
+    lab: Lab, command: Sequence[str], procs_per_node: int, launcher: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    say(describe(lab.shape, lab.network.form))
+    for note in lab.notes:
+        say(note)
+    try:
+        finished = lab.run(command, procs_per_node=procs_per_node, launcher=launcher)
+    except Stopped as stopped:
+        say(f"Stopped by {stopped}.")
+        finished = Finished(status=128 + stopped.number, failed=None, statuses={}, seconds=0.0)
+    if finished.failed:
+        say(f"{finished.failed} failed with exit status {finished.status}.")
+    report = _report(lab.shape, finished)
+    report |= {"form": lab.network.form, "delay_by": lab.network.delay_by, "command": list(command)}
+    for node, sent, received in lab.bytes():
+        report["nodes"][node] |= {
+            "address": lab.network.address(node), "bytes_sent": sent, "bytes_received": received
+        }  # fmt: skip
+    return report
+
+
+def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = [
+        {"node": node, "up_bits_per_s": shape.up[node], "down_bits_per_s": shape.down[node]}
+        for node in range(shape.nodes)
+    ]
+    return {
+        **asdict(finished), "delay_s": shape.delay_s, "jitter_s": shape.jitter_s,
+        "cuts": [asdict(cut) for cut in shape.cuts], "nodes": nodes,
+    }  # fmt: skip
+
+
+def describe(shape: Shape, form: str) -> str:
+    """The links in a sentence."""
+    pairs = set(zip(shape.up, shape.down, strict=True))
+    if len(pairs) > 1:
+        rates = "links of different rates"
+    elif shape.up[0] == shape.down[0]:
+        rates = f"{rate_text(shape.up[0])} each way"
+    else:
+        rates = f"{rate_text(shape.down[0])} down, {rate_text(shape.up[0])} up"
+    delay = f", {1000 * shape.delay_s:g} ms one way" if shape.delay_s else ""
+    jitter = f" (± {1000 * shape.jitter_s:g} ms)" if shape.jitter_s else ""
+    by = "shaped by the kernel" if form == "kernel" else "in software"
+    return f"{shape.nodes} nodes, {rates}{delay}{jitter}, {by}"
+
+
+def bytes_table(report: dict[str, Any]) -> Table:
+    """What each node sent and received, and its links' rates."""
+    title = "On the wire" if report["form"] == "kernel" else "Links between stages"
+    table = Table(title=f"{title}, {report['seconds']:.1f} s", box=None, padding=(0, 2, 0, 0))
+    for heading in ("node", "address", "up", "down", "sent", "received"):
+        table.add_column(heading, justify="left" if heading in ("node", "address") else "right", no_wrap=True)
+    for node in report["nodes"]:
+        table.add_row(
+            f"node{node['node']}", node["address"], rate_text(node["up_bits_per_s"]),
+            rate_text(node["down_bits_per_s"]), f"{node['bytes_sent'] / 1e6:.3f} MB",
+            f"{node['bytes_received'] / 1e6:.3f} MB",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,115 @@
+"""What runs on the nodes of the labs that tests make. Quick to import: each process does it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+TIMEOUT_S = 30.0
+
+
+def place(rank: int, world: int, note: Any, factor: int) -> tuple[Any, ...]:
+    """Where a process is, also as a note."""
+    note({"rank": rank})
+    return rank * factor, world, os.environ["MASTER_ADDR"], "PIPECOMP_NETLAB" in os.environ
+
+
+def fails_on_rank_1(rank: int, world: int, note: Any, how: str) -> None:
+    """Rank 1 raises or leaves; the others wait for a minute."""
+    if rank == 1 and how == "raise":
+        raise ValueError("as the test wants")
+    if rank == 1 and how == "leave":
+        os._exit(0)
+    time.sleep(60)
+
+
+def transfer(
+    rank: int, world: int, note: Any, sizes: list[int], gap_s: float = 0.0, tell: bool = False,
+    silence_s: float = TIMEOUT_S,
+) -> list[float]:  # fmt: skip
+    """Messages of `sizes` bytes from rank 0 to rank 1, `gap_s` seconds apart.
+
+    Monotonic seconds when sending began and when the last had left (rank 0), or when each arrived (rank 1). tell: a
+    note when sending begins. silence_s: after which the peer counts as lost.
+    """
+    import numpy as np
+    import torch.distributed as dist
+
+    from pipecomp.stages.gloo import GlooTransport, neighbour_groups
+
+    dist.init_process_group("gloo")
+    transport = GlooTransport(neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1], timeout_s=silence_s)
+    dist.barrier()
+    times = []
+    if rank == 0:
+        times.append(time.monotonic())
+        if tell:
+            note("sending")
+        for size in sizes:
+            transport.send(np.zeros(size, dtype=np.uint8))
+            time.sleep(gap_s)
+        transport.flush()
+        times.append(time.monotonic())
+        transport.recv()
+    else:
+        for size in sizes:
+            assert transport.recv().size == size
+            times.append(time.monotonic())
+        transport.send(np.zeros(1, dtype=np.uint8))
+    transport.close()
+    dist.destroy_process_group()
+    return times
+
+
+def trains(rank: int, world: int, note: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What the first link has carried when a small GPT-2 was trained over all ranks."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from small import gpt2, samples
+
+    import pipecomp
+
+    engine = pipecomp.initialize(gpt2(), num_stages=world, config=config, training_data=samples())
+    for _ in range(steps):
+        engine.train_batch()
+    stats = engine.comm_stats()["links"]["0->1"]
+    engine.close()
+    return stats
+
+
+def plain_tcp(rank: int, world: int, note: Any, size: int, address: str) -> tuple[int, float]:
+    """A plain TCP stream of `size` bytes from rank 1 to rank 0: (bytes, seconds) after the first that arrived."""
+    if rank == 0:
+        with socket.create_server(("", 5001)) as server:
+            server.settimeout(TIMEOUT_S)
+            connection, _ = server.accept()
+        buffer = bytearray(1 << 20)
+        with connection:
+            connection.settimeout(TIMEOUT_S)
+            first = connection.recv_into(buffer)
+            began = last = time.monotonic()
+            total = 0
+            while got := connection.recv_into(buffer):
+                total, last = total + got, time.monotonic()
+        assert first + total == size
+        return total, last - began
+    if rank > 1:
+        return 0, 0.0
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            connection = socket.create_connection((address, 5001), timeout=TIMEOUT_S)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    with connection:
+        left = size
+        while left:
+            left -= connection.send(bytes(min(left, 1 << 16)))
+    return size, 0.0
