@@ -37,7 +37,7 @@ from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine import PipelineEngine
 from pipecomp.kernels import dispatch
-from pipecomp.replicas import GradientExchange, TiedRanks, check_gradients
+from pipecomp.replicas import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
 from pipecomp.stages import build_stage, default_loss, plan
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.gloo import GlooTransport, neighbour_groups
@@ -87,12 +87,15 @@ def initialize(
         raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
     if stages == 1 and settings.activations.method != "none":
         raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
-    _complete(ds_config)
-
     check_gradients(settings.gradients, ds_config, split_plan, world // stages)
+    _complete(ds_config)
 
     with _without_noise():
         module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
+        if settings.gradients.exchanges_in_optimizer:
+            if optimizer is not None:
+                raise ConfigError("optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
+            optimizer = _quantized_adam(settings, ds_config.pop("optimizer"), module)
         engine = PipelineEngine(
             pipecomp_config=settings,
             plan=split_plan,
@@ -256,6 +259,32 @@ def _exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExc
         tied,
         seed=settings.seed,
         timeout_s=settings.transport.timeout_s,
+    )
+
+
+def _quantized_adam(settings: Config, section: dict[str, Any], module: PipelineModule) -> ReplicaAdam:
+    """The optimizer of the configuration's "optimizer" section, with its momentum exchanged among replicas."""
+    known = ("lr", "betas", "eps", "weight_decay")
+    params = dict(section.get("params", {}))
+    params.pop("torch_adam", None)
+    adam_w = params.pop("adam_w_mode", section["type"].lower() == "adamw")
+    for key in params:
+        if key not in known:
+            raise ConfigError(f"optimizer.params.{key}", params[key], f"{', '.join(known)} with 'quantized_adam'")
+    g, grid = settings.gradients, module.mpu()
+    assert g.freeze_step is not None
+    assert isinstance(g.bits, int)
+    assert g.group_size is not None
+    return ReplicaAdam(
+        [p for p in module.parameters() if p.requires_grad],
+        **params,
+        adam_w=adam_w,
+        freeze_step=g.freeze_step,
+        bits=g.bits,
+        group_size=g.group_size,
+        group=[ranks[grid.get_stage_id()] for ranks in _pipelines(grid)],
+        seed=settings.seed,
+        tied=tuple(module.forward_funcs[0].tied_parameters().values()),
     )
 
 

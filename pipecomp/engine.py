@@ -12,11 +12,10 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -29,14 +28,13 @@ from pipecomp.export import save_pretrained
 from pipecomp.failure import find_lost, report_stopped
 from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.reduction import ReducingEngine
-from pipecomp.replicas import GradientExchange
+from pipecomp.replicas import GradientExchange, load_memories, save_memories
+from pipecomp.reports import ReportingEngine
 from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links
 from pipecomp.stages.planning import SplitPlan
-from pipecomp.stats import Seconds
-from pipecomp.trace import Trace, TracedStore, draw_trace, write_trace
 
 _STATE_KEY = "pipecomp"
 _FIND_LOST_S = 15.0  # for the other ranks to notice that one is gone
@@ -74,7 +72,7 @@ def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None
     return run
 
 
-class PipelineEngine(ReducingEngine):
+class PipelineEngine(ReportingEngine):
     """Train with `train_batch`, evaluate with `eval_batch`; made by `pipecomp.initialize`.
 
     DeepSpeed's own signatures hold: see `deepspeed.runtime.pipe.engine.PipelineEngine`.
@@ -94,15 +92,12 @@ class PipelineEngine(ReducingEngine):
         exchange: averages gradients where they are compressed; otherwise DeepSpeed does.
         """
         self.pipecomp_config, self.plan = pipecomp_config, plan
-        self.links = Links()
         self._slots: dict[int, _Slot] = {}
         self._loader: TrainLoader | None = None
         self._step_number = 0
         self._evaluations = 0
         self._on_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
         self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
-        self._seconds = Seconds()
-        self.trace = Trace()
         self._backwards = 0  # in this step
         self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
         self._kept: KeptBytes | None = None
@@ -178,7 +173,10 @@ class PipelineEngine(ReducingEngine):
                 "what it saves without",
             )
         state = {**(client_state or {}), _STATE_KEY: {"batches_taken": self._batches_taken}}
-        return super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+        tag = tag or f"global_step{self.global_steps}"
+        done = super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
+        save_memories(self.exchange_states(), Path(save_dir) / str(tag), self.global_rank)
+        return done
 
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """As DeepSpeed's; training goes on where it was in the training data."""
@@ -188,6 +186,9 @@ class PipelineEngine(ReducingEngine):
             if self._loader is not None:
                 self._loader.taken = self._batches_taken
                 self.set_dataloader(self._loader)
+        if path is not None:
+            folder = Path(path) if Path(path).is_dir() else Path(path).parent
+            load_memories(self.exchange_states(), folder, self.global_rank, self.device)
         return path, state
 
     def _train_schedule(self) -> TrainSchedule:
@@ -329,55 +330,6 @@ class PipelineEngine(ReducingEngine):
         """
         owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
         save_pretrained(self.stage, folder, owners=owners)
-
-    def comm_stats(self) -> dict[str, Any]:
-        """This rank's traffic and time so far.
-
-        "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
-        name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
-        "in_flight": micro-batches that may be under way. "micro_batches": the last step's seconds by micro-batch.
-        """
-        links = {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links}
-        environment = self.links.environment
-        return {
-            "rank": self.global_rank,
-            "stage": self.stage_id,
-            "replica": self.grid.data_parallel_id,
-            "steps": self.global_steps,
-            "links": links,
-            "groups": self.group_stats(),
-            "seconds": asdict(self._seconds),
-            "in_flight": self.in_flight.value,
-            "micro_batches": self.trace.micro_batches(),
-            "store_bytes": 0 if environment is None else environment.size_bytes(),
-        }
-
-    def start_trace(self) -> None:
-        """Keep every event of the training steps from here on, for `save_trace`."""
-        if not self.trace.keep:
-            self.trace.keep = True
-            for end in self.links:
-                end.transport.on_moved(self.trace.add)
-                if end.store is not None:
-                    end.store = TracedStore(end.store, self.trace)
-
-    def save_trace(self, path: str | Path, *, title: str = "") -> None:
-        """Write all ranks' events since `start_trace` to one file, and a picture of the last step beside it (.png).
-
-        Chrome's trace format. Every rank must call this; rank 0 writes.
-        """
-        out: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(out, self.trace.events())
-        if self.global_rank == 0:
-            by_rank = dict(enumerate(out))
-            write_trace(path, by_rank)
-            draw_trace(Path(path).with_suffix(".png"), by_rank, title=title)
-
-    def gather_comm_stats(self) -> list[dict[str, Any]]:
-        """`comm_stats` of all ranks, on every rank; all ranks must call this."""
-        out: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(out, self.comm_stats())
-        return out
 
     # -- the end
 

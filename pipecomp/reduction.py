@@ -12,8 +12,9 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from torch import Tensor
 
+from pipecomp.allreduce import State
 from pipecomp.errors import PipecompError
-from pipecomp.replicas import GradientExchange
+from pipecomp.replicas import GradientExchange, ReplicaAdam
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
 from pipecomp.stats import GroupStats
@@ -97,9 +98,19 @@ class ReducingEngine(deepspeed_pipe.PipelineEngine):
             raw = sum(g.numel() * g.element_size() for g in grads)
             self._reductions.setdefault(group, GroupStats()).add(raw, ranks, time.perf_counter() - began)
 
+    def exchange_states(self) -> Iterator[tuple[str, State]]:
+        """What exchanges compressed gradients or momentum on this rank, with its error memories, by name."""
+        if self._exchange is not None:
+            yield from self._exchange.states()
+        if isinstance(self.optimizer, ReplicaAdam):
+            yield "momentum", self.optimizer.momentum_state()
+
     def group_stats(self) -> dict[str, Any]:
         """Traffic of gradients by group of ranks."""
         groups = {name: stats.as_dict() for name, stats in self._reductions.items()}
+        if isinstance(self.optimizer, ReplicaAdam):
+            stats = self.optimizer.stats()
+            groups["momentum"] = {**stats, "wait_seconds": stats["seconds"]["wait"]}
         return groups if self._exchange is None else groups | self._exchange.stats()
 
     def clip_fp32_gradients(self) -> None:

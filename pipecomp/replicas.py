@@ -7,16 +7,18 @@ apart by each stage's replicas, whose buckets differ, they would drift apart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce import State
+from pipecomp.allreduce import State, saving
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
+from pipecomp.optim import QuantizedAdam
 from pipecomp.stages.planning import SplitPlan
 
 BUCKET = 1 << 22  # values: while one is copied, the one before it is on the link
@@ -117,6 +119,37 @@ class GradientExchange:
         """End the threads; safe to call twice."""
         for _, state in self.states():
             state.close()
+
+
+class ReplicaAdam(QuantizedAdam):
+    """QuantizedAdam whose error memories the engine saves, each rank its own: DeepSpeed saves one replica's state."""
+
+    def momentum_state(self) -> State:
+        """What exchanges the momentum, with its memories."""
+        return self._squeeze
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without memories."""
+        state = super().state_dict()
+        state["exchange"]["memories"] = None
+        return state
+
+
+def save_memories(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
+    """Write a rank's error memories, by name, to files of its own in a checkpoint's folder."""
+    for name, state in states:
+        saving.save(state, folder / _file(name, rank))
+
+
+def load_memories(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
+    """Go on with what `save_memories` wrote; they start empty where the checkpoint was made without."""
+    for name, state in states:
+        if (folder / _file(name, rank)).is_file():
+            saving.load(state, folder / _file(name, rank), device)
+
+
+def _file(name: str, rank: int) -> str:
+    return f"pipecomp-gradients-{name.replace(' ', '-')}-rank-{rank}.safetensors"
 
 
 def buckets(grads: list[Tensor]) -> list[list[Tensor]]:

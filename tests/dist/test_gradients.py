@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "half": ({"method": "fp16"}, {}),
     "low rank": ({"method": "powersgd", "rank": 8}, {}),
     "sparse": ({"method": "global_qsgd", "sparse": True}, {}),
+    "momentum": ({"method": "quantized_adam", "freeze_step": 2, "bits": 8, "group_size": 64}, {}),
     "clusters": ({"method": "casq", "interval": 2}, {}),
 }
 
@@ -108,6 +109,33 @@ def test_tied_weights_are_compressed_without_replicas():
     assert weights["transformer.wte.weight"] == found[1][2]["lm_head.weight"]
     assert set(groups) == {"tied transformer.wte.weight"}
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", ["squeeze", "momentum"])
+def test_resumed_training_is_the_same(method, tmp_path):
+    """Error memories and momentum go on where they were, on every replica."""
+    for rank, (straight, resumed) in run_ranks(2, stop_and_go, method, str(tmp_path), timeout_s=120).items():
+        assert resumed == straight, f"rank {rank}"
+
+
+def stop_and_go(rank, world, note, method, folder):
+    import pipecomp
+
+    def start():
+        config = ds_config({"gradients": CASES[method][0]})
+        return pipecomp.initialize(gpt2(), num_stages=1, config=config, training_data=samples())
+
+    engine = start()
+    for _ in range(3):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    straight = [float(engine.train_batch()) for _ in range(3)]
+    engine.close()
+    engine = start()
+    engine.load_checkpoint(folder)
+    resumed = [float(engine.train_batch()) for _ in range(3)]
+    engine.close()
+    return straight, resumed
 
 
 def tied_only(rank, world, note):
