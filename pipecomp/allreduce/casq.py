@@ -19,7 +19,7 @@ from pipecomp.allreduce.dense import on_device, on_host
 from pipecomp.allreduce.memory import ErrorMemory
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
-from pipecomp.kernels.rng import random_bits
+from pipecomp.kernels.rng import uniform
 
 SHARE = 0.1  # of the values that clustering looks at
 ROUNDS = 10  # of k-means
@@ -37,6 +37,7 @@ class Casq:
         assert options.interval is not None
         self._clusters, self._bits = 1 << options.bits, options.bits
         self._share, self._interval, self._memory = options.buckets, options.interval, memory
+        self._hash = torch.empty(0)
         self._plans: dict[str, tuple[int, Tensor, Tensor]] = {}  # key: (uses, centers, buckets of each cluster)
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
@@ -44,7 +45,7 @@ class Casq:
         d = x_d.numel()
         with call.counters.part("quantize"):
             e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
-            sum_d = e_d + x_d
+            sum_d = self._memory.plus(x_d, e_d)
             low, high = torch.aminmax(sum_d) if d else (torch.zeros(()), torch.zeros(()))
         with call.counters.part("wait"):
             limits = call.group.gather_numbers([float(low), float(high)])
@@ -53,12 +54,12 @@ class Casq:
             return
         centers, counts = self._plan(sum_d, call)
         with call.counters.part("quantize"):
-            bucket_of = self._bucket_hash(d, call)
+            bucket_of = self._bucket_hash(x_d, call)
             cluster_d = ops.kmeans_assign(sum_d, centers.to(x_d.device))
             codes = on_host(ops.pack_bits(cluster_d, self._bits))
             means = bucket_means(sum_d, cluster_d, centers, counts, bucket_of)
             torch.sub(sum_d, decode(cluster_d, means, counts, bucket_of), out=e_d)
-            call.counters.add_error(sum_d[:SAMPLE], (sum_d - e_d)[:SAMPLE])
+            call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
             data = torch.cat([means.cpu().view(torch.uint8), codes])
         pending = call.group.gather(data)
         with call.counters.part("wait"):
@@ -91,9 +92,12 @@ class Casq:
         self._plans[call.key] = (uses + 1, centers, counts)
         return centers, counts
 
-    def _bucket_hash(self, d: int, call: Call) -> Tensor:
-        """A random number for each coordinate that stays the same: int64 [d]."""
-        return random_bits(ops.mix_seed(call.seed, _HASH), 0, d)
+    def _bucket_hash(self, x_d: Tensor, call: Call) -> Tensor:
+        """A random number in [0, 1) for each coordinate, always the same: float32 [d]."""
+        d = x_d.numel()
+        if self._hash.numel() < d or self._hash.device != x_d.device:
+            self._hash = uniform(ops.mix_seed(call.seed, _HASH), 0, d, x_d.device)
+        return self._hash[:d]
 
     def state_dict(self) -> dict:
         """Centers in use."""
@@ -166,19 +170,21 @@ def share_buckets(sample: Tensor, centers: Tensor, buckets: int) -> Tensor:
 
 def slots(cluster_d: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
     """Where each value's mean is: int64 [d]. There are K centers, then the buckets of each cluster."""
-    cluster_d = cluster_d.long()
+    index = cluster_d.to(torch.int32)
     counts = counts.to(cluster_d.device)
     first = counts.numel() + counts.cumsum(0) - counts
-    size = counts[cluster_d]
-    inside = bucket_of.to(cluster_d.device) % size.clamp(min=1)
-    return torch.where(size > 0, first[cluster_d] + inside, cluster_d)
+    first = torch.where(counts > 0, first, torch.arange(counts.numel(), device=counts.device)).to(torch.int32)
+    size = counts.to(torch.float32).index_select(0, index)
+    # Below 2**24 buckets the product is below the size, whatever it is rounded to.
+    inside = torch.minimum(size.mul_(bucket_of).to(torch.int32), (counts - 1).clamp(min=0).int().index_select(0, index))
+    return inside.add_(first.index_select(0, index)).long()
 
 
 def bucket_means(x_d: Tensor, cluster_d: Tensor, centers: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
     """Mean of each bucket, centers first: float32 [K + Σ counts]. An empty bucket has 0, and nothing asks for it."""
     total = int(counts.sum()) + counts.numel()
     where = slots(cluster_d, counts, bucket_of)
-    sums = torch.zeros(total, dtype=torch.float64, device=x_d.device).index_add_(0, where, x_d.double())
+    sums = torch.bincount(where, weights=x_d.double(), minlength=total)
     number = torch.bincount(where, minlength=total)
     means = (sums / number.clamp(min=1)).to(torch.float32)
     means[: centers.numel()] = centers.to(means.device)

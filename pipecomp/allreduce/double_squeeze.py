@@ -114,7 +114,7 @@ class DoubleSqueeze:
         d, n = x_d.numel(), call.group.size
         with call.counters.part("quantize"):
             e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
-            sum_d = e_d + x_d
+            sum_d = self._memory.plus(x_d, e_d)
             low, high = torch.aminmax(sum_d) if d else (torch.zeros(()), torch.zeros(()))
         with call.counters.part("wait"):
             limits = call.group.gather_numbers([float(low), float(high)])
@@ -129,7 +129,7 @@ class DoubleSqueeze:
         owner_e = self._memory.owner(call.key, call.parts, total)
         code = _Remembering(self._bits, self._group_size, owner_e, starts, sum_d, e_d)
         reduce_bucket(sum_d, out_d, code, call)
-        call.counters.add_error(sum_d[:SAMPLE], (sum_d - e_d)[:SAMPLE])
+        call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
 
 
 class _Remembering(NearestCode):

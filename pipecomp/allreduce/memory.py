@@ -23,6 +23,7 @@ class ErrorMemory:
         self._worker: dict[str, tuple[Parts, Tensor]] = {}
         self._owner: dict[tuple[str, Parts], Tensor] = {}
         self._loaded: dict[int, Tensor] = {}
+        self._scratch: dict[torch.device, Tensor] = {}
 
     def worker(self, key: str, parts: Parts | None, d: int, device: torch.device) -> Tensor:
         """What this rank has not sent yet of the bucket, float32 [d]; zeros at first. Change it in place."""
@@ -50,6 +51,13 @@ class ErrorMemory:
         if place not in self._owner:
             self._owner[place] = torch.zeros(d)
         return self._owner[place]
+
+    def plus(self, x_d: Tensor, e_d: Tensor) -> Tensor:
+        """x + e, float32 [d], in a buffer that the next call uses again: fresh pages cost more than the addition."""
+        scratch = self._scratch.get(x_d.device)
+        if scratch is None or scratch.numel() < x_d.numel():
+            scratch = self._scratch[x_d.device] = torch.empty(x_d.numel(), device=x_d.device)
+        return torch.add(e_d, x_d, out=scratch[: x_d.numel()])
 
     def _by_parameter(self) -> dict[int, Tensor]:
         pieces = dict(self._loaded)
