@@ -2,7 +2,8 @@
 
 Ranks are processes that talk over 127.0.0.1, which is faster than any network: what compression saves there is little,
 what it costs shows. In each round all methods average the same new gradients, one after the other, so that whatever
-else the machine does meets all; times are medians over the rounds. The reference is gloo's own all-reduce in float32.
+else the machine does meets all; the round with the median time counts. The reference is gloo's own all-reduce in
+float32.
 
 d: values in a bucket, n: ranks.
 """
@@ -87,15 +88,17 @@ def bench_allreduce(
     ranks: Sequence[int] = (2,),
     variants: Sequence[Variant] = VARIANTS,
     seconds: float = 0.5,
+    run: Callable[..., dict[int, list[Row]]] = run_ranks,
 ) -> list[Row]:
     """Measure each variant, and float32, on buckets of each size over each number of ranks.
 
     sizes: values in a bucket (one matrix, as square as can be), or the shapes of its parameters. seconds: for one case.
-    Returns one row per number of ranks, size and variant. Times in milliseconds, medians over rounds and means over
-    ranks: `total_ms`, and of it `quantize_ms`, `wait_ms`, `reduce_ms`, `decode_ms` (torch's own functions: all `wait`;
-    the rest is handing over to a state's thread and measuring its error). `bytes_raw`, `bytes_sent`: of one call, of
-    the rank that sends most. `error`: ‖mean − exact mean‖ / ‖exact mean‖; `state_error`: as State.stats() tells it,
-    None where it does not. `speedup`: float32's time over this one's, the median over rounds. `rounds`: how many.
+    run: starts the ranks, as `run_ranks`. Returns one row per number of ranks, size and variant. Times in milliseconds,
+    of the round whose total is the median, means over ranks: `total_ms`, and of it `quantize_ms`, `wait_ms`,
+    `reduce_ms`, `decode_ms` (torch's own functions: all `wait`; the rest is handing over to a state's thread and
+    measuring its error). `bytes_raw`, `bytes_sent`: of one call, of the rank that sends most. `error`: ‖mean − exact
+    mean‖ / ‖exact mean‖; `state_error`: as State.stats() tells it, None where it does not. `speedup`: float32's time
+    over this one's, the median over rounds. `rounds`: how many.
     """
     buckets = [shapes_of(size) for size in sizes]
     for key, values in (("ranks", ranks), ("sizes", [values_in(bucket) for bucket in buckets])):
@@ -108,7 +111,7 @@ def bench_allreduce(
     timeout_s = TIMEOUT_S + 10 * seconds * len(cases) * len(buckets)
     rows = []
     for n in ranks:
-        found = run_ranks(n, _measure, buckets, cases, seconds, timeout_s=timeout_s)
+        found = run(n, _measure, buckets, cases, seconds, timeout_s=timeout_s)
         rows += [_merged(parts) for parts in zip(*(found[rank] for rank in range(n)), strict=True)]
     return rows
 
@@ -166,7 +169,7 @@ class _Case:
         self._bucket = Bucket(shapes)
         self._state = None if variant.torchs_own else State(variant.method, **variant.options)
         self._average = _average(variant, self._state)
-        self._parts: dict[str, list[float]] = {part: [] for part in PARTS}
+        self._parts: list[dict[str, float]] = []
         self._errors: list[float] = []
         self._sent: list[int] = []
         self.totals: list[float] = []
@@ -184,17 +187,17 @@ class _Case:
         self.totals.append(took)
         self._errors.append(float(torch.linalg.vector_norm(mean_d - exact_d) / torch.linalg.vector_norm(exact_d)))
         if self._state is None or before is None:
-            self._parts["wait"].append(took)
+            self._parts.append(dict.fromkeys(PARTS, 0.0) | {"wait": took})
             return
         after = self._state.stats()
         self._sent.append(after["bytes_sent"] - before["bytes_sent"])
-        for part in PARTS:
-            self._parts[part].append(after["seconds"][part] - before["seconds"][part])
+        self._parts.append({part: after["seconds"][part] - before["seconds"][part] for part in PARTS})
 
     def row(self, reference: Sequence[float]) -> Row:
-        """Medians over the rounds. reference: the other one's seconds in each."""
+        """What all rounds come to. reference: the other one's seconds in each."""
         variant, d = self._variant, values_in(self._shapes)
-        times = {"total": self.totals} | self._parts
+        middle = self.totals.index(statistics.median_low(self.totals))
+        times = {"total": self.totals[middle]} | self._parts[middle]
         found = {
             "label": variant.label,
             "method": variant.method,
@@ -203,7 +206,7 @@ class _Case:
             "d": d,
             "n": self._n,
             "rounds": len(self.totals),
-            **{f"{part}_ms": 1e3 * statistics.median(seconds or [0.0]) for part, seconds in times.items()},
+            **{f"{part}_ms": 1e3 * seconds for part, seconds in times.items()},
             "bytes_raw": ring_bytes(4 * d, self._n),
             "bytes_sent": round(statistics.median(self._sent)) if self._state else self._torchs_bytes(d),
             "error": statistics.median(self._errors),
@@ -278,7 +281,7 @@ def allreduce_tables(rows: Sequence[Row]) -> list[Table]:
     for row in rows:
         key = (row["n"], row["d"])
         if key not in tables:
-            title = f"{row['d']:,} values over {row['n']} ranks: milliseconds, medians of {row['rounds']} rounds"
+            title = f"{row['d']:,} values over {row['n']} ranks: milliseconds, median of {row['rounds']} rounds"
             tables[key] = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
             for heading in HEADINGS:
                 tables[key].add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)

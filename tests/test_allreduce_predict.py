@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.throughput import GBIT, NETWORKS, papers_model, this_projects
 from pipecomp.allreduce import Prediction, State, allreduce_mean, compression_pays, predict
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.errors import ConfigError
@@ -246,6 +247,42 @@ def test_wrong_rates_are_named(position: int, key: str) -> None:
         with pytest.raises(ConfigError) as caught:
             compression_pays(*values)
         assert caught.value.key == key
+
+
+PUBLISHED = {  # images a second at 32 nodes of 4 GPUs, read from the plots that the QSGD-MN paper's author published
+    ("ResNet-50", 1): {
+        ("none", 8): 4375, ("qsgd_mn", 2): 35430, ("qsgd_mn", 8): 14632, ("grandk_mn", 2): 68192,
+        ("qsgd_mn_ts", 2): 34998, ("qsgd_mn_ts", 8): 14558, ("grandk_mn_ts", 8): 67616,
+    },
+    ("ResNet-50", 10): {("none", 8): 27770, ("qsgd_mn", 4): 57039, ("qsgd_mn_ts", 4): 55929, ("grandk_mn", 4): 68214},
+    ("VGG-16", 1): {
+        ("none", 8): 7047, ("qsgd_mn", 2): 60847, ("qsgd_mn", 8): 24063, ("grandk_mn", 2): 125351,
+        ("qsgd_mn_ts", 8): 23946, ("grandk_mn_ts", 2): 124086,
+    },
+    ("VGG-16", 10): {("none", 8): 46889, ("qsgd_mn", 8): 87583, ("qsgd_mn_ts", 2): 109831, ("grandk_mn", 8): 125406},
+}  # fmt: skip
+
+
+def test_the_qsgd_mn_papers_model_gives_its_figures() -> None:
+    sizes = {network: sum(map(math.prod, shapes)) for network, shapes in NETWORKS.items()}
+    assert sizes == {"ResNet-50": 23_520_842, "VGG-16": 14_728_266}  # section 6.7
+    for (network, gbit), bars in PUBLISHED.items():
+        for (method, bits), images in bars.items():
+            assert papers_model(network, method, bits, 32, gbit * GBIT) == pytest.approx(images, rel=1e-4, abs=2)
+
+
+def test_throughput_of_this_projects_collective() -> None:
+    """Compression pays more the slower the link; a node's four GPUs that share its link send four times as much."""
+    for network in NETWORKS:
+        gains = []
+        for gbit in (0.1, 1, 10, 1000):
+            plain = this_projects(network, "none", 32, 32, gbit * GBIT, ranks="nodes")
+            codes = this_projects(network, "qsgd_mn", 4, 32, gbit * GBIT, ranks="nodes")
+            gains.append(codes / plain)
+        assert gains == sorted(gains, reverse=True)
+        assert gains[0] > 4 * 0.8
+        slow = [this_projects(network, "none", 32, 32, 1e-4 * GBIT, ranks=ranks) for ranks in ("nodes", "gpus")]
+        assert slow[0] / slow[1] == pytest.approx(4 * (127 / 128) / (31 / 32), rel=0.01)
 
 
 def test_more_ranks_never_cost_fewer_bytes_a_rank() -> None:

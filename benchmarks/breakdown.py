@@ -1,0 +1,217 @@
+"""Where the time of averaging goes, per method, and what throughput that leaves: results/allreduce.md and its pictures.
+
+    python benchmarks/breakdown.py [--seconds S] [--lab RATE ...] [--json FILE] [--redraw]
+
+Measured here: every method on three buckets, and the methods of the QSGD-MN paper's Figure 15 on whole gradients of its
+two networks, over two processes of this machine. Predicted from that: the same over links of 1 Gbit/s and 100 Mbit/s.
+From the model alone: the paper's Figures 11 to 14, see `throughput.py`. --lab measures behind links of these rates too
+(as in 100mbit; needs root on Linux). --redraw takes the measurements from the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from breakdown_plot import plot_parts, plot_throughput
+from throughput import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
+
+from pipecomp.allreduce import Prediction, predict
+from pipecomp.bench_allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
+from pipecomp.bench_buckets import values_in
+
+RESULTS = Path(__file__).parent / "results"
+RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+RANKS = 4  # machines in the paper's Figure 15
+POWER = (Variant("powersgd", {"rank": 1}), Variant("powersgd", {"rank": 2}))
+FIGURE_15 = (
+    Variant("qsgd_mn", {"bits": 6}),
+    Variant("qsgd_mn_ts", {"bits": (6, 10)}),
+    Variant("grandk_mn", {"bits": 6, "k": 10_000}),
+    Variant("grandk_mn_ts", {"bits": (6, 10), "k": 10_000}),
+    *POWER,
+    Variant("global_qsgd", {"levels": "exponential", "bits": 8}),
+)
+PAPERS_REDUCE_MS = {  # the bars "reduce" of Figure 15, from its published plot
+    "ResNet-50": (134.2, 43.5, 79.8, 9.9, 11.1, 26.2, 43.6),
+    "VGG-16": (85.2, 25.7, 48.4, 5.9, 6.7, 11.6, 18.9),
+}
+LAB_METHODS = "none,fp16,global_qsgd,qsgd_mn,qsgd_mn_ts,grandk_mn,qsgd,double_squeeze"
+LAB_SIZE = 6_553_600
+LAB_LATENCY_S = 2e-4
+Parts = dict[str, float]
+
+
+def measure(seconds: float, rates: list[str]) -> dict[str, Any]:
+    """All that is measured: rows of `bench_allreduce`."""
+    networks = list(NETWORKS.values())
+    found: dict[str, Any] = {
+        "command": "python benchmarks/breakdown.py " + " ".join(sys.argv[1:]),
+        "machine": f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
+        "load": os.getloadavg()[0],
+        "buckets": bench_allreduce(seconds=seconds),
+        "networks": bench_allreduce(sizes=networks, variants=FIGURE_15, seconds=seconds),
+        # with one rank PowerSGD has nothing to wait for: what it takes then is its arithmetic
+        "alone": bench_allreduce(sizes=networks, ranks=(1,), variants=POWER, seconds=seconds),
+        "lab": {},
+    }
+    for rate in rates:
+        from pipecomp.netlab import Lab
+
+        with Lab(nodes=2, bandwidth=rate) as lab:
+            methods = variants_of(LAB_METHODS)
+            rows = bench_allreduce(sizes=[LAB_SIZE], variants=methods, seconds=seconds, run=partial(_in_lab, lab))
+            found["lab"][rate] = {"bits_per_s": lab.shape.up[0], "rows": rows}
+    return found
+
+
+def _in_lab(lab: Any, world: int, function: Any, *args: Any, timeout_s: float) -> dict[int, Any]:
+    return lab.run(function, *args, timeout_s=timeout_s)
+
+
+def kernels_of(row: Row) -> Parts:
+    """Seconds that the parts of a call took here, without waiting."""
+    return {part: row[f"{part}_ms"] / 1e3 for part in ("quantize", "reduce", "decode")}
+
+
+def predicted(row: Row, n: int, bits_per_s: float, alone: Parts | None = None, latency_s: float = 0.0) -> Prediction:
+    """The call of a row over n ranks and other links. alone: seconds of kernels that the row does not know."""
+    shapes = next(s for s in NETWORKS.values() if values_in(s) == row["d"]) if row["method"] == "powersgd" else None
+    kernels = kernels_of(row) if alone is None else alone
+    link = {"bandwidth_bit_per_s": bits_per_s, "latency_s": latency_s}
+    return predict(row["method"], row["d"], n, kernel_seconds=kernels, shapes=shapes, **link, **row["options"])
+
+
+def breakdown(found: dict[str, Any]) -> dict[str, dict[str, dict[str, Parts]]]:
+    """network -> where ("here" and RATES) -> method -> milliseconds of quantize, send, reduce and decode."""
+    power = [row for row in found["alone"] if row["method"] == "powersgd"]
+    alone = {(row["d"], row["label"]): {"quantize": row["total_ms"] / 1e3} for row in power}
+    out: dict[str, dict[str, dict[str, Parts]]] = {}
+    for network, shapes in NETWORKS.items():
+        rows = [row for row in found["networks"] if row["d"] == values_in(shapes)]
+        places = out.setdefault(network, {"here": {}, **{rate: {} for rate in RATES}})
+        for row in rows:
+            arithmetic = alone.get((row["d"], row["label"]))
+            kernels = kernels_of(row) if arithmetic is None else {"reduce": 0.0, "decode": 0.0, **arithmetic}
+            here = {part: 1e3 * s for part, s in kernels.items()}
+            places["here"][row["label"]] = here | {"send": max(0.0, row["total_ms"] - sum(here.values()))}
+            for name, rate in RATES.items():
+                p = predicted(row, RANKS, rate, kernels)
+                places[name][row["label"]] = here | {"send": 1e3 * p.wait_s}
+    return out
+
+
+# -- what is written
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def bucket_lines(rows: list[Row]) -> list[str]:
+    """The tables of `pipecomp bench allreduce`."""
+    lines = []
+    for d in dict.fromkeys(row["d"] for row in rows):
+        chosen = [row for row in rows if row["d"] == d]
+        lines += [f"### {d:,} values, {chosen[0]['n']} ranks, {chosen[0]['rounds']} rounds", ""]
+        lines += table(HEADINGS, [cells(row) for row in chosen])
+    return lines
+
+
+def breakdown_lines(parts: dict[str, dict[str, dict[str, Parts]]]) -> list[str]:
+    """Figure 15 as a table."""
+    lines = []
+    for network, places in parts.items():
+        papers = PAPERS_REDUCE_MS[network]
+        rows = []
+        for i, (label, here) in enumerate(places["here"].items()):
+            there = [digits(sum(places[rate][label].values())) for rate in RATES]
+            four = [digits(here[part]) for part in ("quantize", "send", "reduce", "decode")]
+            rows.append((label, *four, *there, digits(papers[i]) if i < len(papers) else "–"))
+        lines += [f"### {network}, {values_in(NETWORKS[network]):,} values", ""]
+        lines += table(("method", "quantize", "send", "reduce", "decode", *RATES, "paper, 4 V100"), rows)
+    return lines
+
+
+def throughput_rows(bits_per_s: float, network: str) -> list[tuple[str, ...]]:
+    """One of Figures 11 to 14 at 32 nodes."""
+    rows = []
+    for method, name in NAMES.items():
+        for bits in (32,) if method == "none" else BITS:
+            case = (network, method, bits, 32, bits_per_s)
+            ours = [this_projects(*case, ranks=ranks) for ranks in ("nodes", "gpus")]
+            rows.append((name, str(bits), *(f"{v:,.0f}" for v in (papers_model(*case), *ours))))
+    return rows
+
+
+def throughput_lines() -> list[str]:
+    """Figures 11 to 14 as tables."""
+    lines = []
+    for network in NETWORKS:
+        for gbit in (1, 10):
+            lines += [f"### {network}, {gbit} Gbit/s", ""]
+            headings = ("method", "bits", "the paper's model", "one rank a node", "one rank a GPU")
+            lines += table(headings, throughput_rows(gbit * GBIT, network))
+    return lines
+
+
+def lab_lines(lab: dict[str, Any]) -> list[str]:
+    """Predictions beside measurements behind slow links."""
+    lines = []
+    for rate, measured in lab.items():
+        rows = []
+        for row in measured["rows"]:
+            if row["torchs_own"] and row["method"] != "none":
+                continue
+            p = predicted(row, row["n"], measured["bits_per_s"], latency_s=LAB_LATENCY_S)
+            times = (row["total_ms"], 1e3 * p.total_s, row["total_ms"] / p.total_s / 1e3, row["speedup"], p.speedup)
+            rows.append((row["label"], *(f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in times)))
+        lines += [f"### {rate}", ""]
+        lines += table(("method", "measured ms", "predicted ms", "ratio", "speedup", "predicted speedup"), rows)
+    return lines
+
+
+def markdown(found: dict[str, Any], parts: dict[str, dict[str, dict[str, Parts]]]) -> str:
+    """The page of results."""
+    text = (RESULTS.parent / "breakdown_page.md").read_text()
+    sections = {
+        "COMMAND": [found["command"]],
+        "MACHINE": [f"{found['machine']}, load average {found['load']:.1f} at the start"],
+        "BUCKETS": bucket_lines(found["buckets"]),
+        "LAB": lab_lines(found["lab"]) or ["Not measured: `--lab` was not given.", ""],
+        "BREAKDOWN": breakdown_lines(parts),
+        "THROUGHPUT": throughput_lines(),
+    }
+    for name, lines in sections.items():
+        text = text.replace("{{" + name + "}}", "\n".join(lines).rstrip())
+    return text
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
+    parser.add_argument("--lab", nargs="*", default=[], metavar="RATE", help="measure behind links of these rates too")
+    parser.add_argument("--json", type=Path, default=RESULTS / "allreduce.json")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing, take the JSON file")
+    given = parser.parse_args()
+    if not given.redraw:
+        given.json.write_text(json.dumps(measure(given.seconds, given.lab), indent=1) + "\n")
+    found = json.loads(given.json.read_text())
+    parts = breakdown(found)
+    plot_parts(parts, RESULTS / "allreduce.png")
+    plot_throughput(RESULTS / "allreduce_throughput.png")
+    (RESULTS / "allreduce.md").write_text(markdown(found, parts))
+
+
+if __name__ == "__main__":
+    main()
