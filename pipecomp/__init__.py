@@ -19,9 +19,19 @@ if TYPE_CHECKING:
     from pipecomp.build import initialize
     from pipecomp.callback import CompressionCallback
     from pipecomp.engine import PipelineEngine
+    from pipecomp.trainer import PipelineTrainer
 
 __version__ = "0.1.0"
-__all__ = ["CompressionCallback", "Config", "PipecompError", "PipelineEngine", "initialize", "kernels", "stages"]
+__all__ = [
+    "CompressionCallback",
+    "Config",
+    "PipecompError",
+    "PipelineEngine",
+    "PipelineTrainer",
+    "initialize",
+    "kernels",
+    "stages",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from pipecomp.engine import PipelineEngine
 
         return PipelineEngine
+    if name == "PipelineTrainer":
+        from pipecomp.trainer import PipelineTrainer
+
+        return PipelineTrainer
     if name == "CompressionCallback":
         from pipecomp.callback import CompressionCallback
 

@@ -1,0 +1,7 @@
+"""transformers.Trainer's way of training over a pipeline with compressed links: `PipelineTrainer`."""
+
+from __future__ import annotations
+
+from pipecomp.trainer.training import PipelineTrainer
+
+__all__ = ["PipelineTrainer"]

@@ -1,0 +1,229 @@
+"""`transformers.TrainingArguments` as an engine's configuration, and what of them a pipeline refuses.
+
+An argument that could have no effect is a ConfigError that names it; none is ignored.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError
+
+SECTION = "pipecomp"
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+SAMPLING = ("random", "sequential", "group_by_length")
+
+# Refused if true, or not empty.
+_REFUSED = {
+    "auto_find_batch_size": "False: all stages would have to run out of memory together",
+    "batch_eval_metrics": "False: logits come to the first process once all batches are done",
+    "bf16_full_eval": "False: evaluation computes in the precision of training",
+    "ddp_broadcast_buffers": "not set: there is no DistributedDataParallel here",
+    "ddp_bucket_cap_mb": "not set: there is no DistributedDataParallel here",
+    "ddp_find_unused_parameters": "not set: there is no DistributedDataParallel here",
+    "ddp_static_graph": "not set: there is no DistributedDataParallel here",
+    "debug": "''",
+    "enable_jit_checkpoint": "False",
+    "eval_use_gather_object": "False: logits of any form are gathered already",
+    "fp16_full_eval": "False: evaluation computes in the precision of training",
+    "fsdp": "not set: a pipeline's stages are not sharded; zero_optimization.stage 1 shards optimizer states",
+    "liger_kernel_config": "not set",
+    "neftune_noise_alpha": "not set",
+    "optim_args": "not set: the optimizers of optim take none",
+    "optim_target_modules": "not set: the optimizers of optim take none",
+    "parallelism_config": "not set: num_stages and the number of processes say how the work is spread",
+    "push_to_hub": "False: push the folder that save_model writes",
+    "save_on_each_node": "False: the model is written by the first process, every rank writes its own state beside it",
+    "torch_compile": "False: a stage is not compiled",
+    "use_cache": "False: stages keep no cache",
+    "use_liger_kernel": "False",
+}
+
+
+def check(args: Any) -> None:
+    """Raise ConfigError, naming the argument, for what a pipeline cannot do."""
+    for name, allowed in _REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ConfigError(name, value, allowed)
+    _require_in("optim", str(getattr(args.optim, "value", args.optim)), OPTIMIZERS)
+    _require_in("train_sampling_strategy", args.train_sampling_strategy, SAMPLING)
+    if args.label_names not in (None, ["labels"]):
+        raise ConfigError("label_names", args.label_names, "['labels']: a stage's loss has one tensor of labels")
+    if not args.skip_memory_metrics:
+        raise ConfigError("skip_memory_metrics", False, "True: comm_stats() of trainer.engine has what a rank uses")
+    if not args.dataloader_in_order:
+        raise ConfigError("dataloader_in_order", False, "True: the first and the last stage load the same batches")
+    for key in ("every_n_layers", "offload"):
+        if key in (args.gradient_checkpointing_kwargs or {}):
+            kwargs = args.gradient_checkpointing_kwargs
+            raise ConfigError("gradient_checkpointing_kwargs", kwargs, "arguments of torch.utils.checkpoint.checkpoint")
+    accelerate = args.accelerator_config
+    for field in dataclasses.fields(AcceleratorConfig):
+        value = getattr(accelerate, field.name, field.default)  # some are taken out once they were used
+        if value != field.default:
+            raise ConfigError(f"accelerator_config.{field.name}", value, "not set: accelerate loads no data here")
+    if args.deepspeed is None and getattr(args, "deepspeed_plugin", None) is not None:
+        raise ConfigError("ACCELERATE_USE_DEEPSPEED", "true", "not set: give DeepSpeed's configuration as pipecomp=")
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError("save_only_model", True, "False with load_best_model_at_end, which reads whole checkpoints")
+    wants_metric = args.load_best_model_at_end or str(getattr(args.save_strategy, "value", "")) == "best"
+    if wants_metric and args.metric_for_best_model is None:
+        raise ConfigError("metric_for_best_model", None, "a metric with save_strategy 'best'")
+    if args.fp16 and not torch.cuda.is_available():
+        raise ConfigError("fp16", True, "False on a CPU; bf16 works there")
+
+
+def _require_in(name: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ConfigError(name, got, ", ".join(map(repr, allowed)))
+
+
+# -- DeepSpeed's configuration
+
+
+def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    """The configuration for `pipecomp.initialize`.
+
+    pipecomp: the "pipecomp" section, or a whole DeepSpeed configuration (a dict with that key, or a JSON file), in
+    which "auto" and what is missing come from `args`; `args.deepspeed` may be that configuration instead. A value
+    that contradicts `args` is a ConfigError.
+    """
+    config = _given(args, pipecomp)
+    own = {
+        "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
+        # 0 means no clipping; the norm is logged all the same
+        "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm) or math.inf),
+    }
+    for key, (name, value) in own.items():
+        _agree(key, config.get(key, "auto"), value, name)
+        config[key] = value
+    if config.pop("train_batch_size", "auto") != "auto":
+        raise ConfigError("train_batch_size", "a number", "'auto': it follows from the arguments and the processes")
+    for name in ("bf16", "fp16"):
+        part = config.setdefault(name, {})
+        _agree(f"{name}.enabled", part.get("enabled", "auto"), bool(getattr(args, name)), name)
+        part["enabled"] = bool(getattr(args, name))
+        if not part["enabled"]:
+            config.pop(name)
+    _check_optimizer(args, config)
+    stage = config.get("zero_optimization", {}).get("stage", 1 if args.bf16 else 0)
+    if stage not in (0, 1):
+        raise ConfigError("zero_optimization.stage", stage, "0 or 1 in a pipeline")
+    if args.bf16:
+        if stage == 0 and str(getattr(args.save_strategy, "value", "")) != "no" and not args.save_only_model:
+            allowed = "1 with bf16, whose checkpoints DeepSpeed could not load; or save_strategy 'no'"
+            raise ConfigError("zero_optimization.stage", stage, allowed)
+        config.setdefault("zero_optimization", {}).setdefault("stage", stage)
+        if stage == 1:
+            config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    config.setdefault("steps_per_print", 10**9)  # the callbacks report
+    section = config[SECTION]
+    section.setdefault("seed", args.seed)
+    settings = Config.from_dict(section)
+    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb":
+        section.setdefault("store", {}).setdefault("path", str(Path(args.output_dir) / "messages"))
+    if settings.gradients.exchanges_in_optimizer:
+        if args.weight_decay:
+            allowed = f"0 with gradients.method {settings.gradients.method!r}, which has one group of parameters"
+            raise ConfigError("weight_decay", args.weight_decay, allowed)
+        config["optimizer"] = {"type": "AdamW", "params": _adam_params(args)}
+    return config
+
+
+def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    """The user's DeepSpeed configuration, its "pipecomp" section in it."""
+    whole = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
+    if whole and args.deepspeed is not None:
+        raise ConfigError("deepspeed", args.deepspeed, "not set beside a whole configuration as pipecomp=")
+    source = pipecomp if whole else args.deepspeed
+    config = copy.deepcopy(source) if isinstance(source, dict) else {} if source is None else _read(str(source))
+    if not whole and pipecomp is not None:
+        if not isinstance(pipecomp, dict):
+            raise ConfigError("pipecomp", pipecomp, "a dict or the path of a JSON file")
+        if config.get(SECTION, pipecomp) != pipecomp:
+            raise ConfigError("pipecomp", pipecomp, "the section that the deepspeed argument has, or only one of them")
+        config[SECTION] = copy.deepcopy(pipecomp)
+    if not isinstance(config.setdefault(SECTION, {}), dict):
+        raise ConfigError(SECTION, config[SECTION], "an object with keys and values")
+    return config
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("pipecomp", path, f"a file that can be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError("pipecomp", path, f"valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError("pipecomp", path, "a JSON object")
+    return found
+
+
+def _agree(key: str, got: object, wanted: object, name: str) -> None:
+    if got not in ("auto", wanted):
+        raise ConfigError(key, got, f"'auto' or {wanted!r}, which is what TrainingArguments.{name} says")
+
+
+def _adam_params(args: Any) -> dict[str, Any]:
+    return {
+        "lr": args.learning_rate,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+
+
+def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
+    """The trainer makes optimizer and schedule; sections that say the same, or "auto", are let pass."""
+    optimizer = config.pop("optimizer", {})
+    if optimizer.get("type", "AdamW").lower() not in ("adam", "adamw"):
+        raise ConfigError("optimizer.type", optimizer["type"], "AdamW; TrainingArguments.optim says which")
+    known = _adam_params(args)
+    names = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+    for key, value in optimizer.get("params", {}).items():
+        if key not in (*known, "torch_adam"):
+            raise ConfigError(f"optimizer.params.{key}", value, f"{', '.join(known)} as in TrainingArguments")
+        if key in known:
+            _agree(f"optimizer.params.{key}", value, known[key], names.get(key, key))
+    if "scheduler" in config:
+        raise ConfigError("scheduler", config["scheduler"], "not set: TrainingArguments.lr_scheduler_type says which")
+
+
+# -- the optimizer
+
+
+def optimizer_maker(args: Any) -> Callable[[list], torch.optim.Optimizer]:
+    """Makes the optimizer of `args.optim` from parameter groups."""
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    return lambda groups: kind(groups, **options)
+
+
+def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
+    """As Trainer groups them: weight decay for all but biases and norms."""
+
+    def groups(stage: nn.Module) -> list[dict[str, Any]]:
+        decaying = set(Trainer.get_decay_parameter_names(None, stage))  # type: ignore[arg-type]  # uses no self
+        named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
+        both = (
+            {"params": [p for name, p in named if name in decaying], "weight_decay": args.weight_decay},
+            {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
+        )
+        return [group for group in both if group["params"]]
+
+    return groups

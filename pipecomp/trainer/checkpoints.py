@@ -1,0 +1,213 @@
+"""What a checkpoint of the trainer holds beside the model, and how training takes it up again.
+
+    checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, trainer_state.json,
+        pipeline.json            how the model was cut: a checkpoint goes on with the same stages and replicas
+        deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error memories
+        rank_state_R.pth         random generators and schedule of rank R
+        messages/rank-R/         AQ-SGD's messages of rank R, a copy of the store
+        trainer_state.json       is written last: a folder without it is not whole
+
+Ranks on machines without a common disk have their own files in a folder of the same name there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from pipecomp.buffers import LmdbEnvironment
+from pipecomp.buffers.admin import prune
+from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.errors import ConfigError
+
+STATE_FILE = "trainer_state.json"
+PIPELINE_FILE = "pipeline.json"
+DEEPSPEED = "deepspeed"  # the tag of DeepSpeed's checkpoint, a folder
+MESSAGES = "messages"
+_KEY = "resume_from_checkpoint"
+
+
+class Found(NamedTuple):
+    """A checkpoint to go on from."""
+
+    folder: str
+    state: TrainerState
+
+
+def shared(value: Any, group: Any) -> Any:
+    """Rank 0's value, on every rank of the gloo group."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
+    return box[0]
+
+
+def find(
+    resume: str | os.PathLike | bool | None, output_dir: str, pipeline: dict[str, Any], group: Any
+) -> Found | None:
+    """The checkpoint that `train(resume_from_checkpoint=resume)` means, as rank 0 sees it; None to start anew.
+
+    pipeline: the cuts and replicas of this run. Raises ConfigError on every rank if there is none, or another kind.
+    """
+    if resume is None or resume is False:
+        return None
+    answer: Any = None
+    if dist.get_rank() == 0:
+        try:
+            folder = _last(output_dir) if resume is True else Path(resume)
+            answer = str(folder), _read(folder, resume, pipeline)
+        except ConfigError as error:
+            answer = error.key, error.got, error.allowed
+    answer = shared(answer, group)
+    if len(answer) == 3:
+        raise ConfigError(*answer)
+    return Found(answer[0], TrainerState(**json.loads(answer[1])))
+
+
+def _last(output_dir: str) -> Path:
+    whole = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
+    numbered = [(int(number), path) for path in whole if (number := path.name.rpartition("-")[2]).isdecimal()]
+    if not numbered:
+        raise ConfigError(_KEY, True, f"True only where {output_dir} has a whole checkpoint")
+    return max(numbered)[1]
+
+
+def _read(folder: Path, resume: object, pipeline: dict[str, Any]) -> str:
+    if not (folder / STATE_FILE).is_file():
+        raise ConfigError(_KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
+    if not (folder / DEEPSPEED).is_dir() or not (folder / PIPELINE_FILE).is_file():
+        raise ConfigError(_KEY, str(resume), "a checkpoint of this trainer that was not written with save_only_model")
+    theirs = json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
+    if theirs != pipeline:
+        raise ConfigError(_KEY, str(resume), f"a checkpoint of the same pipeline, {pipeline}; this one is of {theirs}")
+    return (folder / STATE_FILE).read_text(encoding="utf-8")
+
+
+# -- the engine's and the rank's own state
+
+
+def save_engine(engine: Any, folder: str, scheduler: Any) -> None:
+    """Write what training needs to go on, but for the messages; every rank must call this."""
+    engine.save_checkpoint(folder, tag=DEEPSPEED)
+    state = {"random": _random_state(), "scheduler": scheduler.state_dict()}
+    torch.save(state, _rank_file(folder))
+
+
+def load_engine(engine: Any, folder: str, scheduler: Any) -> None:
+    """Weights, optimizer, schedule and random generators; every rank must call this."""
+    path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
+    file = _rank_file(folder)
+    if path is None or not file.is_file():
+        raise ConfigError(_KEY, folder, f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine")
+    state = torch.load(file, weights_only=True)
+    scheduler.load_state_dict(state["scheduler"])
+    _set_random_state(state["random"])
+
+
+def load_weights(engine: Any, folder: str) -> None:
+    """The model of a checkpoint, without its optimizer; every rank must call this."""
+    path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED, load_module_only=True)
+    if path is None:
+        raise ConfigError("load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
+
+
+def _rank_file(folder: str) -> Path:
+    return Path(folder) / f"rank_state_{dist.get_rank()}.pth"
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.tensor(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# -- messages
+
+
+def save_messages(engine: Any, folder: str) -> None:
+    """Copy this rank's message store; nothing where it is in memory or there is none."""
+    environment = engine.links.environment
+    if not isinstance(environment, LmdbEnvironment):
+        return
+    environment.flush()  # nothing is being written from here until the next step
+    _copy(environment.path / DATA_FILE, _saved(folder))
+
+
+def restore_messages(folder: str, store: str | os.PathLike) -> bool:
+    """Put a checkpoint's messages in the place of this rank's, which no engine has open. False if it has none."""
+    saved = _saved(folder)
+    if not saved.is_file():
+        return False
+    forget_messages(store)
+    _copy(saved, _held(store))
+    return True
+
+
+def forget_messages(store: str | os.PathLike) -> None:
+    """Remove this rank's messages, which no engine has open."""
+    held = _held(store)
+    if held.is_file():
+        prune(held.parent, everything=True)
+
+
+def _saved(folder: str) -> Path:
+    return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
+
+
+def _held(store: str | os.PathLike) -> Path:
+    return Path(store) / f"rank-{dist.get_rank()}" / DATA_FILE
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    shutil.copyfile(source, part)
+    with part.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(part, target)
+
+
+# -- old ones
+
+
+def rotate(args: Any, best: str | None, group: Any) -> None:
+    """Delete the oldest checkpoints beyond `save_total_limit`, on every machine; every rank must call this."""
+    if args.save_total_limit is None:
+        return
+    dist.barrier(group=group)  # nobody is writing any more
+    pattern, output_dir = f"{PREFIX_CHECKPOINT_DIR}-*", Path(args.output_dir)
+    gone: list[str] = []
+    if dist.get_rank() == 0:
+        before = set(output_dir.glob(pattern))
+        rotate_checkpoints(args.output_dir, args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+        gone = [path.name for path in before - set(output_dir.glob(pattern))]
+    remove([str(output_dir / name) for name in shared(gone, group)], args)
+
+
+def remove(folders: list[str], args: Any) -> None:
+    """Delete checkpoints on this machine; one rank of each does."""
+    if args.local_process_index == 0:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

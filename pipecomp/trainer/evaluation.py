@@ -1,0 +1,201 @@
+"""Evaluation and prediction over a pipeline: logits come to the first process, metrics go to all.
+
+The last stage of every replica has the logits and labels of its part of the dataset. It sends them to rank 0, which
+puts them in the dataset's order, padded with -100 as Trainer does, and calls `compute_metrics`. B micro-batch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_numpify
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
+
+from pipecomp.data import MicroBatch
+from pipecomp.errors import PipecompError
+from pipecomp.trainer.feeding import EvalLoader
+
+PADDING = -100
+_PIECE = 1 << 24  # bytes a send
+
+
+class BatchResult(NamedTuple):
+    """One micro-batch's: number in the dataset, B, mean loss (None without labels), arrays (None if not wanted)."""
+
+    number: int
+    samples: int
+    loss: float | None
+    logits: Any
+    labels: Any
+    inputs: Any
+
+
+class Evaluation:
+    """Evaluates an engine; all ranks make it and call it alike.
+
+    group: a gloo group of all ranks. loss(logits, labels): a micro-batch's mean. compute_metrics, preprocess: as
+    Trainer's arguments. on_step(): after each micro-batch, on every rank as often as on the one that has most.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        group: Any,
+        args: Any,
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        compute_metrics: Callable[[EvalPrediction], dict] | None,
+        preprocess: Callable[[Any, Any], Any] | None,
+        on_step: Callable[[], None],
+    ) -> None:
+        self._engine, self._group, self._args = engine, group, args
+        self._loss, self._compute_metrics, self._preprocess = loss, compute_metrics, preprocess
+        self._on_step = on_step
+
+    def run(self, loader: EvalLoader, prefix: str, *, loss_only: bool, arrays: bool) -> EvalLoopOutput:
+        """Metrics on every rank, named with `prefix`; with `arrays` predictions and labels on every rank too.
+
+        loss_only: no logits are kept. Raises on every rank what compute_metrics raises on the first.
+        """
+        began = time.time()
+        rows = self._gather(self._evaluate(loader, loss_only))
+        found: list[Any] = [None]
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                logits, labels, metrics = self._combine(rows, loader, prefix, began)
+                found = [(logits, labels, metrics) if arrays else (None, None, metrics)]
+            except Exception as raised:
+                error, found = raised, [f"{type(raised).__name__}: {raised}"]
+        dist.broadcast_object_list(found, src=0, group=self._group, device=torch.device("cpu"))
+        if error is not None:
+            raise error
+        if isinstance(found[0], str):
+            raise PipecompError(f"evaluation on rank 0: {found[0]}")
+        logits, labels, metrics = found[0]
+        return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=metrics, num_samples=loader.samples)
+
+    # -- on every rank
+
+    def _evaluate(self, loader: EvalLoader, loss_only: bool) -> list[BatchResult]:
+        """This rank's results: those of its replica on the last stage, none elsewhere."""
+        engine = self._engine
+        pulled: deque[MicroBatch] = deque()
+        results: list[BatchResult] = []
+        keep_inputs = "inputs" in self._args.include_for_metrics and not loss_only
+        numbers = iter(loader.own)
+        stepped = 0
+
+        def batches() -> Iterator[MicroBatch]:
+            nonlocal stepped
+            for batch in loader:
+                if engine.is_last_stage():
+                    pulled.append(batch)
+                yield batch
+                stepped += 1
+                self._on_step()
+
+        def on_logits(logits: Tensor, labels: Tensor | None) -> Tensor:
+            batch, number = pulled.popleft(), next(numbers)
+            loss = None if labels is None else float(self._loss(logits, labels))
+            kept: list[Any] = [None, None, None]
+            if not loss_only:
+                shown = logits if self._preprocess is None else self._preprocess(logits, labels)
+                inputs = batch.inputs["input_ids"] if keep_inputs else None
+                kept = [None if x is None else nested_numpify(x) for x in (shown, labels, inputs)]
+            results.append(BatchResult(number, len(batch.ids), loss, *kept))
+            return logits.new_zeros(())
+
+        count = len(loader.own)
+        source = batches() if engine.is_first_stage() or engine.is_last_stage() else None
+        engine.eval_batch(source, num_micro_batches=count, on_logits=on_logits)
+        most = -(-len(loader) // engine.grid.data_parallel_size)
+        for _ in range(most - stepped):
+            self._on_step()
+        return results
+
+    def _gather(self, own: list[BatchResult]) -> list[BatchResult]:
+        """All replicas' results in the dataset's order, on rank 0; none elsewhere."""
+        engine, rank = self._engine, dist.get_rank()
+        rows = list(own) if rank == 0 else []
+        for replica in range(engine.grid.data_parallel_size):
+            source = engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=replica)
+            if source != 0 and rank == source:
+                self._send(pickle.dumps(own, protocol=5))
+            elif source != 0 and rank == 0:
+                rows += pickle.loads(self._receive(source))
+        return sorted(rows, key=lambda row: row.number)
+
+    def _send(self, data: bytes) -> None:
+        dist.send(torch.tensor([len(data)]), 0, group=self._group)
+        for start in range(0, len(data), _PIECE):
+            piece = torch.frombuffer(bytearray(data[start : start + _PIECE]), dtype=torch.uint8)
+            dist.send(piece, 0, group=self._group)
+
+    def _receive(self, source: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, source, group=self._group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        for start in range(0, int(size), _PIECE):
+            dist.recv(data[start : start + _PIECE], source, group=self._group)
+        return data.numpy().tobytes()
+
+    # -- on rank 0
+
+    def _combine(
+        self, rows: list[BatchResult], loader: EvalLoader, prefix: str, began: float
+    ) -> tuple[Any, Any, dict[str, float]]:
+        """Logits, labels and metrics of the whole dataset."""
+        args = self._args
+        join: Callable[[list[Any]], Any] = _joined if args.eval_do_concat_batches else list
+        logits, labels, inputs = (
+            None if rows[0][place] is None else join([row[place] for row in rows]) for place in (3, 4, 5)
+        )
+        losses: np.ndarray | None = None
+        if all(row.loss is not None for row in rows):
+            losses = np.concatenate([np.full(row.samples, row.loss, dtype=np.float32) for row in rows])
+        metrics: dict[str, Any] = {}
+        if self._compute_metrics is not None and logits is not None and labels is not None:
+            extra: dict[str, Any] = {
+                "losses": losses if "loss" in args.include_for_metrics else None,
+                "inputs": inputs if "inputs" in args.include_for_metrics else None,
+            }
+            metrics = self._compute_metrics(EvalPrediction(predictions=logits, label_ids=labels, **extra))
+        metrics = denumpify_detensorize(metrics)
+        if losses is not None:
+            finite = np.isfinite(losses)
+            shown = losses[finite] if args.logging_nan_inf_filter and finite.any() else losses
+            metrics[f"{prefix}_loss"] = float(shown.mean())
+        metrics = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+        steps = -(-len(loader) // self._engine.grid.data_parallel_size)
+        metrics.update(speed_metrics(prefix, began, num_samples=loader.samples, num_steps=steps))
+        return logits, labels, metrics
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Arrays of all micro-batches one after the other; those of several dimensions padded in the second."""
+    first = parts[0]
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, Mapping):
+        return type(first)({key: _joined([part[key] for part in parts]) for key in first})  # type: ignore[call-arg]
+    arrays = [np.atleast_1d(part) for part in parts]
+    if arrays[0].ndim == 1 or len({array.shape[1] for array in arrays}) == 1:
+        return np.concatenate(arrays)
+    widest = max(array.shape[1] for array in arrays)
+    shape = (sum(len(array) for array in arrays), widest, *arrays[0].shape[2:])
+    out = np.full(shape, PADDING, dtype=arrays[0].dtype)
+    start = 0
+    for array in arrays:
+        out[start : start + len(array), : array.shape[1]] = array
+        start += len(array)
+    return out

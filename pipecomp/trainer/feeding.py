@@ -1,0 +1,197 @@
+"""Micro-batches for the first and the last stage, alike on both, whatever the collator draws at random.
+
+Each stage loads for itself. So a micro-batch is made with the random generators seeded by its number: a collator that
+masks tokens masks the same ones on both stages, in whatever process it runs, and after a resume too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
+
+from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch
+from pipecomp.errors import DataError
+from pipecomp.kernels import ops
+
+TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
+
+
+class Samples(NamedTuple):
+    """A dataset without the columns that the model does not take, and what makes batches of it."""
+
+    data: Any
+    collate: Callable[[list], Any]
+
+    @classmethod
+    def of(cls, data: Any, collate: Callable[[list], Any], columns: list[str] | None, name: str) -> Samples:
+        """columns: the ones to keep, None for all. name: for errors. DataError if `data` has no length."""
+        if data is None or not _is_numbered(data):
+            raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and numbered samples")
+        if len(data) == 0:
+            raise DataError(f"{name}: has no samples")
+        if columns is None:
+            return cls(data, collate)
+        if not hasattr(data, "remove_columns"):
+            return cls(data, RemoveColumnsCollator(collate, columns))
+        unused = [column for column in data.column_names if column not in columns]
+        if len(unused) == len(data.column_names):
+            raise DataError(f"{name}: has the columns {data.column_names}, the model takes {columns}")
+        return cls(data.remove_columns(unused), collate)
+
+
+def _is_numbered(data: Any) -> bool:
+    return has_length(data) and hasattr(data, "__getitem__")
+
+
+class LengthSampler(ShardedSampler):
+    """Samples of about the same length in a step, as Trainer's group_by_length. lengths: of all samples, tokens."""
+
+    def __init__(self, lengths: list[int], step: int, micro_batch: int, **options: Any) -> None:
+        """step: samples of one replica in an optimizer step. options: ShardedSampler's."""
+        super().__init__(len(lengths), micro_batch, **options)
+        self._lengths, self._step = [int(lengths[i]) for i in self._own.tolist()], step
+
+    def _arrange(self, epoch: int) -> Tensor:
+        places = get_length_grouped_indices(self._lengths, self._step, generator=self._draw(epoch))
+        return self._own[torch.tensor(places)]
+
+
+def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
+    """Tokens of every sample: a column of the dataset if it is there, else counted. DataError if neither is there."""
+    if column in getattr(data, "column_names", ()):
+        return [int(n) for n in data[column]]
+    try:
+        return [len(sample[input_name]) for sample in data]
+    except (KeyError, TypeError) as error:
+        allowed = f"a column {column!r}, or samples with {input_name!r}"
+        raise DataError(f"train_sampling_strategy 'group_by_length' needs {allowed}") from error
+
+
+# -- micro-batches
+
+
+@contextlib.contextmanager
+def _seeded(*numbers: int) -> Iterator[None]:
+    """Python's, numpy's and torch's generators seeded inside, and as they were afterwards."""
+    python, legacy = random.getstate(), np.random.get_state()
+    seed = ops.mix_seed(*numbers)
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.random.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
+
+
+class _Batches(Dataset):
+    """Whole micro-batches by (number, ids)."""
+
+    def __init__(self, samples: Samples, seed: int, kind: int) -> None:
+        self._data, self._collate = samples
+        self._seed, self._kind = seed, kind
+
+    def __getitem__(self, place: Any) -> MicroBatch:
+        number, ids = place
+        with _seeded(self._seed, self._kind, number):
+            fetch = getattr(self._data, "__getitems__", None)
+            chosen = fetch(ids) if fetch is not None else [self._data[i] for i in ids]
+            return as_micro_batch(self._collate(chosen), ids)
+
+
+def _as_is(batch: MicroBatch) -> MicroBatch:
+    return batch
+
+
+def loader_options(args: Any) -> dict[str, Any]:
+    """What TrainingArguments says about worker processes."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
+    }
+
+
+def _load(batches: _Batches, places: Iterable[tuple[int, list[int]]], options: dict[str, Any]) -> Iterator[MicroBatch]:
+    # With a generator of its own the loader leaves torch's alone, whose state a resumed training must find again.
+    own: dict[str, Any] = {"batch_size": None, "collate_fn": _as_is, "generator": torch.Generator()}
+    return iter(DataLoader(batches, sampler=places, **own, **options))
+
+
+class StepLoader(TrainLoader):
+    """The training micro-batches of one replica, a step's made together: their labels must be counted first.
+
+    tokens, real_tokens: input tokens of what was handed out, with and without padding.
+    """
+
+    def __init__(self, samples: Samples, sampler: ShardedSampler, seed: int, options: dict[str, Any]) -> None:
+        super().__init__(samples.data, sampler, samples.collate)
+        self._batches, self._options = _Batches(samples, seed, TRAINING), options
+        self._ahead: deque[MicroBatch] = deque()
+        self._source: Iterator[MicroBatch] | None = None
+        self.tokens = self.real_tokens = 0
+
+    def __len__(self) -> int:
+        return self.sampler.per_epoch
+
+    def seek(self, number: int) -> None:
+        """Go on with micro-batch `number`, counted from the start of training."""
+        if number != self.taken or self._source is None:
+            self.taken = number
+            self._ahead.clear()
+            self._source = None
+
+    def begin_step(self, micro_batches: int) -> list[MicroBatch]:
+        """Make a step's micro-batches, which are then handed out."""
+        if self._source is None:
+            self._source = _load(self._batches, self._places(self.taken), self._options)
+        while len(self._ahead) < micro_batches:
+            self._ahead.append(next(self._source))
+        return list(self._ahead)
+
+    def _places(self, number: int) -> Iterator[tuple[int, list[int]]]:
+        while True:
+            yield number, self.sampler.batch(number)
+            number += 1
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        while True:
+            self.begin_step(1)
+            batch = self._ahead.popleft()
+            self.taken += 1
+            ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
+            self.tokens += ids.numel()
+            self.real_tokens += ids.numel() if mask is None else int(mask.sum())
+            yield batch
+
+
+class EvalLoader:
+    """The micro-batches of an evaluation: number b of replica r of n is micro-batch r + b·n of the dataset."""
+
+    def __init__(
+        self, samples: Samples, micro_batch: int, seed: int, options: dict[str, Any], *, replicas: int, replica: int
+    ) -> None:
+        """Iterating gives this replica's; the length is that of all replicas together."""
+        self.dataset, self.samples = samples.data, len(samples.data)
+        self._size, self._batches, self._options = micro_batch, _Batches(samples, seed, EVALUATION), options
+        self.own = range(replica, len(self), replicas)
+
+    def __len__(self) -> int:
+        return -(-self.samples // self._size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        places = ((n, list(range(n * self._size, min((n + 1) * self._size, self.samples)))) for n in self.own)
+        return _load(self._batches, places, self._options)

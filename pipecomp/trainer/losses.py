@@ -1,0 +1,72 @@
+"""The loss of an optimizer step: every label counts alike, in whichever micro-batch or replica it is.
+
+The engine takes the mean over micro-batches, each of which has a mean over its labels. Where micro-batches hold
+different numbers of labels (padding, a short last one) that is not the mean over the step's labels, which Trainer
+computes; so each micro-batch is weighed by its share. S tokens, V vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_pt_utils import LabelSmoother
+
+from pipecomp.errors import ConfigError
+from pipecomp.stages import default_loss
+from pipecomp.stages.architectures import architecture_of
+from pipecomp.stages.losses import LossFn, causal_lm
+
+
+def is_causal(config: Any) -> bool:
+    """Whether the model that `config.architectures` names predicts the next token."""
+    heads = architecture_of(config).heads
+    return heads[config.architectures[0]].loss is causal_lm
+
+
+def labels_in(labels: Tensor, *, causal: bool) -> int:
+    """How many labels the loss has terms for: those that are not ignored, without the first token of a causal model."""
+    if labels.is_floating_point():
+        return labels.numel()
+    return int((labels[..., 1:] if causal else labels).ge(0).sum())
+
+
+class StepLoss:
+    """The loss function of a training engine: the model's own mean, weighed by `share`.
+
+    label_smoothing: `TrainingArguments.label_smoothing_factor`. share: micro-batches of the step, of all replicas
+    together, for each of its labels; set it before every step.
+    """
+
+    def __init__(self, config: Any, label_smoothing: float = 0.0) -> None:
+        self.causal = is_causal(config)
+        self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
+        self._loss: LossFn = default_loss(config)
+        self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
+        if self._smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
+            raise ConfigError("label_smoothing_factor", label_smoothing, "0 for a multi-label classification")
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """What the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
+        count, (micro_batches, total) = labels_in(labels, causal=self.causal), self.share
+        if count == 0:
+            return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
+        return self.plain(logits, labels) * (count * micro_batches / total)
+
+    def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean over a micro-batch's labels, as for evaluation."""
+        if self._smoother is None:
+            return self._loss(logits, labels)
+        smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
+        return smoothed
+
+    def weigh(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
+        """Set `share` for a step with these micro-batches' labels. group: of the last stages of all replicas that
+        average their counts, None for this replica alone; then every member must call this."""
+        total = torch.tensor([sum(labels_in(x, causal=self.causal) for x in labels)], device=device)
+        micro_batches = len(labels)
+        if group is not None:
+            torch.distributed.all_reduce(total, group=group)
+            micro_batches *= replicas
+        self.share = (micro_batches, max(1, int(total)))

@@ -1,0 +1,51 @@
+"""What a training log says about the pipeline: compression, waiting and message stores, since the last log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipecomp.recipe_report import Traffic
+
+_TRAINING = ("forward", "backward")
+
+
+class TrafficMeter:
+    """Differences between what the engine's counters say from one log to the next."""
+
+    def __init__(self) -> None:
+        self._before = dict.fromkeys(("raw", "sent", "group_raw", "group_sent", "wait", "full", "delta"), 0.0)
+
+    def since_last(self, ranks: list[dict[str, Any]]) -> dict[str, float]:
+        """Log values from `engine.comm_stats()` of all ranks; a value that has nothing to tell is left out.
+
+        link_compression: bytes of activations and their gradients in the training dtype, by the bytes sent.
+        link_wait_seconds: how long a rank waited for messages, the mean over ranks. store_hit_rate: the share of
+        samples that went over a link as a change of a stored message. grad_compression: of gradients between replicas
+        and of tied weights, as link_compression.
+        """
+        now = _totals(ranks)
+        change = {key: value - self._before[key] for key, value in now.items()}
+        self._before = now
+        out: dict[str, float] = {}
+        if change["sent"]:
+            out["link_compression"] = change["raw"] / change["sent"]
+            out["link_wait_seconds"] = change["wait"] / len(ranks)
+        if change["full"] or change["delta"]:
+            out["store_hit_rate"] = change["delta"] / (change["full"] + change["delta"])
+        if change["group_sent"] != change["group_raw"]:
+            out["grad_compression"] = change["group_raw"] / change["group_sent"]
+        return out
+
+
+def _totals(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    traffic = Traffic.of(ranks)
+    ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
+    return {
+        "raw": float(sum(link[f"{d}_bytes_raw"] for link in traffic.links.values() for d in _TRAINING)),
+        "sent": float(sum(link[f"{d}_bytes_sent"] for link in traffic.links.values() for d in _TRAINING)),
+        "group_raw": float(sum(group["bytes_raw"] for group in traffic.groups.values())),
+        "group_sent": float(sum(group["bytes_sent"] for group in traffic.groups.values())),
+        "wait": sum(link["wait_seconds"] for rank in ranks for link in rank["links"].values()),
+        "full": float(sum(link["full_samples"] for link in ends.values())),
+        "delta": float(sum(link["delta_samples"] for link in ends.values())),
+    }
