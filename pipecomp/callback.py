@@ -11,6 +11,7 @@ are: neither needs anything here.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from dataclasses import fields
@@ -165,6 +166,9 @@ def ddp_of(trainer: Any) -> DistributedDataParallel:
         )  # fmt: skip
     if trainer.is_fsdp_enabled:
         raise ConfigError("CompressionCallback", "FSDP", "DDP: train without fsdp, whose gradients are never whole")
+    if trainer.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        got = f"{os.environ['WORLD_SIZE']} processes that each train alone"
+        raise ConfigError("CompressionCallback", got, "DDP; without a GPU it takes TrainingArguments(use_cpu=True)")
     if trainer.args.world_size == 1:
         raise ConfigError("CompressionCallback", "one process", f"several processes: {start}")
     wrapped = trainer.model_wrapped

@@ -96,6 +96,14 @@ def test_other_ways_to_train_are_refused(differences: dict[str, Any], says: str)
     assert says in str(caught.value.got)
 
 
+def test_processes_that_train_alone_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipecomp.callback import ddp_of
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"4 processes.*use_cpu=True"):
+        ddp_of(trainer_like(world_size=1))
+
+
 def test_events_from_elsewhere_are_refused() -> None:
     callback = CompressionCallback(method="fp16")
     with pytest.raises(ConfigError, match="Trainer"):
