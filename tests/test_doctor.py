@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp import cli
-from pipecomp.doctor import compute, examination, examine, limits, network, packages, peers, storage
+from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib
 from pipecomp.doctor.launch import Launch, is_loopback, read_launch
 from pipecomp.doctor.measure import Measured
@@ -527,6 +527,8 @@ def test_versions_of_several_machines():
 def test_connections():
     expect(peers.check_joined({}, [A, B]), OK)
     expect(peers.check_joined({1: "connectFullMesh failed"}, [A, B]), PROBLEM, "rank 1", "connectFullMesh", "TCP ports")
+    both = {0: "Connect timeout", 1: "refused, remote=[127.0.0.1]:23476"}
+    expect(peers.check_joined(both, [A, B]), PROBLEM, "ranks 0, 1 cannot", "refused, remote=")
 
 
 def test_ranks_that_do_not_meet(monkeypatch):
@@ -557,6 +559,62 @@ def test_rates_for_people(rate):
     size = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
     assert float(number) * size == pytest.approx(rate, rel=0.006)
     assert "e" not in number or rate < 1
+
+
+class FakePeer:
+    """The other end of a link of known rates and delay, whose clock is ahead; time passes only while data travels."""
+
+    def __init__(self, out_bit_s: float, back_bit_s: float, delay_s: float, ahead_s: float) -> None:
+        self.out_bit_s, self.back_bit_s, self.delay_s, self.ahead_s = out_bit_s, back_bit_s, delay_s, ahead_s
+        self.now_s = 1000.0
+        self.answer: tuple[int, int] = (-1, 0)
+        self.transferred = 0
+
+    def time_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def command(self, command: int, size: int = 0) -> None:
+        self.answer = (int(command), size)
+
+    def send(self, data: torch.Tensor) -> None:
+        self.transferred += data.numel()
+        self.now_s += 8 * data.numel() / self.out_bit_s
+
+    def receive(self, data: torch.Tensor) -> torch.Tensor:
+        command, size = self.answer
+        self.now_s += self.delay_s
+        if command == measure._Command.PING:
+            data.fill_(round((self.now_s + self.ahead_s) * 1e9))
+        elif command == measure._Command.GIVE:
+            assert data.numel() == size
+            self.transferred += size
+            self.now_s += 8 * size / self.back_bit_s
+        self.now_s += self.delay_s
+        return data
+
+
+@settings(deadline=None)
+@given(
+    out=st.floats(3e5, 1e11), back=st.floats(3e5, 1e11), delay=st.floats(0, 0.3), ahead=st.floats(-1000, 1000)
+)  # fmt: skip
+def test_measuring_a_known_link(out, back, delay, ahead):
+    peer = FakePeer(out, back, delay, ahead)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_Peer", lambda rank, limit_s: peer)
+        patch.setattr(measure, "time", peer)
+        patch.setattr(measure, "_MOST_BYTES", 2**22)
+        measured = measure.lead(1, limit_s=1.0)
+    assert measured.round_trip_s == pytest.approx(2 * delay, abs=1e-6)
+    assert measured.clock_ahead_s == pytest.approx(ahead, abs=1e-6)
+    assert measured.clock_error_s == pytest.approx(delay, abs=1e-6)
+    if 2 * delay < 8 * 2**22 / max(out, back):  # otherwise the largest transfer is too short to tell
+        assert measured.out_bit_s == pytest.approx(out, rel=0.01)
+        assert measured.back_bit_s == pytest.approx(back, rel=0.01)
+    assert peer.answer[0] == measure._Command.END
+    assert peer.transferred <= 4 * 2**22
 
 
 # -- all of it
@@ -621,13 +679,6 @@ def test_two_ranks_here_that_fail(quick, monkeypatch):
     told: list[Finding] = []
     assert examine(told.extend, store=Path("m"), ranks=True, environ={})
     expect(told[-1], PROBLEM, "no loopback")
-
-
-def test_shared_gpus_are_reported_once(monkeypatch):
-    static = compute.shared_gpu("2 ranks for 1 GPUs on this machine")
-    named = compute.shared_gpu("ranks 0, 1 use the same GPU")
-    assert examination._without_doubles([static, Finding("a", OK, ""), named]) == [Finding("a", OK, ""), named]
-    assert examination._without_doubles([static]) == [static]
 
 
 @pytest.mark.timeout(300)

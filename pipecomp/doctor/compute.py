@@ -15,6 +15,7 @@ from pipecomp.doctor.launch import Launch
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
 
+GPU_SHARING = "GPU sharing"
 _CGROUP = Path("/sys/fs/cgroup")
 _BUILD = "python -m pipecomp.kernels.build"
 _COMPILERS = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora) or xcode-select --install (macOS)"
@@ -121,7 +122,7 @@ def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | No
 def shared_gpu(found: str) -> Finding:
     """Two ranks on one GPU."""
     advice = "Start at most one rank for each GPU, or accept it: all data then travels over gloo, from host memory."
-    return Finding("GPU sharing", WARNING, f"{found}: they share memory and time, and NCCL refuses them", advice)
+    return Finding(GPU_SHARING, WARNING, f"{found}: they share memory and time, and NCCL refuses them", advice)
 
 
 def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from pipecomp.doctor.compute import compute_findings
+from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, Finding, has_problem
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.limits import limit_findings
-from pipecomp.doctor.meeting import Meeting, MeetingError, check_met
+from pipecomp.doctor.meeting import Meeting, MeetingError, check_met, check_rank_0
 from pipecomp.doctor.network import network_findings
 from pipecomp.doctor.packages import package_findings
 from pipecomp.doctor.storage import storage_findings
@@ -82,16 +82,15 @@ def _examine_ranks(
     # Measured first: the machines' own checks would disturb.
     between = meeting.measure()
     own = machine_findings(launch, store) if launch.local_rank == 0 else []
+    if meeting.abandoned:
+        report([*own, check_rank_0(launch)])
+        return True
+    # The meeting has compared the GPUs themselves; their number alone says less.
+    own = [finding for finding in own if finding.check != GPU_SHARING]
     findings = meeting.collect(own, _MACHINE_LIMIT_S) + between
     if meeting.rank == 0:
-        report(_without_doubles(findings))
-    return meeting.finish(findings)
-
-
-def _without_doubles(findings: list[Finding]) -> list[Finding]:
-    """Ranks that share a GPU may be found twice: from their number, and because they name the same one."""
-    sharing = [f for f in findings if f.check == "GPU sharing"]
-    return [f for f in findings if f not in sharing[:-1]]
+        report(findings)
+    return meeting.finish(findings, 2 * _MACHINE_LIMIT_S)
 
 
 def _local_ranks() -> list[Finding]:
@@ -106,7 +105,7 @@ def _local_ranks() -> list[Finding]:
 def _measure_here(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:
     meeting = Meeting(read_launch(os.environ), _versions(), limit_s=30.0)
     findings = meeting.measure()
-    meeting.finish(findings)
+    meeting.finish(findings, _LOCAL_LIMIT_S)
     return findings
 
 

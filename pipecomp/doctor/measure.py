@@ -123,9 +123,10 @@ def _rate(peer: _Peer, command: _Command, round_trip_s: float) -> float:
             peer.receive(torch.empty(1, dtype=torch.uint8))
         else:
             peer.receive(buffer[:size])
-        # What the first or the last byte travels is no matter of bandwidth; never less than half of it all.
-        seconds = time.perf_counter() - began
-        seconds = max(seconds - round_trip_s, seconds / 2)
-        if seconds >= _LONG_ENOUGH_S or size == _MOST_BYTES:
-            return 8 * size / seconds
-        size = min(_MOST_BYTES, int(size * min(_GROWTH, max(2.0, _AIM_S / seconds))))
+        whole_s = time.perf_counter() - began
+        # How long a byte travels is no matter of bandwidth, and must be the smaller part to be taken off.
+        seconds = max(whole_s - round_trip_s, 1e-6)
+        if seconds >= max(_LONG_ENOUGH_S, round_trip_s) or size == _MOST_BYTES:
+            return 8 * size / max(seconds, whole_s / 2)
+        growth = max(_AIM_S, 2 * round_trip_s) / seconds
+        size = min(_MOST_BYTES, int(size * min(_GROWTH, max(2.0, growth))))

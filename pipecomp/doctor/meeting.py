@@ -1,6 +1,7 @@
 """The ranks of one run, together: they meet in torch's key-value store, measure in turn, and hand in what they found.
 
-The store comes first and is all that the rest needs: where gloo cannot connect, its ranks can still say so.
+The store comes first and is all that the rest needs: where gloo cannot connect, or a rank is gone, the others can
+still say so. Rank 0 gives the turns and notes who is lost, so that nothing waits for a lost rank twice.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -25,134 +27,160 @@ from pipecomp.doctor.measure import Measured, follow, lead
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
 
 _PREFIX = "pipecomp/doctor"
+_GLOO_S = 6.0  # gloo waits five times that for a connection
 _SILENCE_S = 10.0  # of a rank that is being measured
-_MEASURE_S = 60.0  # no pair begins to be measured after that
+_PAIR_S = 30.0  # that one measurement may take
+_MEASURE_S = 60.0  # no measurement begins after that
+_SAID_NOTHING = "it said nothing"
+
+
+class MeetingError(RuntimeError):
+    """The ranks did not meet; the message is torch's first line."""
 
 
 class Meeting:
     """This rank's part in a meeting of all ranks; call the methods in their order, on every rank.
 
-    limit_s: how long to wait for the other ranks to come, and for each sign of life after that.
-    Raises MeetingError if they do not come.
+    limit_s: how long to wait for the other ranks to come. Raises MeetingError if they do not.
     """
 
     def __init__(self, launch: Launch, versions: Mapping[str, str], *, limit_s: float) -> None:
         assert launch.rank is not None, "started by a launcher"
         assert launch.world is not None, "started by a launcher"
-        self.rank, self.world, self._limit_s = launch.rank, launch.world, limit_s
-        self._limit = timedelta(seconds=limit_s)
+        self.rank, self.world = launch.rank, launch.world
+        self._lost: set[int] = set()
         try:
-            store, _, _ = next(iter(rendezvous("env://", self.rank, self.world, timeout=self._limit)))
+            limit = timedelta(seconds=limit_s)
+            store, _, _ = next(iter(rendezvous("env://", self.rank, self.world, timeout=limit)))
             self._store = dist.PrefixStore(_PREFIX, store)
             mine = Identity(self.rank, socket.gethostname(), _machine(), own_gpu(launch.local_rank), versions)
-            self._store.set(f"identity/{self.rank}", json.dumps(mine))
-            self.identities = [Identity(*self._get(f"identity/{rank}")) for rank in range(self.world)]
+            self._say("identity", mine)
+            self.identities = [Identity(*self._read(f"identity/{rank}", limit_s)) for rank in range(self.world)]
         except (RuntimeError, ValueError) as error:
             raise MeetingError(_first_line(error)) from error
 
     def measure(self) -> list[Finding]:
         """Connect all ranks and measure, pair after pair; the findings on rank 0, nothing on the others."""
-        error = None
+        error, limit = None, timedelta(seconds=_GLOO_S)
         try:
             dist.init_process_group(
-                "gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=self._limit
+                "gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=limit
             )  # fmt: skip
         except (RuntimeError, ValueError) as caught:
             error = _first_line(caught)
-        self._store.set(f"joined/{self.rank}", json.dumps(error))
-        joined = {rank: self._said(f"joined/{rank}", 2 * self._limit_s) for rank in range(self.world)}
-        errors = {rank: found for rank, found in joined.items() if found is not None}
+        self._say("joined", error)
+        if self.rank == 0:
+            return self._direct()
+        for number, pair in enumerate(self._ask(0, "pairs/0", 12 * _GLOO_S, ())):
+            if self.rank in pair and self._ask(0, f"turn/{number}", _MEASURE_S + _PAIR_S, False):
+                self._take_turn(number, pair)
+        if not self.abandoned:
+            self._say("measured", True)
+        return []
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether rank 0 is lost, which collects and reports."""
+        return 0 in self._lost
+
+    def _direct(self) -> list[Finding]:
+        """Rank 0: give every pair its turn, one after the other, so that no two share a cable."""
+        wait_s = 6 * _GLOO_S
+        joined = {rank: self._ask(rank, f"joined/{rank}", wait_s, _SAID_NOTHING) for rank in range(self.world)}
+        errors = {rank: error for rank, error in joined.items() if error is not None}
         findings = [check_joined(errors, self.identities), check_same_versions(self.identities)]
         findings += check_shared_gpus((i.rank, i.gpu) for i in self.identities if i.gpu is not None)
         chosen = [] if errors else pairs([i.machine for i in self.identities])
+        self._say("pairs", chosen)
         until = time.monotonic() + _MEASURE_S
         for number, pair in enumerate(chosen):
-            if self.rank in pair:
-                self._take_turn(number, pair, until)
-        for number, (first, second) in enumerate(chosen if self.rank == 0 else ()):
-            result = self._said(f"pair/{number}", until - time.monotonic() + 2 * _SILENCE_S)
+            result: Any = None
+            in_time = time.monotonic() < until
+            self._store.set(f"turn/{number}", json.dumps(in_time))
+            if in_time:
+                if self.rank in pair:
+                    self._take_turn(number, pair)
+                result = self._ask(pair[0], f"pair/{number}", _PAIR_S, f"rank {pair[0]}: {_SAID_NOTHING}")
             if isinstance(result, list):
                 result = Measured(*result)
-            a, b = self.identities[first], self.identities[second]
+            a, b = self.identities[pair[0]], self.identities[pair[1]]
             clocks = check_clocks(a, b, result) if isinstance(result, Measured) else None
             findings += [check_pair(a, b, result), *([clocks] if clocks else [])]
-        return findings if self.rank == 0 else []
+        for rank in range(1, self.world):
+            self._ask(rank, f"measured/{rank}", _SILENCE_S, None)
+        return findings
 
-    def _take_turn(self, number: int, pair: tuple[int, int], until: float) -> None:
-        """Measure one pair: they take turns, so that no two share a cable. until: when no more are begun."""
-        if number:
-            self._said(f"pair/{number - 1}", until - time.monotonic() + _SILENCE_S)
-        leads = self.rank == pair[0]
-        if leads:
-            self._store.set(f"turn/{number}", json.dumps(time.monotonic() < until))
-        if self._said(f"turn/{number}", until - time.monotonic() + 2 * _SILENCE_S) is not True:
-            result: object = None
-        elif leads:
+    def _take_turn(self, number: int, pair: Sequence[int]) -> None:
+        """The lower rank leads, and says what came of it."""
+        if self.rank == pair[0]:
             try:
-                result = lead(pair[1], limit_s=_SILENCE_S)
+                result: object = lead(pair[1], limit_s=_SILENCE_S)
             except RuntimeError as error:
                 result = _first_line(error)
+            self._store.set(f"pair/{number}", json.dumps(result))
         else:
             with contextlib.suppress(RuntimeError):  # the leading rank reports it
                 follow(pair[0], limit_s=_SILENCE_S)
-        if leads:
-            self._store.set(f"pair/{number}", json.dumps(result))
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.
 
-        Of the machines of other ranks, only what is not well, and how much is. wait_s: for all of them together.
+        Of the machines of other ranks, only what is not well, and how much is. wait_s: for each rank.
         """
         if self.rank != 0:
-            self._store.set(f"found/{self.rank}", json.dumps(own))
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone: `finish` returns that
+                self._say("found", own)
             return []
         collected = list(own)
         for identity in self.identities[1:]:
             where = f"rank {identity.rank} on {identity.host}"
-            try:
-                found = [Finding(*values) for values in self._get(f"found/{identity.rank}", wait_s)]
-            except RuntimeError as error:
-                advice = "Look at what that rank printed, and whether its machine is still there."
-                collected.append(Finding(where, PROBLEM, f"said nothing: {_first_line(error)}", advice))
-                continue
+            found = [Finding(*values) for values in self._ask(identity.rank, f"found/{identity.rank}", wait_s, [])]
             collected += [f._replace(found=f"{where}: {f.found}") for f in found if f.verdict != OK]
             well = sum(f.verdict == OK for f in found)
-            if found:
+            if identity.rank in self._lost:
+                advice = "Look at what that rank printed, and whether its machine is still there."
+                collected.append(Finding(where, PROBLEM, f"{_SAID_NOTHING} any more", advice))
+            elif found:
                 collected.append(Finding(where, OK, f"{well} of {len(found)} checks of its machine are well"))
         return collected
 
-    def finish(self, findings: Sequence[Finding]) -> bool:
-        """End together, once rank 0 has reported; on every rank whether anything is a problem."""
+    def finish(self, findings: Sequence[Finding], wait_s: float) -> bool:
+        """End together, once rank 0 has reported; on every rank whether anything is a problem. wait_s: for that."""
         problem = has_problem(findings)
-        try:
-            if self.rank == 0:
-                self._store.set("problem", json.dumps(problem))
-                for rank in range(1, self.world):
-                    self._get(f"left/{rank}")  # this process may serve the store: it must be the last
-            else:
-                problem = self._get("problem", 20 * self._limit_s)
-                self._store.set(f"left/{self.rank}", "1")
-        except RuntimeError:
-            problem = True
+        if self.rank == 0:
+            self._say("problem", problem)
+            for rank in range(1, self.world):
+                self._ask(rank, f"left/{rank}", _SILENCE_S, None)  # this process may serve the store: it goes last
+        else:
+            problem = self._ask(0, "problem/0", wait_s, True)
+            with contextlib.suppress(RuntimeError):
+                self._say("left", True)
         if dist.is_initialized():
             dist.destroy_process_group()
         return problem
 
-    def _get(self, key: str, wait_s: float | None = None) -> Any:
-        self._store.wait([key], timedelta(seconds=self._limit_s if wait_s is None else wait_s))
+    # -- the key-value store
+
+    def _say(self, key: str, value: object) -> None:
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+
+    def _read(self, key: str, wait_s: float) -> Any:
+        self._store.wait([key], timedelta(seconds=wait_s))
         return json.loads(self._store.get(key))
 
-
-    def _said(self, key: str, wait_s: float) -> Any:
-        """What another rank left there, or a sentence saying that it left nothing."""
+    def _ask(self, rank: int, key: str, wait_s: float, otherwise: Any) -> Any:
+        """What a rank has said; `otherwise` if it says nothing, and from then on at once."""
         try:
-            return self._get(key, max(1.0, wait_s))
-        except RuntimeError as error:
-            return f"a rank said nothing ({_first_line(error)})"
+            return self._read(key, 0.1 if rank in self._lost else wait_s)
+        except RuntimeError:
+            self._lost.add(rank)
+            return otherwise
 
 
-class MeetingError(RuntimeError):
-    """The ranks did not meet; the message is torch's first line."""
+def check_rank_0(launch: Launch) -> Finding:
+    """Rank 0 met the others, and then was lost."""
+    found = f"rank 0 at {launch.master} {_SAID_NOTHING} any more, so this is rank {launch.rank}'s machine only"
+    return Finding("meeting", PROBLEM, found, "Look at what rank 0 printed, and whether its machine is still there.")
 
 
 def check_met(launch: Launch, error: str, limit_s: float) -> Finding:
@@ -176,4 +204,5 @@ def _machine() -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]  # gloo's source files

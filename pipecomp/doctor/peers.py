@@ -106,9 +106,9 @@ def check_joined(errors: Mapping[int, str], identities: Sequence[Identity]) -> F
     """Whether the ranks could connect to each other. errors: of each rank that could not, gloo's words."""
     if not errors:
         return Finding("gloo connections", OK, f"all {len(identities)} ranks are connected")
-    rank, error = min(errors.items())
-    others = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-    found = f"ranks meet, but rank {rank}{others} cannot connect to the others: {error}"
+    who = ", ".join(map(str, sorted(errors)))
+    error = max(errors.values(), key=lambda text: "remote=" in text)  # the side that called says where it called
+    found = f"ranks meet, but {'rank' if len(errors) == 1 else 'ranks'} {who} cannot connect to the others: {error}"
     return Finding("gloo connections", PROBLEM, found, _firewall(*identities[:2]))
 
 

@@ -1,0 +1,220 @@
+"""The doctor between ranks: what they measure, what rank 0 reports for all, ranks that cannot connect or are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pipecomp.doctor import Finding
+from pipecomp.local import free_port, run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+LIMIT_S = 60.0
+
+
+def examined(rank, world, note, verdicts):
+    """Examine with a made-up machine on each rank; (what was reported here, whether there is a problem)."""
+    from pipecomp.doctor import examination, measure
+
+    measure._MOST_BYTES = 1 << 22
+    examination.machine_findings = lambda launch, store: [
+        Finding("machine", verdicts[rank], f"of rank {rank}", "Mend it."),
+        Finding("good", "ok", f"of rank {rank}"),
+    ]
+    os.environ["LOCAL_RANK"] = "0"  # as if each rank had a machine of its own
+    told: list[Finding] = []
+    problem = examination.examine(told.extend, store=Path("messages"), limit_s=LIMIT_S)
+    return [tuple(f) for f in told], problem
+
+
+def findings_of(results, rank=0):
+    return [Finding(*values) for values in results[rank][0]]
+
+
+def test_rank_0_reports_for_all():
+    results = run_ranks(3, examined, ("ok", "warning", "problem"), timeout_s=150)
+    assert [problem for _, problem in (results[r] for r in range(3))] == [True, True, True]
+    assert results[1][0] == results[2][0] == []
+    findings = findings_of(results)
+    lines = {(f.check, f.verdict): f.found for f in findings}
+    assert lines["machine", "ok"] == "of rank 0"
+    assert lines["machine", "warning"].endswith(": of rank 1")
+    assert lines["machine", "problem"].startswith("rank 2 on ")
+    assert sum(f.check == "good" for f in findings) == 1  # of other machines only what is not well
+    assert sum("1 of 2 checks of its machine are well" in f.found for f in findings) == 2
+    assert lines["gloo connections", "ok"] == "all 3 ranks are connected"
+    pairs = [f for f in findings if f.check.startswith("ranks ")]
+    assert [f.check for f in pairs] == ["ranks 0 and 1", "ranks 0 and 2", "ranks 1 and 2"]
+    assert all("bit/s" in f.found and "there and back" in f.found for f in pairs)
+
+
+def cannot_connect(rank, world, note):
+    import torch.distributed as dist
+
+    from pipecomp.doctor import meeting
+
+    meeting._GLOO_S = 3.0
+
+    def refuse(*arguments, **options):
+        raise RuntimeError("Gloo connectFullMesh failed with a refused connection")
+
+    if rank == 1:
+        dist.init_process_group = refuse
+    return examined(rank, world, note, ("ok", "ok"))
+
+
+def test_ranks_that_gloo_cannot_connect():
+    results = run_ranks(2, cannot_connect, timeout_s=150)
+    connections = next(f for f in findings_of(results) if f.check == "gloo connections")
+    assert connections.verdict == "problem"
+    assert "cannot connect" in connections.found
+    assert not any(f.check.startswith("ranks ") for f in findings_of(results))
+    assert results[0][1] is results[1][1] is True
+
+
+def dies_while_measured(rank, world, note):
+    from pipecomp.doctor import meeting
+
+    if rank == 1:
+        meeting.follow = lambda other, limit_s: os._exit(7)
+    meeting._SILENCE_S = meeting._PAIR_S = 5.0
+    return examined(rank, world, note, ("ok", "ok", "ok"))
+
+
+def test_a_rank_that_dies_while_it_is_measured(monkeypatch):
+    results = run_ranks(3, dies_while_measured, timeout_s=180, may_die=(1,))
+    assert sorted(results) == [0, 2]
+    lines = {f.check: f for f in findings_of(results)}
+    assert lines["ranks 0 and 1"].verdict == "problem"
+    assert "no data came through" in lines["ranks 0 and 1"].found
+    assert lines["ranks 0 and 2"].verdict != "problem"
+    assert any(check.startswith("rank 1 on") and f.verdict == "problem" for check, f in lines.items())
+    assert results[0][1] is True
+
+
+def rank_0_dies(rank, world, note):
+    from pipecomp.doctor import meeting
+
+    if rank == 0:
+        meeting.Meeting._direct = lambda self: os._exit(7)
+    return examined(rank, world, note, ("ok", "ok"))
+
+
+def test_rank_0_dies_after_the_meeting():
+    results = run_ranks(2, rank_0_dies, timeout_s=180, may_die=(0,))
+    assert results[1][1] is True
+    machine, *_, last = findings_of(results, rank=1)
+    assert machine.found == "of rank 1"
+    assert (last.check, last.verdict) == ("meeting", "problem")
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys
+    from pipecomp import cli
+    from pipecomp.doctor import Finding, examination
+    verdict = sys.argv.pop(1)
+    examination.machine_findings = lambda launch, store: [Finding("machine", verdict, str(launch), "Mend it.")]
+    if __name__ == "__main__":
+        cli.main()
+    """
+)
+
+
+def test_under_torchrun(tmp_path):
+    script = tmp_path / "doctor.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), "problem", "doctor"]
+    path = os.pathsep.join(sys.path)
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=180, env=environ, cwd=tmp_path, check=False
+    )
+    assert done.returncode != 0
+    findings = json.loads(done.stdout)  # one list: rank 1 prints nothing
+    assert findings[0]["verdict"] == "problem"
+    assert "local_world=2" in findings[0]["found"]
+    assert findings[-1]["check"] == "ranks 0 and 1"
+
+
+def test_two_ranks_here_without_a_launcher(tmp_path):
+    script = tmp_path / "doctor.py"
+    script.write_text(SCRIPT)
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(script), "ok", "doctor", "--json", "--peers"], capture_output=True, text=True, timeout=180,
+        env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)}, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    findings = json.loads(done.stdout)
+    assert findings[-1]["check"] == "ranks 0 and 1"
+    assert "both on" in findings[-1]["found"]
+
+
+def test_ranks_that_never_come(monkeypatch):
+    from pipecomp.doctor import examination
+
+    monkeypatch.setattr(examination, "machine_findings", lambda launch, store: [])
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    told: list[Finding] = []
+    assert examination.examine(told.extend, store=Path("messages"), limit_s=2.0)
+    (finding,) = told
+    assert (finding.check, finding.verdict) == ("meeting", "problem")
+    assert os.environ["MASTER_PORT"] in finding.found
+
+
+IN_A_LAB = textwrap.dedent(
+    """
+    import json, os, sys
+    from pathlib import Path
+    from pipecomp.doctor import examination, meeting
+    examination.machine_findings = lambda launch, store: []
+    meeting._GLOO_S = 3.0
+    os.environ.update(json.loads(sys.argv[1]))
+    def report(findings):
+        Path(sys.argv[2]).write_text(json.dumps([finding._asdict() for finding in findings]))
+    examination.examine(report, store=Path("messages"), limit_s=60.0)
+    """
+)
+
+
+def in_a_lab(tmp_path, environ, **shape) -> dict[str, dict[str, str]]:
+    """What rank 0 of two nodes reports, by check."""
+    from pipecomp.netlab import Lab, missing
+
+    if problem := missing():
+        pytest.skip(problem)
+    script, out = tmp_path / "doctor.py", tmp_path / "found.json"
+    script.write_text(IN_A_LAB)
+    with Lab(nodes=2, **shape) as lab:
+        lab.run(
+            [sys.executable, str(script), json.dumps(environ), str(out)], timeout_s=150,
+            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}, on_line=lambda *line: None,
+        )  # fmt: skip
+    return {f["check"]: f for f in json.loads(out.read_text())}
+
+
+def test_the_rates_of_a_slow_link(tmp_path):
+    found = in_a_lab(tmp_path, {}, asymmetric=["1000mbit/4mbit", "1000mbit/40mbit"])
+    words = found["ranks 0 and 1"]["found"].replace(",", "").split()
+    units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
+    up, down = (float(words[i - 1]) * units[word] for i, word in enumerate(words) if word in units)
+    assert 0 < up < 4.4  # a busy machine measures less, and nothing can measure more
+    assert 0 < down < 44.0
+    assert found["clocks"]["verdict"] == "ok"
+
+
+def test_loopback_between_two_machines(tmp_path):
+    found = in_a_lab(tmp_path, {"GLOO_SOCKET_IFNAME": "lo"})
+    line = found["gloo connections"]
+    assert line["verdict"] == "problem"
+    assert "GLOO_SOCKET_IFNAME" in line["advice"]
