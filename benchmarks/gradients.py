@@ -1,0 +1,205 @@
+"""Does data-parallel training converge with compressed gradients? A ResNet on CIFAR-10 and a GPT-2 on WikiText-2.
+
+    python benchmarks/gradients.py [--seeds 3] [--workers-per-run 2 4] [--tasks resnet gpt2] [--only NAME ...]
+                                   [--jobs 2] [--data FOLDER] [--cache FOLDER] [--out FOLDER]
+
+All n workers of a run are in one process on one thread: each computes the gradient of its part of the batch, and the
+product's own methods average them (PowerSGD and fp16, which are torch's, over real processes). The batch of all workers
+together is the same for every n. What is finished is kept under --cache. Writes gradients.md and gradients.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS: dict[str, dict[str, Any]] = {
+    "FP32": {"method": "none"},
+    "Global-QSGD exponential, 8 bits": {"method": "global_qsgd", "bits": 8},
+    "Global-QSGD exponential, 4 bits": {"method": "global_qsgd", "bits": 4},
+    "Global-QSGD linear, 8 bits": {"method": "global_qsgd", "levels": "linear", "bits": 8},
+    "Global-QSGD linear, 4 bits": {"method": "global_qsgd", "levels": "linear", "bits": 4},
+    "Global-QSGD sparse, exponential, 4 bits": {"method": "global_qsgd", "sparse": True},
+    "QSGD-MN, 8 bits": {"method": "qsgd_mn", "bits": 8},
+    "QSGD-MN, 4 bits": {"method": "qsgd_mn", "bits": 4},
+    "QSGD-MN-TS, 4 and 8 bits": {"method": "qsgd_mn_ts", "bits": [4, 8]},
+    "GRandK-MN, 8 bits, 5 %, error feedback": {"method": "grandk_mn", "k": 0.05, "error_feedback": True},
+    "GRandK-MN-TS, 4 and 8 bits, 5 %, error feedback": {"method": "grandk_mn_ts", "k": 0.05, "error_feedback": True},
+    "QSGD, 8 bits": {"method": "qsgd", "bits": 8},
+    "QSGD, 4 bits": {"method": "qsgd", "bits": 4},
+    "TernGrad": {"method": "terngrad"},
+    "NUQSGD, 4 bits": {"method": "nuqsgd", "bits": 4},
+    "CASQ, 4 bits, every 100 steps": {"method": "casq", "bits": 4},
+    "CASQ, 4 bits, every 10 steps": {"method": "casq", "bits": 4, "interval": 10},
+    "DoubleSqueeze, 4 bits": {"method": "double_squeeze", "bits": 4},
+    "DoubleSqueeze, 1 bit": {"method": "double_squeeze", "bits": 1},
+    "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
+    "fp16": {"method": "fp16"},
+}
+TORCHS = ("powersgd", "fp16")
+
+
+def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path) -> dict[str, Any]:
+    """One run; plain values. Loads what it needs, so that it can be a process of its own."""
+    from pipecomp.local import run_ranks
+
+    began = time.process_time()
+    if METHODS[name]["method"] in TORCHS:
+        import gradients as this  # processes import it by name
+
+        result = run_ranks(n, this.one_rank, task_name, name, n, seed, str(data), str(cache), timeout_s=3000)[0]
+    else:
+        result = run(task_name, name, n, seed, data, cache, list(range(n)))
+    return {
+        "task": task_name,
+        "method": name,
+        "n": n,
+        "seed": seed,
+        "cpu_seconds": time.process_time() - began,
+        **result,
+    }
+
+
+def one_rank(
+    rank: int, world: int, note: Any, task_name: str, name: str, n: int, seed: int, data: str, cache: str
+) -> dict[str, Any]:
+    """The same, as one of n processes."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    result = run(task_name, name, n, seed, Path(data), Path(cache), [rank])
+    dist.destroy_process_group()
+    return result
+
+
+def run(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path, ranks: list[int]) -> dict[str, Any]:
+    """Train with the gradients of all n workers, of which `ranks` are computed here."""
+    import torch
+    from gradient_tasks import TASKS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    task = TASKS[task_name](data, cache, seed)
+    parameters = [p for p in task.model.parameters() if p.requires_grad]
+    average, stats = averager(name, n, seed, ranks, [p.shape for p in parameters])
+    losses = []
+    for batch in task.batches(seed):
+        size = len(batch) // n
+        grads, loss = [], 0.0
+        for rank in ranks:
+            task.model.zero_grad()
+            part = task.loss(batch[rank * size : (rank + 1) * size])
+            part.backward()
+            grads.append([p.grad.detach().clone() for p in parameters])
+            loss += float(part.detach()) / len(ranks)
+        for p, mean in zip(parameters, average(grads), strict=True):
+            p.grad = mean
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        task.optimizer.step()
+        task.schedule.step()
+        losses.append(loss)
+    counters = stats()
+    return {
+        "train_loss": sum(losses[-task.steps_per_epoch :]) / task.steps_per_epoch,
+        **task.evaluate(),
+        "bytes_raw": counters["bytes_raw"],
+        "bytes_sent": counters["bytes_sent"],
+        "relative_error": counters["relative_error"],
+    }
+
+
+def averager(
+    name: str, n: int, seed: int, ranks: list[int], shapes: list[Any]
+) -> tuple[Callable[[list[list[Any]]], list[Any]], Callable[[], dict[str, Any]]]:
+    """How the workers' gradients become their mean, and the counters of the first worker."""
+    import queue
+
+    import torch
+
+    from pipecomp.allreduce import State
+    from pipecomp.allreduce.loopback import LoopbackGroup
+
+    counts = [shape.numel() for shape in shapes]
+    if len(ranks) < n:  # torch's own, over processes: low rank needs the matrices one by one
+        state = State(seed=seed, **METHODS[name])
+
+        def over_processes(grads: list[list[Any]]) -> list[Any]:
+            return [state.submit(g, str(i)).wait().view(shapes[i]) for i, g in enumerate(grads[0])]
+
+        return over_processes, state.stats
+
+    mail: Any = {(a, b): queue.SimpleQueue() for a in range(n) for b in range(n)}
+    states = [State(group=LoopbackGroup(r, n, mail, timeout_s=300), seed=seed, **METHODS[name]) for r in range(n)]
+
+    def in_process(grads: list[list[Any]]) -> list[Any]:
+        flat = [torch.cat([g.view(-1) for g in own]) for own in grads]
+        waiting = [state.submit(x, "all", out=x) for state, x in zip(states, flat, strict=True)]
+        means = [future.wait() for future in waiting]
+        return [part.view(shape) for part, shape in zip(means[0].split(counts), shapes, strict=True)]
+
+    return in_process, states[0].stats
+
+
+def main() -> None:
+    """See the top of the file."""
+    from gradient_report import write_report
+
+    arguments = _arguments()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    kept = arguments.cache / "gradients.jsonl"
+    runs = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(r["task"], r["method"], r["n"], r["seed"]) for r in runs}
+    chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
+    every = [
+        (task, method, n, seed)
+        for seed in range(arguments.seeds)
+        for n in arguments.workers_per_run
+        for task in arguments.tasks
+        for method in chosen
+    ]
+    todo = [job for job in every if job not in done]
+    report = functools.partial(write_report, arguments.out, order=list(METHODS))
+    pool = ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn"))
+    with pool, kept.open("a") as file:
+        waiting = [pool.submit(train, *job, arguments.data, arguments.cache) for job in todo]
+        for number, ready in enumerate(as_completed(waiting), 1):
+            found = ready.result()
+            runs.append(found)
+            print(json.dumps(found), file=file, flush=True)
+            print(
+                f"{number}/{len(todo)}  {found['task']:<7} {found['method']:<48} n={found['n']} seed {found['seed']}  "
+                f"train {found['train_loss']:.4f}  {found['cpu_seconds']:.0f} s",
+                flush=True,
+            )
+            report(runs)
+    if runs:
+        report(runs)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    add("--workers-per-run", type=int, nargs="+", default=[2, 4], metavar="N", help="n (2 4)")
+    add("--tasks", nargs="+", default=["resnet", "gpt2"], choices=["resnet", "gpt2"])
+    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
+    add("--jobs", type=int, default=2, help="runs at the same time, one thread each (2)")
+    add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with cifar10 and wikitext-2")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
