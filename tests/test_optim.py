@@ -263,9 +263,9 @@ def regression(make: Callable[[list, Any], torch.optim.Optimizer], n: int) -> fl
         shapes = ((20, 32), (32,), (32, 4))
         w1, b, w2 = ps = [torch.nn.Parameter(q.detach() / 4) for q in parameters(shapes=shapes)]
         optimizer = make(ps, group)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 150)
         order = torch.Generator().manual_seed(2)
-        for _ in range(300):
+        for _ in range(150):
             chosen = torch.randperm(480, generator=order)[:60]
             own = chosen if group is None else chosen[group.rank :: n]
             optimizer.zero_grad()
@@ -278,10 +278,10 @@ def regression(make: Callable[[list, Any], torch.optim.Optimizer], n: int) -> fl
 
 
 def test_it_converges_as_adam_does() -> None:
-    """Measured: 0.0130 with Adam; 0.0143 with 2, 4 or 8 bits, which is what a frozen variance costs."""
-    adam = regression(lambda ps, _: torch.optim.AdamW(ps, lr=1e-2), 0)
+    """Measured: 0.0143 with Adam; 0.0156 with 2, 4 or 8 bits, which is what a frozen variance costs."""
+    adam = regression(lambda ps, _: torch.optim.AdamW(ps, lr=2e-2), 0)
     still = regression(lambda ps, _: torch.optim.AdamW(ps, lr=0.0), 0)
-    found = regression(lambda ps, group: QuantizedAdam(ps, lr=1e-2, freeze_step=120, group=group), 2)
+    found = regression(lambda ps, group: QuantizedAdam(ps, lr=2e-2, freeze_step=60, group=group), 2)
     assert adam < 0.05 * still
     assert found < 1.2 * adam
 
@@ -542,7 +542,7 @@ def test_with_grad_scalers_that_differ(unscale_first: bool) -> None:
                 ps[0].grad[0, 0] = math.inf  # type: ignore[index]
             if unscale_first:
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(ps, 1e9)
+                ps[0].grad.nan_to_num_(posinf=0.0)  # type: ignore[union-attr]
             scaler.step(optimizer)
             scaler.update()
         assert optimizer.stats()["skipped_steps"] == (2 if scaled else 0)
