@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import shutil
@@ -19,8 +20,9 @@ from small import gpt2, samples
 from pipecomp.errors import ConfigError
 from pipecomp.local import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(320)]
 
+ROOT = Path(__file__).parents[2]
 KEYS = {"grad_bytes_raw", "grad_bytes_sent", "grad_compression", "grad_error"}
 SQUEEZE = {"method": "double_squeeze", "bits": 2, "group_size": 64}
 
@@ -196,30 +198,58 @@ def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     return out
 
 
+def example(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """examples/bert_cola.py on a few sentences, with and without compression."""
+    spec = importlib.util.spec_from_file_location("bert_cola", ROOT / "examples" / "bert_cola.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    words = ["cats", "dogs", "sleep", "bark", "loudly", "often"]
+    lines = [f"made\t{i % 2}\t\t{' '.join(words[(i * k) % 6] for k in range(1, 5))}." for i in range(40)]
+    files = Path(folder) / f"{rank}-train.tsv", Path(folder) / f"{rank}-dev.tsv"
+    for file, count in zip(files, (40, 11), strict=True):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(lines[:count]) + "\n", encoding="utf-8")
+    arguments = ["--train-file", str(files[0]), "--eval-file", str(files[1]), "--out", f"{folder}/out"]
+    arguments += ["--width", "64", "--layers", "1", "--batch", "5", "--epochs", "1"]
+    arguments += ["--result", f"{folder}/{rank}.jsonl"]
+    plain = script.main(arguments)
+    squeezed = script.main([*arguments, "--compress", "double_squeeze", "--options", '{"bits": 4}', "--seed", "0", "1"])
+    return {"plain": plain, "squeezed": squeezed}
+
+
 Ran = tuple[Path, dict[int, dict[str, Any]]]
 
 
-def both(rank: int, world: int, note: Any, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(rank: int, world: int, note: Any, folder: str) -> tuple[dict[str, Any], ...]:
     """All trainings in one start of the processes: to import transformers takes longer than to train."""
-    return using(rank, world, note, f"{folder}/used"), resuming(rank, world, note, f"{folder}/resumed")
+    works = (using, resuming, example)
+    return tuple(work(rank, world, note, f"{folder}/{work.__name__}") for work in works)
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     folder = tmp_path_factory.mktemp("trainers")
-    return folder, run_ranks(2, both, str(folder), timeout_s=180)
+    return folder, run_ranks(2, both, str(folder), timeout_s=300)
 
 
 @pytest.fixture(scope="module")
 def used(ran: Any) -> Ran:
     folder, ranks = ran
-    return folder / "used", {rank: out[0] for rank, out in ranks.items()}
+    return folder / "using", {rank: out[0] for rank, out in ranks.items()}
 
 
 @pytest.fixture(scope="module")
 def resumed(ran: Any) -> Ran:
     folder, ranks = ran
-    return folder / "resumed", {rank: out[1] for rank, out in ranks.items()}
+    return folder / "resuming", {rank: out[1] for rank, out in ranks.items()}
+
+
+@pytest.fixture(scope="module")
+def examples(ran: Any) -> Ran:
+    folder, ranks = ran
+    return folder / "example", {rank: out[2] for rank, out in ranks.items()}
 
 
 # -- logs, weights, bytes
@@ -353,3 +383,25 @@ def test_a_checkpoint_of_other_ranks_or_options_is_refused(resumed: Ran) -> None
 def test_nothing_is_kept_where_only_the_model_is_saved(resumed: Ran) -> None:
     _, ranks = resumed
     assert ranks[0]["light"] == []
+
+
+# -- the example
+
+
+def test_the_example_trains_with_and_without_compression(examples: Ran) -> None:
+    folder, ranks = examples
+    (plain,), squeezed = ranks[0]["plain"], ranks[0]["squeezed"]
+    assert [run["seed"] for run in squeezed] == [0, 1]
+    for run in (plain, *squeezed):
+        assert run["steps"] == 4
+        assert run["processes"] == 2
+        assert run["bytes_raw"] == pytest.approx(4 * 4 * run["parameters"], abs=20)
+        assert 0 <= run["accuracy"] <= 1
+    assert plain["bytes_sent"] == plain["bytes_raw"]
+    assert 7 < squeezed[0]["bytes_raw"] / squeezed[0]["bytes_sent"] < 8
+    assert squeezed[0]["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05)
+    assert squeezed[0]["train_loss"] != plain["train_loss"]
+    assert ranks[1]["squeezed"][1]["eval_loss"] == squeezed[1]["eval_loss"]
+    lines = [json.loads(line) for line in (folder / "0.jsonl").read_text().splitlines()]
+    assert lines == [plain, *squeezed]
+    assert not (folder / "1.jsonl").exists()
