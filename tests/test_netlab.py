@@ -471,8 +471,8 @@ def test_a_command_finds_its_rank(monkeypatch):
 
 def test_the_first_failing_node_decides():
     with Lab(nodes=3, software=True) as lab:
-        script = "[ $RANK = 0 ] && sleep 60; [ $RANK = 1 ] && sleep 0.6 && exit 5; [ $RANK = 2 ] && exit 7; exit 0"
-        done = lab.run(shell(script), timeout_s=40, grace_s=2.0, on_line=Lines())
+        script = "[ $RANK = 0 ] && exec sleep 300; [ $RANK = 2 ] && exit 7; sleep 0.6; exit 5"
+        done = lab.run(shell(script), grace_s=2.0, on_line=Lines())
         assert (done.status, done.failed) == (7, "node2")
         assert done.statuses == {"node0": 128 + signal.SIGTERM, "node1": 5, "node2": 7}
         killed = lab.run(shell("[ $RANK = 1 ] && kill -9 $$; sleep 0.2"), timeout_s=30, on_line=Lines())
@@ -616,6 +616,8 @@ def test_the_next_lab_removes_what_a_killed_one_left():
 def test_a_second_signal_does_not_interrupt_the_end():
     before = signal.getsignal(signal.SIGTERM)
 
+    ended = []
+
     def stopped_twice():
         with stopping():
             try:
@@ -624,8 +626,10 @@ def test_a_second_signal_does_not_interrupt_the_end():
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.05)
+                ended.append("in order")
 
     with pytest.raises(Stopped) as stopped:
         stopped_twice()
     assert stopped.value.number == signal.SIGTERM
+    assert ended == ["in order"]
     assert signal.getsignal(signal.SIGTERM) is before

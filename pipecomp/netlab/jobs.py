@@ -56,6 +56,5 @@ class Starter:
     def _environment(self, node: int) -> dict[str, str]:
         settings = self._network.settings(node, self._procs)
         own = {"NODE_RANK": str(node)} | ({} if settings is None else {VARIABLE: settings})
-        # An outer launcher's ranks and an outer lab's links are not this one's.
-        inherited = {k: v for k, v in self._base.items() if k not in (VARIABLE, "RANK", "LOCAL_RANK")}
+        inherited = {k: v for k, v in self._base.items() if k != VARIABLE}  # an outer lab's links are not this one's
         return inherited | own

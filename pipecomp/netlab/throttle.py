@@ -111,7 +111,7 @@ class Throttle:
     """What goes from one node to another, held back until it would have arrived.
 
     A frame leaves `source` when that node's token bucket lets it, passes the bucket of `destination`, and is delayed.
-    Frames of one throttle keep their order. now, sleep: the clock, in seconds.
+    One thread at a time may use it, and so frames keep their order. now, sleep: the clock, in seconds.
     """
 
     def __init__(
@@ -128,7 +128,6 @@ class Throttle:
         self._delay_s, self._jitter_s = settings.delay_s, settings.jitter_s
         self._state = SharedState(settings.state)
         self._random = random.Random(f"{settings.node} to {destination}")
-        self._last = 0.0
 
     def hold(self, size: int, ready: float) -> None:
         """Return when `size` bytes that were ready to leave at the monotonic time `ready` would have arrived.
@@ -139,7 +138,6 @@ class Throttle:
         arrival = self._reserve(size, ready) + self._delay_s
         if self._jitter_s:
             arrival += self._random.uniform(-self._jitter_s, self._jitter_s)
-        self._last = arrival = max(arrival, self._last)
         while (left := arrival - self._now()) > 0:
             self._sleep(left)
         while any(self._state.read(node).cut for node in (self._source, self._destination)):

@@ -32,20 +32,35 @@ def transfer(
     """Messages of `sizes` bytes from rank 0 to rank 1, `gap_s` seconds apart.
 
     Monotonic seconds when sending began and when the last had left (rank 0), or when each arrived (rank 1). tell: a
-    note when sending begins. silence_s: after which the peer counts as lost.
+    note when sending begins. silence_s: after which the peer counts as lost; that is a note too, and the rank stays a
+    while, so that the other finds out for itself.
     """
-    import numpy as np
     import torch.distributed as dist
 
+    from pipecomp.errors import LinkTimeoutError
     from pipecomp.stages.gloo import GlooTransport, neighbour_groups
 
     dist.init_process_group("gloo")
     transport = GlooTransport(neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1], timeout_s=silence_s)
     dist.barrier()
+    try:
+        times = _transfer(transport, rank, sizes, gap_s, note if tell else None)
+    except LinkTimeoutError:
+        note("silence")
+        time.sleep(2 * silence_s)
+        raise
+    transport.close()
+    dist.destroy_process_group()
+    return times
+
+
+def _transfer(transport: Any, rank: int, sizes: list[int], gap_s: float, note: Any) -> list[float]:
+    import numpy as np
+
     times = []
     if rank == 0:
         times.append(time.monotonic())
-        if tell:
+        if note is not None:
             note("sending")
         for size in sizes:
             transport.send(np.zeros(size, dtype=np.uint8))
@@ -58,8 +73,6 @@ def transfer(
             assert transport.recv().size == size
             times.append(time.monotonic())
         transport.send(np.zeros(1, dtype=np.uint8))
-    transport.close()
-    dist.destroy_process_group()
     return times
 
 

@@ -116,12 +116,17 @@ def test_a_cut_ends(software):
 
 @FORMS
 def test_a_cut_for_good_shows_as_silence(software):
+    notes = []
     with Lab(nodes=2, software=software, cuts=["1@0s"] if software else ()) as lab:
+
         def on_note(rank, value):
-            lab.cut(1)
+            notes.append((rank, value))
+            if not software and value == "sending":
+                lab.cut(1)
 
         with pytest.raises(RankFailedError, match=LinkTimeoutError.__name__):
-            lab.run(transfer, [300_000] * 4, 0.1, True, 2.0, timeout_s=100, on_line=quiet, on_note=on_note)
+            lab.run(transfer, [300_000] * 4, 0.1, True, 3.0, timeout_s=150, on_line=quiet, on_note=on_note)
+    assert (1, "silence") in notes
 
 
 # -- training
@@ -220,9 +225,10 @@ def test_ctrl_c_takes_the_lab_down():
 
 
 @needs_kernel
-def test_the_next_lab_removes_what_a_killed_one_left():
+def test_the_next_lab_removes_what_a_killed_one_left(monkeypatch):
     running, name = start_command()
     daemons = processes_in([f"{name}-n0", f"{name}-n1"])
+    monkeypatch.setenv("PIPECOMP_NETLAB", "an outer lab's")
     with Lab(nodes=2) as other:
         assert left_over(name)  # its process lives
         running.kill()
