@@ -46,6 +46,7 @@ PAPERS_REDUCE_MS = {  # the bars "reduce" of Figure 15, from its published plot
 LAB_METHODS = "none,fp16,global_qsgd,qsgd_mn,qsgd_mn_ts,grandk_mn,qsgd,double_squeeze"
 LAB_SIZE = 6_553_600
 LAB_LATENCY_S = 2e-4
+BUSY = "The machine had other work to do when this was taken: times are longer than they need be, unevenly."
 Parts = dict[str, float]
 
 
@@ -55,7 +56,7 @@ def measure(seconds: float, rates: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "command": "python benchmarks/breakdown.py " + " ".join(sys.argv[1:]),
         "machine": f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
-        "load": os.getloadavg()[0],
+        "load": [os.getloadavg()[0]],
         "buckets": bench_allreduce(seconds=seconds),
         "networks": bench_allreduce(sizes=networks, variants=FIGURE_15, seconds=seconds),
         # with one rank PowerSGD has nothing to wait for: what it takes then is its arithmetic
@@ -69,6 +70,7 @@ def measure(seconds: float, rates: list[str]) -> dict[str, Any]:
             methods = variants_of(LAB_METHODS)
             rows = bench_allreduce(sizes=[LAB_SIZE], variants=methods, seconds=seconds, run=partial(_in_lab, lab))
             found["lab"][rate] = {"bits_per_s": lab.shape.up[0], "rows": rows}
+    found["load"].append(os.getloadavg()[0])
     return found
 
 
@@ -185,7 +187,8 @@ def markdown(found: dict[str, Any], parts: dict[str, dict[str, dict[str, Parts]]
     text = (RESULTS.parent / "breakdown_page.md").read_text()
     sections = {
         "COMMAND": [found["command"]],
-        "MACHINE": [f"{found['machine']}, load average {found['load']:.1f} at the start"],
+        "MACHINE": [f"{found['machine']}, load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after"],
+        "BUSY": [BUSY] if found["load"][0] > 1 else [],
         "BUCKETS": bucket_lines(found["buckets"]),
         "LAB": lab_lines(found["lab"]) or ["Not measured: `--lab` was not given.", ""],
         "BREAKDOWN": breakdown_lines(parts),

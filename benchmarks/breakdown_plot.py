@@ -26,7 +26,7 @@ def plot_parts(parts: dict[str, dict[str, dict[str, dict[str, float]]]], file: P
             where = "measured, 2 ranks on this machine" if place == "here" else f"predicted, 4 ranks at {place}"
             axis.set_title(f"{network}: {where}", fontsize=10)
             axis.set_xlabel("ms")
-    axes[0][0].legend(loc="lower right", fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLORS))
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
