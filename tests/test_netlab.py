@@ -358,7 +358,9 @@ def test_each_direction_has_its_queue(tmp_path):
     assert queues(fake, "port1") == [f"root tbf rate {down}bit burst 50000 limit {50000 + 1250000}"]
     for name in ("lab-n0", "lab-n1"):
         assert any(text.startswith(f"tc -n {name} qdisc") for text in fake.commands)
-    assert (tmp_path / "netns" / "lab-n1" / "hosts").read_text().endswith("198.18.0.1 node0\n198.18.0.2 node1\n")
+    hosts = (tmp_path / "netns" / "lab-n1" / "hosts").read_text().splitlines()
+    assert hosts[-2:] == ["198.18.0.2 node1", "::ffff:198.18.0.2 node1"]
+    assert any("localhost" in line for line in hosts[:-4])
 
 
 def test_the_kernel_delays_what_nodes_send_where_it_can(tmp_path):

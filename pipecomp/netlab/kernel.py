@@ -142,11 +142,14 @@ class KernelNetwork:
             self._name_nodes(name)
 
     def _name_nodes(self, namespace: str) -> None:
-        # `ip netns exec` shows this as /etc/hosts. Without names, torch warns of every connection.
-        hosts = "".join(f"{self.address(node)} node{node}\n" for node in range(self._shape.nodes))
+        # `ip netns exec` shows this as /etc/hosts. Without names, torch warns of every connection, which it looks up as
+        # an IPv4 address within IPv6.
+        hosts = Path("/etc/hosts").read_text().rstrip("\n") if Path("/etc/hosts").exists() else "127.0.0.1 localhost"
+        for node in range(self._shape.nodes):
+            hosts += f"\n{self.address(node)} node{node}\n::ffff:{self.address(node)} node{node}"
         folder = CONFIGURATION / namespace
         folder.mkdir(parents=True)
-        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        (folder / "hosts").write_text(f"{hosts}\n")
 
     def _without_ipv6(self, namespace: str, interface: str) -> None:
         # An IPv6 address announces itself: only the nodes' own bytes shall be counted.
