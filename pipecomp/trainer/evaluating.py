@@ -49,7 +49,7 @@ class EvaluatingTrainer(EngineTrainer):
         engine, args = self.engine, self.args
         loader = EvalLoader(
             self._samples(data, name), args.per_device_eval_batch_size, self._data_seed, loader_options(args),
-            replicas=self.replicas, replica=engine.grid.data_parallel_id,
+            drop_last=args.dataloader_drop_last, replicas=self.replicas, replica=engine.grid.data_parallel_id,
         )  # fmt: skip
         self.callback_handler.eval_dataloader = loader
         evaluation = Evaluation(

@@ -182,15 +182,27 @@ class EvalLoader:
     """The micro-batches of an evaluation: number b of replica r of n is micro-batch r + b·n of the dataset."""
 
     def __init__(
-        self, samples: Samples, micro_batch: int, seed: int, options: dict[str, Any], *, replicas: int, replica: int
+        self,
+        samples: Samples,
+        micro_batch: int,
+        seed: int,
+        options: dict[str, Any],
+        *,
+        drop_last: bool = False,
+        replicas: int = 1,
+        replica: int = 0,
     ) -> None:
-        """Iterating gives this replica's; the length is that of all replicas together."""
+        """Iterating gives this replica's; the length is that of all replicas together. drop_last: without a last one
+        that is short, which is Trainer's way too."""
         self.dataset, self.samples = samples.data, len(samples.data)
         self._size, self._batches, self._options = micro_batch, _Batches(samples, seed, EVALUATION), options
-        self.own = range(replica, len(self), replicas)
+        self._length = self.samples // micro_batch if drop_last else -(-self.samples // micro_batch)
+        if self._length == 0:
+            raise DataError(f"{self.samples} samples do not fill a micro-batch of {micro_batch}: dataloader_drop_last")
+        self.own = range(replica, self._length, replicas)
 
     def __len__(self) -> int:
-        return -(-self.samples // self._size)
+        return self._length
 
     def __iter__(self) -> Iterator[MicroBatch]:
         places = ((n, list(range(n * self._size, min((n + 1) * self._size, self.samples)))) for n in self.own)
