@@ -89,8 +89,10 @@ def doctor(
 ) -> None:  # fmt: skip
     """Check this machine, and the links between machines if a launcher starts this on each; exit status 1 for problems.
 
-    On two machines, with the address of the first: torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 (or 1)
-    --master-addr ADDRESS -m pipecomp.cli doctor
+    On each of two machines: torchrun --nnodes 2 --node-rank 0 (on the second: 1) --master-addr ADDRESS-OF-THE-FIRST
+    -m pipecomp.cli doctor
+
+    With DeepSpeed's launcher: deepspeed --hostfile FILE --no_local_rank --module pipecomp.cli doctor
     """
     from pipecomp.doctor.examination import examine
     from pipecomp.doctor.report import print_report

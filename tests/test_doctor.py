@@ -596,7 +596,7 @@ class FakePeer:
         return data
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     out=st.floats(3e5, 1e11), back=st.floats(3e5, 1e11), delay=st.floats(0, 0.3), ahead=st.floats(-1000, 1000)
 )  # fmt: skip
@@ -681,12 +681,12 @@ def test_two_ranks_here_that_fail(quick, monkeypatch):
     expect(told[-1], PROBLEM, "no loopback")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_whole_command_on_this_machine(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, "-m", "pipecomp.cli", "doctor", "--json", "--store", str(tmp_path / "messages")],
-        capture_output=True, text=True, timeout=280, env=environ, check=False,
+        capture_output=True, text=True, timeout=580, env=environ, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     findings = json.loads(done.stdout)
@@ -695,8 +695,8 @@ def test_the_whole_command_on_this_machine(tmp_path):
     checks = {f["check"] for f in findings}
     assert checks >= {
         "torch", "deepspeed", "transformers", "lmdb", "accelerate", "triton", "packages together", "imports",
-        "processor", "threads", "kernels on cpu", "interfaces", "gloo", "disk space", "file system", "disk speed",
-        "LMDB", "open files", "address space", "locked memory", "shared memory",
+        "processor", "threads", "kernels on cpu", "interfaces", "gloo interface", "disk space", "file system",
+        "disk speed", "LMDB", "open files", "address space", "locked memory", "shared memory",
     }  # fmt: skip
     assert checks & {"GPU", "GPU 0"}
     assert done.returncode == has_problem(Finding(**f) for f in findings), done.stdout

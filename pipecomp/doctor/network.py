@@ -13,6 +13,7 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
 from pipecomp.doctor.launch import Launch, is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+GLOO = "gloo interface"
 
 
 class Interface(NamedTuple):
@@ -77,7 +78,7 @@ def check_gloo(
             interface = interfaces.get(name)
             if interface is None or not interface.addresses or not interface.up:
                 what = "there is no such interface" if interface is None else "it is down or has no address"
-                return Finding("gloo", PROBLEM, f"{VARIABLE}={variable}, but {name}: {what}. Every run fails", export)
+                return Finding(GLOO, PROBLEM, f"{VARIABLE}={variable}, but {name}: {what}. Every run fails", export)
         addresses = [interfaces[name].addresses[0] for name in names]
         found = f"takes {', '.join(f'{n} ({a})' for n, a in zip(names, addresses, strict=True))}, as {VARIABLE} says"
     elif choice.address is None:
@@ -89,14 +90,14 @@ def check_gloo(
         name = holder or ("the loopback interface" if is_loopback(choice.address) else "an unknown interface")
         found = f"takes {name}: the host name {choice.hostname} is {choice.address}"
     if not all(is_loopback(address) for address in addresses):
-        return Finding("gloo", OK, found)
+        return Finding(GLOO, OK, found)
     if launch.several_machines:
         advice = f"{export}, on every machine the interface that leads to the others"
-        return Finding("gloo", WARNING, f"{found}. Other machines cannot be reached there", advice)
+        return Finding(GLOO, WARNING, f"{found}. Other machines cannot be reached there", advice)
     found = f"{found}. Enough for ranks on this machine"
     if launch.several_machines is False:
-        return Finding("gloo", OK, found)
-    return Finding("gloo", OK, found, f"With several machines: {export}, the interface that leads to the others")
+        return Finding(GLOO, OK, found)
+    return Finding(GLOO, OK, found, f"With several machines: {export}, the interface that leads to the others")
 
 
 def check_master(master: str, address: str | None, launch: Launch) -> Finding:

@@ -114,10 +114,10 @@ def check_joined(errors: Mapping[int, str], identities: Sequence[Identity]) -> F
 
 def _firewall(first: Identity, second: Identity) -> str:
     if first.machine == second.machine:
-        return "Look at the line gloo above; GLOO_SOCKET_IFNAME=lo serves ranks on one machine."
+        return "Look at the line gloo interface; GLOO_SOCKET_IFNAME=lo serves ranks on one machine."
     return (
-        "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo), "
-        "and all TCP ports must be open between the machines: gloo uses random ones."
+        "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo "
+        "interface), and all TCP ports must be open between the machines: gloo uses random ones."
     )
 
 
