@@ -150,7 +150,8 @@ def test_deepspeeds_launcher(tmp_path):
     script.write_text(
         "import glob, os, socket, time\n"
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'NODE_RANK', 'GLOO_SOCKET_IFNAME')\n"
-        "print('ranks', *[os.environ[name] for name in names], socket.gethostbyname('node1'), flush=True)\n"
+        "line = ' '.join(['ranks', *[os.environ[name] for name in names], socket.gethostbyname('node1')])\n"
+        "os.write(1, f'{line}\\n'.encode())\n"  # at once: both ranks of a node write to one pipe
         "open(os.path.join(os.path.dirname(__file__), os.environ['RANK'] + '.done'), 'w')\n"
         "while len(glob.glob(os.path.join(os.path.dirname(__file__), '*.done'))) < 4: time.sleep(0.05)\n"
         "raise SystemExit(4 if os.environ['RANK'] == '2' else 0)\n"
