@@ -121,8 +121,6 @@ def averager(
     name: str, n: int, seed: int, ranks: list[int], shapes: list[Any]
 ) -> tuple[Callable[[list[list[Any]]], list[Any]], Callable[[], dict[str, Any]]]:
     """How the workers' gradients become their mean, and the counters of the first worker."""
-    import queue
-
     import torch
 
     from pipecomp.allreduce import State
@@ -137,7 +135,7 @@ def averager(
 
         return over_processes, state.stats
 
-    mail: Any = {(a, b): queue.SimpleQueue() for a in range(n) for b in range(n)}
+    mail: Any = {}
     states = [State(group=LoopbackGroup(r, n, mail, timeout_s=300), seed=seed, **METHODS[name]) for r in range(n)]
 
     def in_process(grads: list[list[Any]]) -> list[Any]:

@@ -294,6 +294,31 @@ def bench_averages(
         )
 
 
+@bench.command("pipeline")
+def bench_steps(
+    rates: Annotated[str, typer.Option(help="How slow links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
+    lines: Annotated[str | None, typer.Option(help="Parts of the names of lines, with commas; by default all.")] = None,
+    stages: Annotated[int, typer.Option(help="Pipeline stages, a node each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Timed steps of each line.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often the lines take turns.")] = 1,
+    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Training steps over links of several rates, beside stock DeepSpeed (needs root: it makes network namespaces).
+
+    r is the time that one micro-batch's float32 messages take, both ways, over what a stage computes on it.
+    """
+    with _plain_errors():
+        from pipecomp.bench_pipeline import bench_pipeline, lines_of, pipeline_table, rates_of
+
+        rows = bench_pipeline(
+            lines=lines_of(lines), rates=rates_of(rates), stages=stages, steps=steps, rounds=rounds, delay=delay,
+            on_row=lambda row: console.print(f"r = {row['r']:g}, {row['line']}: {row['seconds']:.2f} s"),
+        )  # fmt: skip
+        _write_json(json_file, rows)
+        console.print(pipeline_table(rows))
+
+
 def _whole_numbers(key: str, text: str) -> list[int]:
     from pipecomp.errors import ConfigError
 

@@ -87,7 +87,7 @@ class ShardedSampler:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> None:
-        self._own = torch.arange(replica, samples, replicas)
+        self._own = torch.arange(samples)[replica::replicas]
         self._micro_batch, self._seed, self._replica, self._shuffle = micro_batch, seed, replica, shuffle
         if drop_last:
             self._own = self._own[: samples // replicas]

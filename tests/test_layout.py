@@ -17,23 +17,29 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 # An import may point to its own layer or to a lower one.
 LAYERS = [
     {"errors", "wire", "kernels", "local", "predict"},
-    {"config", "codecs", "stats", "data"},
+    {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab"},
     {"buffers"},
-    {"stages", "allreduce"},
-    {"schedule", "export", "failure", "engine", "optim", "build"},
-    {"trainer", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report", "recipe_text", "doctor"},
+    {"stages", "allreduce", "trace"},
+    {"schedule", "export", "failure", "optim", "replicas", "reduction", "reports", "engine", "build"},
+    {
+        "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
+        "recipe_text", "doctor",
+    },
     {"cli"},
 ]
 MAY_IMPORT = {
-    "deepspeed": {"engine", "schedule", "build", "recipe", "doctor"},
+    "deepspeed": {"engine", "reduction", "schedule", "build", "recipe", "doctor", "bench_pipeline", "trainer"},
     "lmdb": {"buffers"},
-    "transformers": {"stages", "trainer", "demo_task", "recipe", "recipe_text"},
+    "transformers": {"stages", "trainer", "callback", "demo_task", "recipe", "recipe_text"},
 }
 
 
 def modules() -> dict[str, Path]:
     """Dotted name -> file, of every module of the package."""
     found = {f"pipecomp.{p.stem}": p for p in (ROOT / "pipecomp").glob("*.py")}
+    for path in (ROOT / "pipecomp").glob("*/*.py"):
+        if not path.parent.is_symlink():
+            found[f"pipecomp.{path.parent.name}.{path.stem}"] = path
     for folder, package in FOLDERS.items():
         found |= {f"{package}.{p.stem}": p for p in (ROOT / folder).glob("*.py")}
     return found

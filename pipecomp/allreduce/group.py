@@ -93,6 +93,7 @@ class Group:
 
     def __init__(self, group: Any = None, *, timeout_s: float = 120.0) -> None:
         self.bytes_sent = 0
+        self._timeout_s = timeout_s
         self._call = 0
         self._channel = 0
         self.process_group: Any = None
@@ -108,6 +109,10 @@ class Group:
             if len(self.ranks) > 1:
                 mesh = _mesh(self.ranks, timeout_s)
                 self.process_group, self._channel = mesh.process_group, mesh.channels
+
+    def again(self) -> Group:
+        """The same ranks with messages of their own, for somebody else who may exchange at the same time."""
+        return Group(self.ranks, timeout_s=self._timeout_s)
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -12,24 +13,30 @@ from torch import Tensor
 
 from pipecomp.allreduce.group import Group, Pending
 
-Mail = dict[tuple[int, int], "queue.SimpleQueue[Tensor]"]
+Key = tuple[int, int, int, int]  # from, to, channel, number of the exchange on it
+Mail = dict[Key, "queue.SimpleQueue[Tensor]"]
 
 
 class _Arriving:
     """Something that `Pending` can wait for."""
 
-    def __init__(self, mail: queue.SimpleQueue[Tensor], target: Tensor, timeout_s: float) -> None:
-        self._mail, self._target, self._timeout_s = mail, target, timeout_s
+    def __init__(self, mail: Mail, key: Key, target: Tensor, timeout_s: float) -> None:
+        self._mail, self._key, self._target, self._timeout_s = mail, key, target, timeout_s
 
     def wait(self) -> None:
         """Fill the target; RuntimeError as torch raises it."""
         try:
-            found = self._mail.get(timeout=self._timeout_s)
+            found = _box(self._mail, self._key).get(timeout=self._timeout_s)
         except queue.Empty:
             raise RuntimeError(f"nothing arrived within {self._timeout_s:g} s") from None
+        del self._mail[self._key]
         if found.numel() != self._target.numel():
             raise RuntimeError(f"{found.numel()} bytes arrived, {self._target.numel()} were expected")
         self._target.copy_(found)
+
+
+def _box(mail: Mail, key: Key) -> queue.SimpleQueue[Tensor]:
+    return mail.setdefault(key, queue.SimpleQueue())
 
 
 class LoopbackGroup(Group):
@@ -37,26 +44,37 @@ class LoopbackGroup(Group):
 
     def __init__(self, rank: int, size: int, mail: Mail, *, timeout_s: float = 30.0) -> None:
         self.bytes_sent = 0
+        self.process_group = None
         self.ranks, self.rank = list(range(size)), rank
-        self._mail, self._timeout_s = mail, timeout_s
+        self._mail, self._timeout_s, self._exchanges = mail, timeout_s, 0
+        self._own_channel, self._channels = 0, itertools.count(1)
+
+    def again(self) -> LoopbackGroup:
+        """See Group."""
+        other = LoopbackGroup(self.rank, self.size, self._mail, timeout_s=self._timeout_s)
+        other._own_channel, other._channels = next(self._channels), self._channels
+        return other
 
     def exchange(self, outgoing: list[Tensor], incoming: list[int]) -> Pending:
         """As Group's: bytes are copied at once and wait in a queue."""
+        place = (self._own_channel, self._exchanges)
+        self._exchanges += 1
         received = [torch.empty(count, dtype=torch.uint8) for count in incoming]
         received[self.rank] = outgoing[self.rank]
         pending = Pending(received)
         for r in self._others():
             if outgoing[r].numel():
-                self._mail[self.rank, r].put(outgoing[r].clone())
+                _box(self._mail, (self.rank, r, *place)).put(outgoing[r].clone())
                 self.bytes_sent += outgoing[r].numel()
             if incoming[r]:
-                pending.receives.append((r, _Arriving(self._mail[r, self.rank], received[r], self._timeout_s)))
+                arriving = _Arriving(self._mail, (r, self.rank, *place), received[r], self._timeout_s)
+                pending.receives.append((r, arriving))
         return pending
 
 
 def run_threads(size: int, function: Callable[[LoopbackGroup], Any]) -> list[Any]:
     """What `function(group)` returned on each of `size` threads; the first error is raised."""
-    mail: Mail = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+    mail: Mail = {}
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 

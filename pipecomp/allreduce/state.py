@@ -58,7 +58,7 @@ class State:
         if self.options.exchanges_in_optimizer:
             raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
         self.seed = seed
-        self.group = group if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
+        self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
         self.memory = ErrorMemory()
         self._counters = Counters()
         self._calls = 0

@@ -1,0 +1,290 @@
+"""What `pipecomp bench pipeline` measures: a training step over links of several rates, beside stock DeepSpeed.
+
+Stages run in network namespaces of a lab (root needed), one thread each. r says how slow a link is: the time that the
+messages of one micro-batch take in float32, both directions added, over the time that one stage computes on it. All
+lines of one rate run in turn on the same lab; a line's steps are timed after two that are not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from pipecomp.errors import ConfigError
+from pipecomp.netlab.lab import Lab
+
+Row = dict[str, Any]
+UNTHROTTLED = 0.0
+RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
+_UNCOUNTED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The GPT-2 that is trained: blocks, width, tokens a sample; samples of one step."""
+
+    blocks: int = 4
+    width: int = 512
+    heads: int = 8
+    tokens: int = 256
+    vocabulary: int = 4096
+    samples: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One configuration. engine: "deepspeed" (stock) or "pipecomp". section: pipecomp's. dtype: "fp32" or "bf16"."""
+
+    name: str
+    engine: str = "pipecomp"
+    dtype: str = "fp32"
+    micro_batches: int = 8
+    replicas: int = 1
+    section: dict[str, Any] = field(default_factory=dict)
+
+
+def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
+    activations = {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward}
+    return {"activations": activations, "store": {"backend": backend}}
+
+
+LINES = (
+    Line(name="DeepSpeed FP32", engine="deepspeed"),
+    Line(name="DeepSpeed BF16", engine="deepspeed", dtype="bf16"),
+    Line(name="FP32"),
+    Line(name="FP32, 1F1B's number in flight", section={"in_flight": 1}),
+    Line(name="BF16", dtype="bf16"),
+    Line(name="DirectQ fw3 bw6", section={"activations": {"method": "direct", "forward_bits": 3, "backward_bits": 6}}),
+    Line(name="AQ-SGD fw3 bw6", section=_aqsgd(3, 6)),
+    Line(name="AQ-SGD fw3 bw6, 16 micro-batches", section=_aqsgd(3, 6), micro_batches=16),
+    Line(name="AQ-SGD fw2 bw4, 16 micro-batches", section=_aqsgd(2, 4), micro_batches=16),
+    Line(name="AQ-SGD fw3 bw6, memory store", section=_aqsgd(3, 6, "memory")),
+)
+
+
+def lines_of(text: str | None) -> tuple[Line, ...]:
+    """The lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none."""
+    parts = [part.strip().lower() for part in (text or "").split(",")]
+    chosen = tuple(line for line in LINES if any(part in line.name.lower() for part in parts))
+    if not chosen:
+        raise ConfigError("lines", text, ", ".join(line.name for line in LINES))
+    return chosen
+
+
+def rates_of(text: str) -> tuple[float, ...]:
+    """Values of r from "0,1,5.8"."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = (-1.0,)
+    if any(not 0 <= r <= 1000 for r in rates):
+        raise ConfigError("rates", text, "numbers from 0 (unthrottled) to 1000 with commas between them")
+    return rates
+
+
+def bench_pipeline(
+    *,
+    lines: Sequence[Line] = LINES,
+    rates: Sequence[float] = RATES,
+    stages: int = 2,
+    steps: int = 3,
+    rounds: int = 1,
+    delay: str | None = None,
+    model: Model | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Measure every line at every r in `rates` (0: unthrottled) and return one row for each.
+
+    A row: "line", "r", "bits_per_s" (None unthrottled), "seconds" (median step), "least", "most", "wait_s" and
+    "in_flight" (of the first stage), "compute_s" (of a micro-batch on one stage, mean over stages), "bytes" a step.
+    Raises NetlabError without root.
+    """
+    model = model or Model()
+    found: dict[tuple[float, str], list[Row]] = {}
+    compute_s = None
+    for r in sorted(rates, key=lambda rate: rate != UNTHROTTLED):
+        if r != UNTHROTTLED and compute_s is None:
+            compute_s = reference_compute(model, stages)
+        rate = None if r == UNTHROTTLED else int(8 * message_bytes(model) / (r * (compute_s or 1.0)))
+        for _ in range(rounds):
+            for line in lines:
+                row = _measure(line, model, stages, steps, rate, delay)
+                found.setdefault((r, line.name), []).append({"line": line.name, "r": r, "bits_per_s": rate, **row})
+                if r == UNTHROTTLED and line.name == "FP32":
+                    compute_s = row["compute_s"]
+    rows = []
+    for runs in found.values():
+        every = [s for run in runs for s in run.pop("steps")]
+        row = {**runs[-1], "seconds": statistics.median(every), "least": min(every), "most": max(every)}
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return rows
+
+
+def message_bytes(model: Model, micro_batches: int = 8) -> int:
+    """Float32 bytes of one micro-batch's activations and gradients together."""
+    return 2 * 4 * model.samples // micro_batches * model.tokens * model.width
+
+
+def reference_compute(model: Model, stages: int) -> float:
+    """Seconds that one stage computes on one micro-batch, from an unthrottled run without compression."""
+    return float(_measure(Line(name="FP32"), model, stages, 3, None, None)["compute_s"])
+
+
+def _measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
+    world = stages * line.replicas
+    with Lab(nodes=world, bandwidth=None if rate is None else f"{rate}bit", delay=delay) as lab:
+        before = sum(node.sent for node in lab.bytes())
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = lab.run(train, line, model, stages, steps, folder, timeout_s=1800)
+        sent = sum(node.sent for node in lab.bytes()) - before
+    times = [max(rank["steps"][i] for rank in ranks.values()) for i in range(steps)]
+    compute = [rank["compute_s"] for rank in ranks.values() if rank["compute_s"]]
+    return {
+        "steps": times,
+        "wait_s": ranks[0]["wait_s"],
+        "in_flight": ranks[0]["in_flight"],
+        "compute_s": statistics.mean(compute) if compute else None,
+        "bytes": sent / (steps + _UNCOUNTED + 1),
+        "loss": ranks[0]["loss"],
+    }
+
+
+def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: int, steps: int, folder: str) -> Row:
+    """One rank's steps: seconds of each, and what it waited and computed in the last one."""
+    import torch
+    import torch.distributed as dist
+
+    from pipecomp.demo_task import gpt2
+
+    torch.set_num_threads(1)
+    whole = gpt2(model.vocabulary, model.tokens, layers=model.blocks, width=model.width, heads=model.heads, seed=0)
+    whole.config.tie_word_embeddings = False
+    if hasattr(whole, "lm_head"):
+        whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocabulary, (model.samples * line.replicas, model.tokens), generator=draw)
+    start = _stock if line.engine == "deepspeed" else _ours
+    engine = start(line, whole, tokens, stages, folder)
+    seconds, loss = [], 0.0
+    before: dict[str, float] = {}
+    for step in range(steps + _UNCOUNTED):
+        if hasattr(engine, "comm_stats"):
+            before = engine.comm_stats()["seconds"]
+        dist.barrier()
+        began = time.perf_counter()
+        loss = float(engine.train_batch())
+        dist.barrier()
+        if step >= _UNCOUNTED:
+            seconds.append(time.perf_counter() - began)
+    row: Row = {"steps": seconds, "wait_s": None, "in_flight": None, "compute_s": None, "loss": loss}
+    if hasattr(engine, "comm_stats"):
+        stats = engine.comm_stats()
+        spent = {part: stats["seconds"][part] - before[part] for part in before}
+        row["wait_s"], row["in_flight"] = spent["wait"], stats["in_flight"]
+        row["compute_s"] = (spent["forward"] + spent["backward"]) / line.micro_batches
+        engine.close()
+    return row
+
+
+def _config(line: Line, model: Model) -> dict[str, Any]:
+    half = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return {
+        "train_micro_batch_size_per_gpu": model.samples // line.micro_batches,
+        "gradient_accumulation_steps": line.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        **(half if line.dtype == "bf16" else {}),
+    }
+
+
+def _ours(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
+    import pipecomp
+
+    section = {"tie": False, **line.section}
+    if section.get("store", {}).get("backend") == "lmdb":
+        section["store"] = {**section["store"], "path": folder}
+    config = {**_config(line, _model_of(line, tokens)), "pipecomp": section}
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    return pipecomp.initialize(whole, num_stages=stages, config=config, training_data=data)
+
+
+def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
+    """DeepSpeed's own engine on the same stages, with whole float messages."""
+    from pipecomp.build import join_processes  # before deepspeed, which asks it for its accelerator
+    from pipecomp.stages import default_loss, split
+
+    import deepspeed  # isort: skip
+    import torch  # isort: skip
+    from deepspeed.pipe import PipelineModule  # isort: skip
+
+    join_processes()
+
+    class First(torch.nn.Module):
+        def __init__(self, stage: Any) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, input_ids: Any) -> Any:
+            return self.stage({"input_ids": input_ids})["hidden_states"]
+
+    class Later(First):
+        def forward(self, hidden: Any) -> Any:
+            out = self.stage({"hidden_states": hidden, "attention_mask": None})
+            return out["hidden_states"] if isinstance(out, dict) else out
+
+    parts = split(whole, num_stages=stages)
+    layers = [First(parts[0]), *[Later(part) for part in parts[1:]]]
+    loss_fn = default_loss(parts[0].config)
+    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
+    config = _config(line, _model_of(line, tokens))
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    size = config["train_micro_batch_size_per_gpu"]
+    parts_of_step = tokens[: size * line.micro_batches].split(size)
+
+    def batches() -> Any:
+        while True:
+            yield from ((part, part) for part in parts_of_step)
+
+    iterator = batches()
+    train_batch = engine.train_batch
+    engine.train_batch = lambda: train_batch(iterator)
+    return engine
+
+
+def _model_of(line: Line, tokens: Any) -> Model:
+    return Model(samples=len(tokens) // line.replicas)
+
+
+def pipeline_table(rows: Sequence[Row]) -> Table:
+    """The rows for people, each beside stock DeepSpeed in float32 at the same link."""
+    base = {row["r"]: row["seconds"] for row in rows if row["line"] == "DeepSpeed FP32"}
+    free = {row["line"]: row["seconds"] for row in rows if row["r"] == UNTHROTTLED}
+    table = Table(title="Seconds of a training step")
+    for heading in (
+        "r",
+        "Mbit/s",
+        "line",
+        "seconds",
+        "least",
+        "most",
+        "× DeepSpeed FP32",
+        "of unthrottled",
+        "in flight",
+    ):
+        table.add_column(heading, justify="left" if heading == "line" else "right")
+    for row in rows:
+        mbit = "" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
+        faster = f"{base[row['r']] / row['seconds']:.2f}" if row["r"] in base else ""
+        share = f"{free[row['line']] / row['seconds']:.2f}" if row["line"] in free else ""
+        ahead = "" if row["in_flight"] is None else str(row["in_flight"])
+        times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most")]
+        table.add_row(f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead)
+    return table

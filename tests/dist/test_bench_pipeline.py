@@ -1,0 +1,45 @@
+"""`pipecomp bench pipeline` on a model that takes no time: every kind of line trains, over a slow link too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from pipecomp.bench_pipeline import LINES, Model, bench_pipeline, lines_of, message_bytes, pipeline_table, rates_of
+from pipecomp.errors import ConfigError
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+SMALL = Model(blocks=2, width=32, heads=2, tokens=16, vocabulary=64, samples=8)
+
+
+def test_lines_train_alike_over_a_slow_link():
+    if os.geteuid() != 0 or shutil.which("tc") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    wanted = [line for line in LINES if line.name in ("DeepSpeed FP32", "FP32", "AQ-SGD fw3 bw6")]
+    seen = []
+    rows = bench_pipeline(lines=wanted, rates=[5.8], steps=2, model=SMALL, on_row=seen.append)
+    assert seen == rows
+    stock, plain, small = rows
+    assert stock["loss"] == pytest.approx(plain["loss"], rel=0.002)  # it clips by the first stage's norm alone
+    assert small["loss"] == pytest.approx(plain["loss"], rel=0.02)
+    assert small["bytes"] < plain["bytes"]
+    for row in rows:
+        assert row["bits_per_s"] == rows[0]["bits_per_s"]
+        assert row["least"] <= row["seconds"] <= row["most"]
+    assert pipeline_table(rows).row_count == 3
+
+
+def test_what_r_means():
+    assert message_bytes(Model(samples=16, tokens=256, width=512), micro_batches=8) == 2 * 2 * 256 * 512 * 4
+
+
+def test_names_and_rates_are_checked():
+    assert lines_of(None) == LINES
+    assert [line.name for line in lines_of("deepspeed")] == ["DeepSpeed FP32", "DeepSpeed BF16"]
+    with pytest.raises(ConfigError, match="DeepSpeed FP32"):
+        lines_of("megatron")
+    assert rates_of("0,5.8") == (0.0, 5.8)
+    with pytest.raises(ConfigError, match="rates"):
+        rates_of("fast")
