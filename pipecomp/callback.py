@@ -5,7 +5,8 @@
 
 Trainer wraps the model in DistributedDataParallel (DDP); the callback registers `pipecomp.allreduce` there. With
 gradient accumulation DDP averages at each last micro-batch only, with autocast gradients are float32 as the weights
-are: neither needs anything here.
+are: neither needs anything here. With fp16 gradients are multiplied by the loss scale, and so is what error memories
+hold: when the scale halves, what one step left out counts double once.
 """
 
 from __future__ import annotations

@@ -219,12 +219,39 @@ def example(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     return {"plain": plain, "squeezed": squeezed}
 
 
+def scaling(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """DDP alone under float16 autocast: the first loss scale is too large for float16, the second is not."""
+    from pipecomp.allreduce import State, ddp_hook
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    state = State(**SQUEEZE)
+    ddp.register_comm_hook(state, ddp_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20)
+    draw = torch.Generator().manual_seed(rank)
+    out: dict[str, Any] = {"weights": [digest(model)], "scales": [], "norms": []}
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = ddp(torch.randn(6, 8, generator=draw)).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        out["weights"].append(digest(model))
+        out["scales"].append(scaler.get_scale())
+        out["norms"].append(state.memory.norm())
+    state.close()
+    return out
+
+
 Ran = tuple[Path, dict[int, dict[str, Any]]]
 
 
 def both(rank: int, world: int, note: Any, folder: str) -> tuple[dict[str, Any], ...]:
     """All trainings in one start of the processes: to import transformers takes longer than to train."""
-    works = (using, resuming, example)
+    works = (using, resuming, example, scaling)
     return tuple(work(rank, world, note, f"{folder}/{work.__name__}") for work in works)
 
 
@@ -250,6 +277,12 @@ def resumed(ran: Any) -> Ran:
 def examples(ran: Any) -> Ran:
     folder, ranks = ran
     return folder / "example", {rank: out[2] for rank, out in ranks.items()}
+
+
+@pytest.fixture(scope="module")
+def scaled(ran: Any) -> Ran:
+    folder, ranks = ran
+    return folder, {rank: out[3] for rank, out in ranks.items()}
 
 
 # -- logs, weights, bytes
@@ -327,6 +360,17 @@ def test_callbacks_that_were_added_earlier_get_it_too(used: Ran) -> None:
 def test_a_model_with_a_hook_is_refused(used: Ran) -> None:
     _, ranks = used
     assert all("hook" in out["two hooks"] for out in ranks.values())
+
+
+def test_all_ranks_skip_a_step_that_overflows_in_float16(scaled: Ran) -> None:
+    _, ranks = scaled
+    for out in ranks.values():
+        assert out["scales"] == [2.0**10] * 3
+        assert out["weights"][0] == out["weights"][1]
+        assert len(set(out["weights"])) == 3
+        assert out["norms"][0] == 0
+        assert 0 < out["norms"][2] < float("inf")
+    assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
 # -- resuming
