@@ -48,6 +48,8 @@ class Activations:
     first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8 quantizes it too.
     rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
     whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
+    rotation: a seeded Walsh–Hadamard rotation before quantizing activations themselves: the first visits of "aqsgd", if
+    these are quantized, or what "direct" sends.
     eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
     """
 
@@ -60,6 +62,7 @@ class Activations:
     group_size: int | None = None
     backward_top_k: float | None = None
     eval: str = "full"
+    rotation: bool = False
 
     METHODS: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "direct", "aqsgd")
     QUANTIZED: ClassVar[tuple[str, ...]] = ("direct", "aqsgd")
@@ -85,6 +88,11 @@ class Activations:
             ok = isinstance(k, (int, float)) and not isinstance(k, bool) and 0 < k <= 1
             _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
         _require_choice("activations.eval", self.eval, ("full", "fp16", "bf16", "direct"))
+        _require(isinstance(self.rotation, bool), "activations.rotation", self.rotation, "true or false")
+        if self.rotation:
+            something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
+            allowed = "false; true with 'direct', or with 'aqsgd' and a quantized first_visit"
+            _require(something, "activations.rotation", True, allowed)
         if self.rounding == "stochastic":
             _require(
                 self.scale == "max",
@@ -211,6 +219,7 @@ class Config:
             "method": a.method,
             "forward_bits": a.forward_bits,
             "first_visit": a.first_visit,
+            "rotation": a.rotation,
             "rounding": a.rounding,
             "scale": a.scale,
             "group_size": a.group_size,

@@ -26,6 +26,7 @@ from pipecomp.codecs import Cast, Codec, Quantized, TopK, wire_dtype
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
+from pipecomp.rotation import Rotated
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.transport import Transport
 from pipecomp.stats import LinkStats
@@ -69,8 +70,9 @@ class LinkEnd:
         self._pass_nonfinite = pass_nonfinite
         how = (a.rounding, a.scale, a.group_size)
         self._group_size = a.group_size
-        self._forward = Quantized(a.forward_bits, *how)
-        self._first = None if a.first_visit == "full" else Quantized(int(a.first_visit), *how)
+        whole = Rotated if a.rotation else Quantized  # for activations themselves
+        self._forward = (whole if a.method == "direct" else Quantized)(a.forward_bits, *how)
+        self._first = None if a.first_visit == "full" else whole(int(a.first_visit), *how)
         self._backward: Codec = Quantized(a.backward_bits, *how)
         if a.backward_top_k is not None:
             self._backward = TopK(a.backward_bits, a.backward_top_k, *how)

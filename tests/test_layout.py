@@ -17,7 +17,7 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 # An import may point to its own layer or to a lower one.
 LAYERS = [
     {"errors", "wire", "kernels", "local", "predict"},
-    {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab"},
+    {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "rotation"},
     {"buffers"},
     {"stages", "allreduce", "trace"},
     {"schedule", "export", "failure", "optim", "replicas", "reduction", "reports", "engine", "build"},

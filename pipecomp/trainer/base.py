@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
+from pipecomp.recipe import join
 from pipecomp.stages import plan
 from pipecomp.stages.architectures import architecture_of, head_name
 from pipecomp.stages.loading import resolve
@@ -65,9 +66,7 @@ class TrainerBase:
         arguments.check(self.args)
         if self.args.use_cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported, which is below
-        from pipecomp.build import join_processes
-
-        join_processes()
+        join(self.args)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo")
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
@@ -157,7 +156,7 @@ class TrainerBase:
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
-        return bool(self.args.local_process_index == 0)
+        return os.environ["LOCAL_RANK"] == "0"  # TrainingArguments knows it only with a GPU or use_cpu
 
     def _stateful(self) -> list[Any]:
         return [cb for cb in [*self.callback_handler.callbacks, self.control] if isinstance(cb, ExportableState)]

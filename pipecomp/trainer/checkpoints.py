@@ -192,22 +192,31 @@ def _copy(source: Path, target: Path) -> None:
 # -- old ones
 
 
-def rotate(args: Any, best: str | None, group: Any) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`, on every machine; every rank must call this."""
-    if args.save_total_limit is None:
+def rotate(output_dir: str, limit: int | None, best: str | None, group: Any) -> None:
+    """Delete the oldest checkpoints beyond `limit`, on every machine; every rank must call this."""
+    if limit is None:
         return
     dist.barrier(group=group)  # nobody is writing any more
-    pattern, output_dir = f"{PREFIX_CHECKPOINT_DIR}-*", Path(args.output_dir)
     gone: list[str] = []
     if dist.get_rank() == 0:
-        before = set(output_dir.glob(pattern))
-        rotate_checkpoints(args.output_dir, args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
-        gone = [path.name for path in before - set(output_dir.glob(pattern))]
-    remove([str(output_dir / name) for name in shared(gone, group)], args)
+        before = _folders(output_dir)
+        rotate_checkpoints(output_dir, limit, best_model_checkpoint=best, use_mtime=True)
+        gone = sorted(before - _folders(output_dir))
+    _remove(output_dir, shared(gone, group))
 
 
-def remove(folders: list[str], args: Any) -> None:
-    """Delete checkpoints on this machine; one rank of each does."""
-    if args.local_process_index == 0:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+def keep_only(output_dir: str, best: str, group: Any) -> None:
+    """Delete all checkpoints but this one, on every machine; every rank must call this."""
+    dist.barrier(group=group)
+    _remove(output_dir, sorted(shared(_folders(output_dir), group) - {Path(best).name}))
+
+
+def _folders(output_dir: str) -> set[str]:
+    return {path.name for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
+
+
+def _remove(output_dir: str, names: list[str]) -> None:
+    """One rank of each machine deletes there; on a common disk it does no harm that several do."""
+    if os.environ["LOCAL_RANK"] == "0":
+        for name in names:
+            shutil.rmtree(Path(output_dir) / name, ignore_errors=True)

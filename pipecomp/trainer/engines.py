@@ -162,7 +162,7 @@ class EngineTrainer(TrainerBase):
         self._reports()
         if self.rank == 0:
             self._write_state(Path(folder))
-        checkpoints.rotate(args, state.best_model_checkpoint, self.group)
+        checkpoints.rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, self.group)
 
     def _write_state(self, folder: Path) -> None:
         saved: dict[str, Any] = {}

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerControl, get_scheduler
 from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
     TrainOutput,
     compare_trainer_and_checkpoint_args,
     speed_metrics,
@@ -21,11 +19,16 @@ from transformers.trainer_utils import (
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.data import ShardedSampler
+from pipecomp.errors import ConfigError
 from pipecomp.trainer import checkpoints
 from pipecomp.trainer.evaluating import EvaluatingTrainer
 from pipecomp.trainer.feeding import LengthSampler, Samples, StepLoader, lengths_of, loader_options
 
 _log = transformers_logging.get_logger(__name__)
+_NOT_CALLED = (  # what subclasses of Trainer override
+    "compute_loss", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "evaluation_loop",
+    "get_eval_dataloader", "get_test_dataloader", "get_train_dataloader", "prediction_step", "training_step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,12 @@ class PipelineTrainer(EvaluatingTrainer):
     engine: the `pipecomp.PipelineEngine`. state, control, lr_scheduler: as Trainer's.
     Raises ConfigError, SplitError for the model and DataError for the data; later what the engine raises.
     """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for name in _NOT_CALLED:
+            if name in cls.__dict__:
+                raise ConfigError(f"{cls.__name__}.{name}", "a method", "none: this trainer does not call it")
 
     # -- training
 
@@ -268,8 +277,6 @@ class PipelineTrainer(EvaluatingTrainer):
         if args.load_best_model_at_end and best is not None:
             checkpoints.load_weights(self.engine, best)
         if args.save_total_limit == 1 and best is not None:
-            dist.barrier(group=self.group)
-            others = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-            checkpoints.remove([str(path) for path in others if path.name != Path(best).name], args)
+            checkpoints.keep_only(args.output_dir, best, self.group)
         self.control = self.callback_handler.on_train_end(args, state, self.control)
         return TrainOutput(state.global_step, loss, metrics)
