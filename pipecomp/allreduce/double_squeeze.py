@@ -16,6 +16,7 @@ from torch import Tensor
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.dense import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
 from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.errors import NonFiniteError
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 
@@ -79,14 +80,16 @@ class NearestCode:
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """The quantized mean and memory of the owner, which keeps the rest."""
-        mean = torch.zeros(count)
-        for data in parts:
+        mean = torch.empty(count)
+        self.dequantize(parts[0], count, out=mean)
+        for data in parts[1:]:
             self.dequantize(data, count, add_to=mean)
         e = self._owner_e[self._starts[start] : self._starts[start] + count]
         mean.div_(len(parts)).add_(e)
-        if count and float(mean.abs().max()) > LARGEST:  # the memory on top of values near the limit
+        try:
+            reduced = self.quantize(mean)
+        except NonFiniteError:  # the memory on top of values near the limit
             return self._not_a_number(count)
-        reduced = self.quantize(mean)
         self.dequantize(reduced, count, out=e)
         torch.sub(mean, e, out=e)
         return reduced
