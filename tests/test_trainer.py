@@ -297,6 +297,7 @@ def test_a_steps_micro_batches_are_made_ahead_and_handed_out_once() -> None:
     shapes = [batch.inputs["input_ids"].numel() for batch in ahead]
     assert loader.tokens == sum(shapes)
     assert loader.real_tokens == sum(int(batch.inputs["attention_mask"].sum()) for batch in ahead) < loader.tokens
+    loader.begin_step(2)
     loader.seek(8)
     assert content([next(handed)]) == content(list(islice(noisy(8), 1)))
 
@@ -343,6 +344,8 @@ def test_every_label_of_a_step_counts_alike(counts: list[int], causal: bool) -> 
         row = torch.full((12,), -100)
         places = torch.tensor([i for i in range(12) if i % 6 or not causal])
         row[places[torch.randperm(len(places))[:count]]] = torch.randint(0, 97, (count,))
+        if causal:
+            row[0] = 5  # nothing predicts a first token
         labels.append(row.view(2, 6))
         assert labels_in(labels[-1], causal=causal) == count
     loss.weigh(labels, 1, None, torch.device("cpu"))
@@ -370,7 +373,9 @@ def test_a_micro_batch_without_labels_reaches_the_other_stages() -> None:
     config = gpt2(1, 16).config
     config.architectures = ["GPT2LMHeadModel"]
     logits = torch.randn(1, 4, 97, requires_grad=True)
-    StepLoss(config)(logits, torch.full((1, 4), -100)).backward()
+    loss = StepLoss(config)(logits, torch.full((1, 4), -100))
+    assert float(loss) == 0
+    loss.backward()
     assert logits.grad is not None
     assert not logits.grad.any()
 

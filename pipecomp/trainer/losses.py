@@ -51,7 +51,7 @@ class StepLoss:
         """What the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
         count, (micro_batches, total) = labels_in(labels, causal=self.causal), self.share
         if count == 0:
-            return self.plain(logits, labels)  # its mean would be NaN; this is zero and still reaches the other stages
+            return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
         return self.plain(logits, labels) * (count * micro_batches / total)
 
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
