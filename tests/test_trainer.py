@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 sys.path.insert(0, str(Path(__file__).parent / "dist"))
@@ -176,6 +177,28 @@ def test_groups_of_all_stages_are_trainers(usual: TrainingArguments) -> None:
     assert set(found.values()) == {0.0, 0.3}
 
 
+def test_callbacks_take_up_what_the_checkpoint_has_of_them() -> None:
+    trainer, patient = object.__new__(PipelineTrainer), EarlyStoppingCallback(1)
+    handler = CallbackHandler([DefaultFlowCallback, patient], None, None, None, None)
+    trainer.callback_handler, trainer.control = handler, TrainerControl()
+    saved = EarlyStoppingCallback(4)
+    saved.early_stopping_patience_counter = 3
+    states = {"EarlyStoppingCallback": saved.state(), "TrainerControl": TrainerControl(should_save=True).state()}
+    trainer.state = TrainerState(stateful_callbacks=states | {"Other": {}})  # type: ignore[arg-type]
+    trainer._restore_callbacks()
+    found = handler.callbacks[1]
+    assert isinstance(handler.callbacks[0], DefaultFlowCallback)
+    assert (found.early_stopping_patience, found.early_stopping_patience_counter) == (4, 3)
+    assert trainer.control.should_save
+
+
+def test_methods_of_trainer_that_are_not_called() -> None:
+    with pytest.raises(ConfigError, match=r"Mine\.compute_loss"):
+
+        class Mine(PipelineTrainer):
+            def compute_loss(self) -> None: ...
+
+
 # -- data
 
 
@@ -283,6 +306,17 @@ def test_every_stage_makes_the_same_micro_batches_from_any_start() -> None:
 def test_worker_processes_make_the_same_micro_batches() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "fork", "prefetch_factor": 2}
     assert content(list(islice(noisy(options=options), 5))) == content(list(islice(noisy(), 5)))
+
+
+def test_micro_batches_are_pinned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x + 1000)  # a CPU pins nothing
+    (batch,) = noisy().begin_step(1)
+    pinned = pin_memory(batch)
+    assert pinned.ids == batch.ids
+    assert torch.equal(pinned.inputs["input_ids"], batch.inputs["input_ids"] + 1000)
+    assert torch.equal(pinned.labels, batch.labels + 1000)
 
 
 def test_a_steps_micro_batches_are_made_ahead_and_handed_out_once() -> None:

@@ -83,6 +83,9 @@ class TrainerBase:
             allowed = f"a divisor of the {self.world} processes of this run"
             raise ConfigError("num_stages", self.plan.num_stages, allowed)
         self.replicas = self.world // self.plan.num_stages
+        zero = self._config.get("zero_optimization", {})
+        if zero.get("stage") == 1:  # by default a buffer of 5e8 values, whatever the model
+            zero.setdefault("reduce_bucket_size", min(500_000_000, max(self.plan.parameters)))
         config = copy.deepcopy(source.config)
         config.architectures = [head_name(architecture_of(config), source.model_class)]
         self._loss = StepLoss(config, self.args.label_smoothing_factor)
