@@ -166,6 +166,12 @@ def _without_noise() -> Iterator[None]:
         deepspeed_logger.removeFilter(wanted)
 
 
+def ranks_here() -> int | None:
+    """How many ranks share this machine, as the launcher says; torchrun and deepspeed name it differently."""
+    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(found) if found else None
+
+
 def join_processes() -> None:
     """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless."""
     if "RANK" not in os.environ:
@@ -176,8 +182,7 @@ def join_processes() -> None:
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
     accelerator = get_accelerator()
-    # torchrun and deepspeed name differently how many ranks share this machine
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
+    local = ranks_here() or int(os.environ["WORLD_SIZE"])
     shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
     backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
     deepspeed.init_distributed(dist_backend=backend, verbose=False)

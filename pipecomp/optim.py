@@ -12,61 +12,24 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State
+from pipecomp.allreduce.buckets import Bucket, Piece, pack, views, zeros_for
 from pipecomp.allreduce.group import Group
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.gradient_config import Gradients
 
-BUCKET = 2**22  # values
 LARGEST = 2.0**60  # of a gradient: beyond it the square, and with it the variance, may leave float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EXCHANGE = ("freeze_step", "bits", "group_size")
 _NONE, _USABLE, _BAD = 0, 1, 2  # what a rank has as a parameter's gradient
 
 
-class Piece(NamedTuple):
-    """Values [start, end) of the flat parameter number `owner`."""
-
-    owner: int
-    start: int
-    end: int
-
-
-Bucket = tuple[Piece, ...]
 Listed = list[tuple[Tensor, dict[str, Any]]]  # all parameters, with their groups
-
-
-def pack(parameters: Iterable[tuple[int, int, Hashable]]) -> list[Bucket]:
-    """Buckets of at most 2**22 values for parameters (number, values, kind), in their order; kinds are not mixed."""
-    made: list[list[Piece]] = []
-    filling: dict[Hashable, tuple[list[Piece], int]] = {}
-    for owner, count, kind in parameters:
-        start = 0
-        while start < count:
-            pieces, room = filling.get(kind, ([], 0))
-            if not room:
-                pieces, room = [], BUCKET
-                made.append(pieces)
-            end = min(count, start + room)
-            pieces.append(Piece(owner, start, end))
-            filling[kind] = (pieces, room - (end - start))
-            start = end
-    return [tuple(pieces) for pieces in made]
-
-
-def zeros_for(bucket: Bucket, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A bucket's values, [d]."""
-    return torch.zeros(sum(piece.end - piece.start for piece in bucket), dtype=dtype, device=device)
-
-
-def views(bucket: Bucket, values_d: Tensor) -> list[tuple[Piece, Tensor]]:
-    """A bucket's values by piece."""
-    return list(zip(bucket, values_d.split([piece.end - piece.start for piece in bucket]), strict=True))
 
 
 class QuantizedAdam(torch.optim.Optimizer):

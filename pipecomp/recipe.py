@@ -118,16 +118,13 @@ def _say_once(line: str) -> None:
 
 def join(args: argparse.Namespace) -> None:
     """Join the other processes, share the cores of this machine among them, seed torch. Call it before all else."""
-    if "LOCAL_SIZE" in os.environ:  # what the deepspeed launcher calls it
-        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    from pipecomp.build import join_processes, ranks_here
+
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _cores() // local))
+        torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
     if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
         # Otherwise gloo takes the address that the host name resolves to, which need not be reachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-    from pipecomp.build import join_processes
 
     join_processes()
     torch.manual_seed((args.seed if args.seed is not None else DEFAULT_SEED) * 65536 + dist.get_rank())

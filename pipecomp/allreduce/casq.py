@@ -9,13 +9,12 @@ Source: ALGORITHMS section 2.5, with the paper's line 8 corrected: the value *wi
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.dense import on_device, on_host
+from pipecomp.allreduce.feedback import with_memory
 from pipecomp.allreduce.memory import ErrorMemory
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
@@ -43,15 +42,10 @@ class Casq:
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """See Method. With NaN or Inf on any rank all get NaN, and no memory changes."""
         d = x_d.numel()
-        with call.counters.part("quantize"):
-            e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
-            sum_d = self._memory.plus(x_d, e_d)
-            low, high = torch.aminmax(sum_d) if d else (torch.zeros(()), torch.zeros(()))
-        with call.counters.part("wait"):
-            limits = call.group.gather_numbers([float(low), float(high)])
-        if not all(abs(value) <= LARGEST for row in limits for value in row):
-            out_d.fill_(math.nan)
+        found = with_memory(x_d, out_d, self._memory, call, LARGEST)
+        if found is None:
             return
+        e_d, sum_d = found
         centers, counts = self._plan(sum_d, call)
         with call.counters.part("quantize"):
             bucket_of = self._bucket_hash(x_d, call)

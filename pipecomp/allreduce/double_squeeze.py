@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.dense import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
+from pipecomp.allreduce.feedback import with_memory
 from pipecomp.allreduce.memory import ErrorMemory
 from pipecomp.errors import NonFiniteError
 from pipecomp.gradient_config import Gradients
@@ -115,15 +116,10 @@ class DoubleSqueeze:
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """See Method. With NaN or Inf on any rank all get NaN, and no memory changes."""
         d, n = x_d.numel(), call.group.size
-        with call.counters.part("quantize"):
-            e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
-            sum_d = self._memory.plus(x_d, e_d)
-            low, high = torch.aminmax(sum_d) if d else (torch.zeros(()), torch.zeros(()))
-        with call.counters.part("wait"):
-            limits = call.group.gather_numbers([float(low), float(high)])
-        if not all(abs(value) <= LARGEST for row in limits for value in row):
-            out_d.fill_(math.nan)
+        found = with_memory(x_d, out_d, self._memory, call, LARGEST)
+        if found is None:
             return
+        e_d, sum_d = found
         owned = [chunks(piece, n)[call.group.rank] for piece in spans(0, d, piece_length(n))]
         starts, total = {}, 0
         for chunk in owned:
