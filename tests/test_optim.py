@@ -92,7 +92,7 @@ def mean_gradients(n: int, step: int) -> list[Tensor]:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("adam_w", [True, False])
 def test_before_the_freeze_it_is_torchs_adam_bit_for_bit(n: int, adam_w: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipecomp.allreduce.buckets, "BUCKET", 250)  # parameters over several buckets, and several in one
+    monkeypatch.setattr(pipecomp.allreduce.buckets, "BUCKET", 250)  # some parameters in several, and several in one
     options = {"lr": 3e-3, "betas": (0.8, 0.98), "eps": 1e-7}
 
     def groups(ps: list) -> list[dict]:
