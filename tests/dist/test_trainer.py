@@ -20,7 +20,7 @@ from small import gpt2, samples
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.local import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -281,7 +281,7 @@ def refused(folder: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("trainer")
-    return folder, run_ranks(2, everything, str(folder), timeout_s=280)
+    return folder, run_ranks(2, everything, str(folder), timeout_s=400)
 
 
 # -- transformers.Trainer
@@ -316,7 +316,7 @@ def test_trains_as_trainer_does(ran: Any, reference: Any, variant: str) -> None:
     model = type(trainer.model).from_pretrained(folder / variant / "model")
     ours, theirs = dict(model.named_parameters()), dict(trainer.model.named_parameters())
     assert ours.keys() == theirs.keys()
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-4
+    assert max(float((ours[name] - theirs[name]).detach().abs().max()) for name in ours) < 1e-4
 
 
 def test_replicas_train_as_one_with_all_their_samples(ran: Any, reference: Any) -> None:
