@@ -112,20 +112,22 @@ def bench_pipeline(
         if r != UNTHROTTLED and compute_s is None:
             compute_s = reference_compute(model, stages)
         rate = None if r == UNTHROTTLED else int(8 * message_bytes(model) / (r * (compute_s or 1.0)))
-        for _ in range(rounds):
+        for turn in range(rounds):
             for line in lines:
                 row = _measure(line, model, stages, steps, rate, delay)
                 found.setdefault((r, line.name), []).append({"line": line.name, "r": r, "bits_per_s": rate, **row})
                 if r == UNTHROTTLED and line.name == "FP32":
                     compute_s = row["compute_s"]
-    rows = []
-    for runs in found.values():
-        every = [s for run in runs for s in run.pop("steps")]
-        row = {**runs[-1], "seconds": statistics.median(every), "least": min(every), "most": max(every)}
-        rows.append(row)
-        if on_row is not None:
-            on_row(row)
-    return rows
+                if turn == rounds - 1 and on_row is not None:
+                    on_row(_summary(found[r, line.name]))
+    return [_summary(runs) for runs in found.values()]
+
+
+def _summary(runs: list[Row]) -> Row:
+    """All rounds of one line at one rate."""
+    every = [s for run in runs for s in run["steps"]]
+    times = {"seconds": statistics.median(every), "least": min(every), "most": max(every)}
+    return {**{k: v for k, v in runs[-1].items() if k != "steps"}, **times}
 
 
 def message_bytes(model: Model, micro_batches: int = 8) -> int:
