@@ -169,8 +169,7 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     torch.set_num_threads(1)
     whole = gpt2(model.vocabulary, model.tokens, layers=model.blocks, width=model.width, heads=model.heads, seed=0)
     whole.config.tie_word_embeddings = False
-    if hasattr(whole, "lm_head"):
-        whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
+    whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.vocabulary, (model.samples * line.replicas, model.tokens), generator=draw)
     start = _stock if line.engine == "deepspeed" else _ours
@@ -196,10 +195,10 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     return row
 
 
-def _config(line: Line, model: Model) -> dict[str, Any]:
+def _config(line: Line, tokens: Any) -> dict[str, Any]:
     half = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
     return {
-        "train_micro_batch_size_per_gpu": model.samples // line.micro_batches,
+        "train_micro_batch_size_per_gpu": len(tokens) // line.replicas // line.micro_batches,
         "gradient_accumulation_steps": line.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "steps_per_print": 10**9,
@@ -213,7 +212,7 @@ def _ours(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
     section = {"tie": False, **line.section}
     if section.get("store", {}).get("backend") == "lmdb":
         section["store"] = {**section["store"], "path": folder}
-    config = {**_config(line, _model_of(line, tokens)), "pipecomp": section}
+    config = {**_config(line, tokens), "pipecomp": section}
     data = [{"input_ids": row, "labels": row} for row in tokens]
     return pipecomp.initialize(whole, num_stages=stages, config=config, training_data=data)
 
@@ -246,7 +245,7 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
     layers = [First(parts[0]), *[Later(part) for part in parts[1:]]]
     loss_fn = default_loss(parts[0].config)
     module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
-    config = _config(line, _model_of(line, tokens))
+    config = _config(line, tokens)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
     size = config["train_micro_batch_size_per_gpu"]
     parts_of_step = tokens[: size * line.micro_batches].split(size)
@@ -259,10 +258,6 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
     train_batch = engine.train_batch
     engine.train_batch = lambda: train_batch(iterator)
     return engine
-
-
-def _model_of(line: Line, tokens: Any) -> Model:
-    return Model(samples=len(tokens) // line.replicas)
 
 
 def pipeline_table(rows: Sequence[Row]) -> Table:

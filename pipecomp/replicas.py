@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State, saving
+from pipecomp.allreduce.buckets import BUCKET
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.optim import QuantizedAdam
 from pipecomp.stages.planning import SplitPlan
-
-BUCKET = 1 << 22  # values: while one is copied, the one before it is on the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,10 @@ def _file(name: str, rank: int) -> str:
 
 
 def buckets(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients in order, those of one dtype together, in runs of about BUCKET values."""
+    """Gradients in order, those of one dtype together, in runs of about BUCKET values.
+
+    While one is copied, the one before it is on the link.
+    """
     out: list[list[Tensor]] = []
     for dtype in sorted({g.dtype for g in grads}, key=str):
         count = BUCKET

@@ -1,4 +1,4 @@
-"""What methods with error memory begin with: the values together with what was left out of them before."""
+"""What methods begin with that have no norm in common: are all values usable, and what was left out of them before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from pipecomp.allreduce.call import Call
 from pipecomp.allreduce.memory import ErrorMemory
 
 
+def within(x_d: Tensor, call: Call, largest: float) -> bool:
+    """Whether all values of all ranks are finite and at most `largest` in magnitude: the same answer everywhere."""
+    with call.counters.part("quantize"):
+        low, high = torch.aminmax(x_d) if x_d.numel() else (torch.zeros(()), torch.zeros(()))
+    with call.counters.part("wait"):
+        limits = call.group.gather_numbers([float(low), float(high)])
+    return all(abs(value) <= largest for row in limits for value in row)
+
+
 def with_memory(
     x_d: Tensor, out_d: Tensor, memory: ErrorMemory, call: Call, largest: float
 ) -> tuple[Tensor, Tensor] | None:
@@ -18,14 +27,10 @@ def with_memory(
 
     None if a sum of any rank is not finite or above `largest`: then out is NaN on all ranks, and no memory may change.
     """
-    d = x_d.numel()
     with call.counters.part("quantize"):
-        e_d = memory.worker(call.key, call.parts, d, x_d.device)
+        e_d = memory.worker(call.key, call.parts, x_d.numel(), x_d.device)
         sum_d = memory.plus(x_d, e_d)
-        low, high = torch.aminmax(sum_d) if d else (torch.zeros(()), torch.zeros(()))
-    with call.counters.part("wait"):
-        limits = call.group.gather_numbers([float(low), float(high)])
-    if all(abs(value) <= largest for row in limits for value in row):
+    if within(sum_d, call, largest):
         return e_d, sum_d
     out_d.fill_(math.nan)
     return None

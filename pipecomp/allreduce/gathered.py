@@ -6,7 +6,6 @@ to n − 1 others, which suits few ranks or few non-zeros.
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
@@ -163,8 +162,3 @@ def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: 
         out.div_(len(rows))
     with call.counters.part("wait"):
         sent.finish()
-
-
-def all_finite(norms: list[float]) -> bool:
-    """Whether every rank's values can be sent."""
-    return all(map(math.isfinite, norms))

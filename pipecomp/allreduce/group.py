@@ -157,14 +157,6 @@ class Group:
         pending.finish()
         return out
 
-    def gather_any(self, data: Tensor) -> list[Tensor]:
-        """Each rank's bytes (uint8, any number of them); of all ranks, on all ranks."""
-        counts = [int(row[0]) for row in self.gather_numbers([data.numel()])]
-        pending = self.gather(data, counts)
-        rows = pending.wait()
-        pending.finish()
-        return rows
-
     def broadcast(self, data: Tensor) -> Tensor:
         """The first rank's bytes, on all ranks; the others' `data` says how many."""
         first = self.rank == 0

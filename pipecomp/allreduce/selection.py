@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call, Method
+from pipecomp.allreduce.feedback import within
 from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.allreduce.norms import LARGEST
 from pipecomp.gradient_config import Gradients
 
 _COORDINATES = 2  # what a random draw is for
@@ -56,7 +58,7 @@ class RandomK:
                 memory_d = self._memory.worker(call.key, call.parts, d, x_d.device)
                 chosen = chosen.to(torch.float32) + memory_d[index]
         mean = torch.empty(count, device=x_d.device)
-        if not self._all_finite(x_d, call):
+        if not within(x_d, call, LARGEST):  # also where nothing was chosen: loss scaling has to see it
             out_d.fill_(math.nan)
             return
         self._dense.mean(chosen, mean, call)
@@ -66,11 +68,3 @@ class RandomK:
                 memory_d[index] = 0
             out_d.zero_()
             out_d[index] = mean * (d / count) if self._rescale else mean
-
-    def _all_finite(self, x_d: Tensor, call: Call) -> bool:
-        """Whether no rank has NaN or Inf anywhere: also where nothing was chosen, loss scaling has to see it."""
-        with call.counters.part("quantize"):
-            low, high = torch.aminmax(x_d) if x_d.numel() else (torch.zeros(()), torch.zeros(()))
-        with call.counters.part("wait"):
-            rows = call.group.gather_numbers([float(low), float(high)])
-        return all(math.isfinite(value) for row in rows for value in row)
