@@ -14,10 +14,7 @@ import argparse
 import functools
 import hashlib
 import json
-import multiprocessing
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,31 +174,26 @@ def finished(path: Path, digest: str) -> list[dict[str, Any]]:
 def main() -> None:
     """See the top of the file."""
     from convergence_report import write_report
+    from jobs import work_off
 
     arguments = _arguments()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
     digest, kept = setup_digest(), arguments.cache / "runs.jsonl"
     arguments.cache.mkdir(parents=True, exist_ok=True)
     runs = finished(kept, digest)
     done = {(run["method"], run["stages"], run["seed"]) for run in runs}
     todo = [job for job in jobs(arguments.stages, arguments.seeds, arguments.only) if job not in done]
     report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
-    pool = ProcessPoolExecutor(arguments.workers, mp_context=multiprocessing.get_context("spawn"))
-    with pool, kept.open("a") as file:
-        waiting = [pool.submit(train, *job, arguments.data, arguments.cache) for job in todo]
-        for number, ready in enumerate(as_completed(waiting), 1):
-            run = ready.result()
-            runs.append(run)
-            print(json.dumps({**run, "setup": digest}), file=file, flush=True)
-            print(
-                f"{number}/{len(todo)}  {run['method']:<40} K={run['stages']} seed {run['seed']}  "
-                f"train {run['train_loss']:.4f}  held out {run['eval_loss']:.4f}  {run['cpu_seconds']:.0f} s",
-                flush=True,
-            )
-            report(runs)
-    if runs:
-        report(runs)
+    work_off(
+        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.workers, kept=kept,
+        stamp={"setup": digest}, line=_line, report=report,
+    )  # fmt: skip
+
+
+def _line(run: dict[str, Any]) -> str:
+    return (
+        f"{run['method']:<40} K={run['stages']} seed {run['seed']}  train {run['train_loss']:.4f}  "
+        f"held out {run['eval_loss']:.4f}  {run['cpu_seconds']:.0f} s"
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -13,11 +13,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +147,9 @@ def averager(
 def main() -> None:
     """See the top of the file."""
     from gradient_report import write_report
+    from jobs import work_off
 
     arguments = _arguments()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
     arguments.cache.mkdir(parents=True, exist_ok=True)
     kept = arguments.cache / "gradients.jsonl"
     runs = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
@@ -168,21 +164,17 @@ def main() -> None:
     ]
     todo = [job for job in every if job not in done]
     report = functools.partial(write_report, arguments.out, order=list(METHODS))
-    pool = ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn"))
-    with pool, kept.open("a") as file:
-        waiting = [pool.submit(train, *job, arguments.data, arguments.cache) for job in todo]
-        for number, ready in enumerate(as_completed(waiting), 1):
-            found = ready.result()
-            runs.append(found)
-            print(json.dumps(found), file=file, flush=True)
-            print(
-                f"{number}/{len(todo)}  {found['task']:<7} {found['method']:<48} n={found['n']} seed {found['seed']}  "
-                f"train {found['train_loss']:.4f}  {found['cpu_seconds']:.0f} s",
-                flush=True,
-            )
-            report(runs)
-    if runs:
-        report(runs)
+    work_off(
+        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.jobs, kept=kept, stamp={},
+        line=_line, report=report,
+    )  # fmt: skip
+
+
+def _line(run: dict[str, Any]) -> str:
+    return (
+        f"{run['task']:<7} {run['method']:<48} n={run['n']} seed {run['seed']}  train {run['train_loss']:.4f}  "
+        f"{run['cpu_seconds']:.0f} s"
+    )
 
 
 def _arguments() -> argparse.Namespace:

@@ -1,0 +1,45 @@
+"""Runs that are shared out among worker processes and kept as they finish, so that a stopped benchmark goes on."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+
+
+def work_off(
+    train: Callable[..., Run],
+    todo: Sequence[tuple[Any, ...]],
+    more: tuple[Any, ...],
+    runs: list[Run],
+    *,
+    workers: int,
+    kept: Path,
+    stamp: Run,
+    line: Callable[[Run], str],
+    report: Callable[[list[Run]], None],
+) -> None:
+    """Call `train(*job, *more)` for every job, one thread each, `workers` at a time.
+
+    A finished run is added to `runs` and, with `stamp`, to the file `kept`; `line(run)` is printed, and `report(runs)`
+    called, which is called at the end in any case if there are runs.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    with pool, kept.open("a") as file:
+        waiting = [pool.submit(train, *job, *more) for job in todo]
+        for number, ready in enumerate(as_completed(waiting), 1):
+            run = ready.result()
+            runs.append(run)
+            print(json.dumps({**run, **stamp}), file=file, flush=True)
+            print(f"{number}/{len(todo)}  {line(run)}", flush=True)
+            report(runs)
+    if runs:
+        report(runs)
