@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import time
 from dataclasses import dataclass, field
@@ -146,10 +145,11 @@ def _bytes(pipeline: Any) -> dict[str, int]:
 
 def setup_digest() -> str:
     """What runs must have in common to stand in one table."""
+    from jobs import digest
     from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
 
     values = [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
+    return digest(values)
 
 
 def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
@@ -163,29 +163,21 @@ def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int,
     return first + [(m.name, k, seed) for seed in range(seeds) for m, k in rest]
 
 
-def finished(path: Path, digest: str) -> list[dict[str, Any]]:
-    """The runs of this set-up that are kept."""
-    if not path.exists():
-        return []
-    runs = [json.loads(line) for line in path.read_text().splitlines()]
-    return [run for run in runs if run.pop("setup") == digest]
-
-
 def main() -> None:
     """See the top of the file."""
     from convergence_report import write_report
-    from jobs import work_off
+    from jobs import finished, work_off
 
     arguments = _arguments()
-    digest, kept = setup_digest(), arguments.cache / "runs.jsonl"
+    setup, kept = setup_digest(), arguments.cache / "runs.jsonl"
     arguments.cache.mkdir(parents=True, exist_ok=True)
-    runs = finished(kept, digest)
+    runs = finished(kept, setup)
     done = {(run["method"], run["stages"], run["seed"]) for run in runs}
     todo = [job for job in jobs(arguments.stages, arguments.seeds, arguments.only) if job not in done]
     report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
     work_off(
         train, todo, (arguments.data, arguments.cache), runs, workers=arguments.workers, kept=kept,
-        stamp={"setup": digest}, line=_line, report=report,
+        setup=setup, line=_line, report=report,
     )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path)
     return {
         "task": task_name,
         "method": name,
+        "options": METHODS[name],
         "n": n,
         "seed": seed,
         "cpu_seconds": time.process_time() - began,
@@ -144,15 +145,25 @@ def averager(
     return in_process, states[0].stats
 
 
+def setup_digest() -> str:
+    """Marks the settings of both tasks."""
+    from gradient_tasks import BATCH, EPOCHS, RATE
+    from jobs import digest
+    from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
+
+    return digest([BATCH, EPOCHS, RATE, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY])
+
+
 def main() -> None:
     """See the top of the file."""
     from gradient_report import write_report
-    from jobs import work_off
+    from jobs import finished, work_off
 
     arguments = _arguments()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     kept = arguments.cache / "gradients.jsonl"
-    runs = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    setup = setup_digest()
+    runs = [run for run in finished(kept, setup) if run["options"] == METHODS.get(run["method"])]
     done = {(r["task"], r["method"], r["n"], r["seed"]) for r in runs}
     chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
     every = [
@@ -165,7 +176,7 @@ def main() -> None:
     todo = [job for job in every if job not in done]
     report = functools.partial(write_report, arguments.out, order=list(METHODS))
     work_off(
-        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.jobs, kept=kept, stamp={},
+        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.jobs, kept=kept, setup=setup,
         line=_line, report=report,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,19 @@ from typing import Any
 Run = dict[str, Any]
 
 
+def digest(settings: Any) -> str:
+    """A short mark of plain settings, kept with every run so that runs of other settings are not mixed in."""
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+
+
+def finished(kept: Path, setup: str) -> list[Run]:
+    """The runs of this set-up that are kept."""
+    if not kept.exists():
+        return []
+    runs = [json.loads(line) for line in kept.read_text().splitlines()]
+    return [run for run in runs if run.pop("setup", None) == setup]
+
+
 def work_off(
     train: Callable[..., Run],
     todo: Sequence[tuple[Any, ...]],
@@ -21,13 +35,13 @@ def work_off(
     *,
     workers: int,
     kept: Path,
-    stamp: Run,
+    setup: str,
     line: Callable[[Run], str],
     report: Callable[[list[Run]], None],
 ) -> None:
     """Call `train(*job, *more)` for every job, one thread each, `workers` at a time.
 
-    A finished run is added to `runs` and, with `stamp`, to the file `kept`; `line(run)` is printed, and `report(runs)`
+    A finished run is added to `runs` and, marked with `setup`, to the file `kept`; `line(run)` is printed, and `report(runs)`
     called, which is called at the end in any case if there are runs.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -38,7 +52,7 @@ def work_off(
         for number, ready in enumerate(as_completed(waiting), 1):
             run = ready.result()
             runs.append(run)
-            print(json.dumps({**run, **stamp}), file=file, flush=True)
+            print(json.dumps({**run, "setup": setup}), file=file, flush=True)
             print(f"{number}/{len(todo)}  {line(run)}", flush=True)
             report(runs)
     if runs:
