@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -41,8 +41,8 @@ def work_off(
 ) -> None:
     """Call `train(*job, *more)` for every job, one thread each, `workers` at a time.
 
-    A finished run is added to `runs` and, marked with `setup`, to the file `kept`; `line(run)` is printed, and `report(runs)`
-    called, which is called at the end in any case if there are runs.
+    A finished run is added to `runs` and, marked with `setup`, to the file `kept`; `line(run)` is printed, and
+    `report(runs)` called, which is called at the end in any case if there are runs.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
