@@ -71,13 +71,13 @@ def _quantized(method: str, forward: int, backward: int) -> dict[str, Any]:
     return {"method": method, "forward_bits": forward, "backward_bits": backward}
 
 
-def ds_config(method: Method, seed: int, steps: int) -> dict[str, Any]:
+def ds_config(method: Method, seed: int, steps: int, warm_up: int = WARM_UP) -> dict[str, Any]:
     """The configuration, as `pipecomp.initialize` would take it."""
     section: dict[str, Any] = {"seed": seed, "activations": method.activations}
     if method.activations["method"] == "aqsgd":
         section["store"] = {"backend": "memory", **method.store}
     half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
-    schedule = {"total_num_steps": steps, "warmup_num_steps": WARM_UP, "warmup_max_lr": LEARNING_RATE}
+    schedule = {"total_num_steps": steps, "warmup_num_steps": warm_up, "warmup_max_lr": LEARNING_RATE}
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -90,6 +90,12 @@ def ds_config(method: Method, seed: int, steps: int) -> dict[str, Any]:
 
 
 def train(name: str, stages: int, seed: int, data: Path, cache: Path) -> dict[str, Any]:
+    """One run of a method of the table; plain values."""
+    method = next(m for m in methods() if m.name == name)
+    return fine_tune(method, stages, seed, EPOCHS, data, cache)
+
+
+def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, cache: Path) -> dict[str, Any]:
     """One run; plain values. Loads what it needs, so that it can be a process of its own."""
     import torch
 
@@ -101,30 +107,30 @@ def train(name: str, stages: int, seed: int, data: Path, cache: Path) -> dict[st
     from pipecomp.data import eval_batches
     from pipecomp.demo_task import Sequences
 
-    method = next(m for m in methods() if m.name == name)
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)
     training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
-    steps = EPOCHS * (len(training) // BATCH)
-    pipeline = InProcessPipeline(model, stages, ds_config(method, seed, steps), training)
+    steps = epochs * (len(training) // BATCH)
+    config = ds_config(method, seed, steps, WARM_UP * epochs // EPOCHS)
+    pipeline = InProcessPipeline(model, stages, config, training)
     began = time.process_time()
-    epochs: list[float] = []
+    losses_of: list[float] = []
     evaluations: list[float] = []
     first_epoch: dict[str, int] = {}
     with products_in_float32(method.bf16):
         before = float(pipeline.eval_batch(held_out))
-        for _ in range(EPOCHS):
+        for _ in range(epochs):
             losses = [float(pipeline.train_batch()) for _ in range(pipeline.steps_per_epoch)]
-            epochs.append(sum(losses) / len(losses))
+            losses_of.append(sum(losses) / len(losses))
             evaluations.append(float(pipeline.eval_batch(held_out)))
             first_epoch = first_epoch or _bytes(pipeline)
     if not pipeline.same_messages():
         raise AssertionError("the two ends of a link hold different messages")
     total = _bytes(pipeline)
     return {
-        "method": name, "stages": stages, "seed": seed,
-        "train_loss": epochs[-1], "eval_loss": evaluations[-1], "eval_loss_before": before,
-        "train_losses": epochs, "eval_losses": evaluations, **total,
+        "method": method.name, "stages": stages, "seed": seed,
+        "train_loss": losses_of[-1], "eval_loss": evaluations[-1], "eval_loss_before": before,
+        "train_losses": losses_of, "eval_losses": evaluations, **total,
         "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
         "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
         "store_bytes": pipeline.store_bytes(), "cpu_seconds": time.process_time() - began,

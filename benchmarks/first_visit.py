@@ -1,0 +1,84 @@
+"""What may a sample's first visit cost? Fine-tune with first visits of several bits, over 1, 2, 3 and 10 epochs.
+
+    python benchmarks/first_visit.py [--seeds 3] [--epochs 3 1 2 10] [--only NAME ...] [--workers 2]
+                                     [--data FOLDER] [--cache FOLDER] [--out FOLDER]
+
+The model, the data and the settings are those of convergence.py, with 4 stages and 2 bits forward, 4 back, where a bad
+first message has the most to spoil. What is finished is kept under --cache. Writes first_visit.md and first_visit.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+from convergence import Method, fine_tune, setup_digest
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES, FORWARD, BACKWARD = 4, 2, 4
+FIRST_BITS = (8, 6, 5, 4, 3)
+
+
+def methods() -> list[Method]:
+    """All lines of the table, in its order."""
+    bits = {"forward_bits": FORWARD, "backward_bits": BACKWARD}
+    lines = [Method("FP32", {"method": "none"}), Method("DirectQ", {"method": "direct", **bits})]
+    lines.append(Method("full", {"method": "aqsgd", **bits}))
+    for rotation in (False, True):
+        for first in FIRST_BITS:
+            extra: dict[str, Any] = {"first_visit": first, **({"rotation": True} if rotation else {})}
+            name = f"{first} bits{', rotated' if rotation else ''}"
+            lines.append(Method(name, {"method": "aqsgd", **bits, **extra}))
+    return lines
+
+
+def train(name: str, epochs: int, seed: int, data: Path, cache: Path) -> dict[str, Any]:
+    """One run; plain values."""
+    method = next(m for m in methods() if m.name == name)
+    return {**fine_tune(method, STAGES, seed, epochs, data, cache), "epochs": epochs}
+
+
+def main() -> None:
+    """See the top of the file."""
+    from first_visit_report import write_report
+    from jobs import finished, work_off
+
+    arguments = _arguments()
+    setup, kept = setup_digest(), arguments.cache / "first_visit.jsonl"
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    runs = finished(kept, setup)
+    done = {(run["method"], run["epochs"], run["seed"]) for run in runs}
+    names = [m.name for m in methods()]
+    chosen = [n for n in names if not arguments.only or any(part.lower() in n.lower() for part in arguments.only)]
+    every = [(n, epochs, seed) for epochs in arguments.epochs for seed in range(arguments.seeds) for n in chosen]
+    report = functools.partial(write_report, arguments.out, order=names)
+    work_off(
+        train, [job for job in every if job not in done], (arguments.data, arguments.cache), runs,
+        workers=arguments.workers, kept=kept, setup=setup, line=_line, report=report,
+    )  # fmt: skip
+
+
+def _line(run: dict[str, Any]) -> str:
+    return (
+        f"{run['epochs']:>2} epochs  {run['method']:<16} seed {run['seed']}  train {run['train_loss']:.4f}  "
+        f"held out {run['eval_loss']:.4f}  {run['cpu_seconds']:.0f} s"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="runs of every line (3)")
+    add("--epochs", type=int, nargs="+", default=[3, 1, 2, 10], metavar="N", help="lengths of training (3 1 2 10)")
+    add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
+    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
+    add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
