@@ -138,10 +138,11 @@ def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
         f"{torch.__version__}.",
         "",
         "The pre-trained GPT-2 of [convergence.md](convergence.md) and its settings, over 2 stages × 2 replicas in "
-        "four network namespaces; embeddings are tied across the stages. Training loss: mean over the last epoch, "
-        "± over seeds; above FP32: mean of the differences with the same seed. Sent: all ranks' bytes by the engine's "
-        "count, in MB, and how many times less than float32's; interfaces: what the kernel counted on the nodes' interfaces "
-        "meanwhile, so with TCP's headers and acknowledgements. quantized_adam sends float32 gradients for its first "
+        "four network namespaces; embeddings are tied across the stages. Training loss: mean over the last epoch, ± "
+        "over seeds; above FP32: mean of the differences with the same seed. Sent: all ranks' bytes by the engine's "
+        "count, in MB, and how many times less than float32's; interfaces: what the kernel counted on the nodes' "
+        "interfaces meanwhile, so with TCP's headers and acknowledgements. quantized_adam sends float32 gradients "
+        "for its first "
         f"{FREEZE_STEP} steps.",
         "",
         f"| {' | '.join(HEADINGS)} |",
