@@ -44,25 +44,40 @@ def linear_encode(
     return bitpack.pack_bits(torch.where(g_d < 0, offset - level_d, offset + level_d), bits)
 
 
-def linear_add_(total_d: Tensor, codes: Tensor, bits: int, offset: int) -> Tensor:
-    """total += l for packed codes, exactly, in place: int32 [d]."""
-    return total_d.add_(bitpack.unpack_bits(codes, bits, total_d.numel()) - offset)
+def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
+    """Sums of n workers' packed codes, exactly: uint8 [ceil(d * sum_bits / 8)] holding the sum of l, plus n * s."""
+    total_d = bitpack.unpack_bits(parts[0], bits, d)
+    for codes in parts[1:]:
+        total_d += bitpack.unpack_bits(codes, bits, d)
+    return bitpack.pack_bits(total_d, sum_bits)
 
 
-def linear_factors(norm: float, levels: tuple[int, ...], workers: int) -> list[float]:
-    """norm / (s * n) of each s, rounded to float32."""
-    exact = [norm / (s * workers) for s in levels]
+def linear_factors(norm: float, levels: tuple[int, ...], divisor: int) -> list[float]:
+    """norm / (s * divisor) of each s, rounded to float32."""
+    exact = [norm / (s * divisor) for s in levels]
     rounded: list[float] = torch.tensor(exact, dtype=torch.float64).to(torch.float32).tolist()
     return rounded
 
 
 def linear_decode(
-    total_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, workers: int, out: Tensor | None
+    codes: Tensor,
+    norm: float,
+    levels: tuple[int, ...],
+    index_d: Tensor | None,
+    bits: int,
+    workers: int,
+    divisor: int,
+    out_d: Tensor,
+    add: bool,
 ) -> Tensor:
-    """norm / (s * n) * total: int32 [d] to float32 [d] (`out`), one conversion and one multiply, each rounded."""
-    factor = torch.tensor(linear_factors(norm, levels, workers), dtype=torch.float32, device=total_d.device)
-    factor_d = factor[0] if index_d is None else factor[index_d.to(torch.int64)]
-    return torch.mul(total_d.to(torch.float32), factor_d, out=out)
+    """norm / (s * divisor) * sum of l of `workers` workers, into out (float32 [d]) or (`add`) added to what it holds.
+
+    One conversion, one multiply and one addition a value, each rounded.
+    """
+    sum_d = bitpack.unpack_bits(codes, bits, out_d.numel()) - workers * min(levels)
+    factor = torch.tensor(linear_factors(norm, levels, divisor), dtype=torch.float32, device=codes.device)
+    values_d = sum_d.to(torch.float32) * (factor[0] if index_d is None else factor[index_d.to(torch.int64)])
+    return out_d.add_(values_d) if add else out_d.copy_(values_d)
 
 
 def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
@@ -104,20 +119,23 @@ def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: in
     return pack_exponential(g_d < 0, e_d, bits)
 
 
-def exponential_factor(norm: float, workers: int) -> float:
-    """norm / n, rounded to float32: what +1 at exponent 1 + depth decodes to."""
-    return float(torch.tensor(norm / workers, dtype=torch.float64).to(torch.float32))
+def exponential_factor(norm: float, divisor: int) -> float:
+    """norm / divisor, rounded to float32: what +1 at exponent 1 + depth decodes to."""
+    return float(torch.tensor(norm / divisor, dtype=torch.float64).to(torch.float32))
 
 
 def exponential_decode(
-    codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int, out: Tensor | None
+    codes: Tensor, norm: float, bits: int, depth: int, divisor: int, out_d: Tensor, add: bool
 ) -> Tensor:
-    """sign * 2**-e * norm * 2**(1 + depth) / n: float32 [d], rounded once for the factor and once for a value."""
-    sign_d, e_d = unpack_exponential(codes, d, bits)
+    """sign * 2**-e * norm * 2**(1 + depth) / divisor into out (float32 [d]), or (`add`) added to what it holds.
+
+    Rounded once for the factor, once for a value and once for the addition.
+    """
+    sign_d, e_d = unpack_exponential(codes, out_d.numel(), bits)
     # sign * 2**(1 + depth - e) from its bits: a normal number for every e >= 1
     power_d = ((128 + depth - e_d) << 23 | sign_d << 31).view(torch.float32)
-    values_d = torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, workers))
-    return values_d if out is None else out.copy_(values_d)
+    values_d = torch.where(e_d == 0, 0.0, power_d * exponential_factor(norm, divisor))
+    return out_d.add_(values_d) if add else out_d.copy_(values_d)
 
 
 def chance(k_d: Tensor, seed: int, extension_seed: int) -> Tensor:

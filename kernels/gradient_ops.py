@@ -11,6 +11,7 @@ Source: arXiv:2305.18627 (Global-QSGD).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ __all__ = [
     "exponential_levels",
     "exponential_reduce_",
     "kmeans_assign",
-    "linear_add_",
     "linear_bits",
     "linear_decode",
     "linear_encode",
+    "linear_reduce",
     "multiscale_index",
     "tree_depth",
 ]
@@ -80,38 +81,55 @@ def linear_encode(
 
 
 @torch.no_grad()
-def linear_add_(
-    total: Tensor, codes: Tensor, levels: int, *, bits: int | None = None, backend: str = "auto"
+def linear_reduce(
+    parts: Sequence[Tensor], d: int, levels: int, *, bits: int | None = None, backend: str = "auto"
 ) -> Tensor:
-    """total += l for the codes of `linear_encode` (levels: the smallest s there): exact, int32 [d], in place."""
+    """Sums of n workers' codes of `linear_encode`, exact (levels: the smallest s there).
+
+    Returns uint8 [ceil(d * b / 8)], b = linear_bits(levels, n), holding the sum of l, plus n * s.
+    Source: ALGORITHMS 2.1.
+    """
     width = check_width(bits, check_levels(levels, None, 0))
-    if total.dtype != torch.int32 or total.dim() != 1:
-        raise ShapeError(f"total: {total.dtype} {tuple(total.shape)}, allowed: torch.int32 [d]")
-    check_bytes(codes, total.numel(), width)
-    out: Tensor = dispatch.pick(backend, total, codes).linear_add_(total, codes, width, levels)
+    if not parts:
+        raise ConfigError("parts", [], "the codes of at least one worker")
+    sum_bits = linear_bits(levels, len(parts))
+    layout.check_bits(sum_bits, high=layout.MAX_PACK_BITS, key="bits of a sum")
+    for codes in parts:
+        check_bytes(codes, d, width)
+    out: Tensor = dispatch.pick(backend, *parts).linear_reduce(list(parts), d, width, sum_bits)
     return out
 
 
 @torch.no_grad()
 def linear_decode(
-    total: Tensor,
+    codes: Tensor,
+    d: int,
     norm: float,
     levels: int | tuple[int, ...],
     *,
+    bits: int | None = None,
     workers: int = 1,
+    divide: bool = True,
     scale_index: Tensor | None = None,
     out: Tensor | None = None,
+    add_to: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """norm / (s * n) * total: the mean over workers, float32 [d], new or in `out`; not finite if the norm is not."""
+    """norm / (s * n) * sum of l: values of `linear_encode`'s codes, or the workers' mean from `linear_reduce`'s sums.
+
+    bits: width of a code, by default linear_bits(min(levels), workers). divide: the mean, not the sum.
+    Returns float32 [d], new, in `out`, or add_to + values in `add_to`; not finite if the norm is not.
+    """
     check_workers(workers)
-    if total.dtype != torch.int32 or total.dim() != 1:
-        raise ShapeError(f"total: {total.dtype} {tuple(total.shape)}, allowed: torch.int32 [d]")
-    choices = check_levels(levels, scale_index, total.numel())
+    choices = check_levels(levels, scale_index, d)
+    width = check_width(bits, choices, workers)
+    check_bytes(codes, d, width)
     picked = None if scale_index is None else scale_index.reshape(-1)
-    check_out(out, total.numel())
-    tensors = [t for t in (total, picked, out) if t is not None]
-    values: Tensor = dispatch.pick(backend, *tensors).linear_decode(total, norm, choices, picked, workers, out)
+    target, add = check_target(out, add_to, codes, d)
+    tensors = (codes, target) if picked is None else (codes, target, picked)
+    chosen = dispatch.pick(backend, *tensors)
+    divisor = workers if divide else 1
+    values: Tensor = chosen.linear_decode(codes, norm, choices, picked, width, workers, divisor, target, add)
     return values
 
 
@@ -168,16 +186,20 @@ def exponential_decode(
     workers: int = 1,
     divide: bool = True,
     out: Tensor | None = None,
+    add_to: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Values of (reduced) codes, float32 [d], new or in `out`; `workers` as encoded. divide: the mean, not the sum."""
+    """Values of (reduced) codes; `workers` as encoded. divide: the mean, not the sum.
+
+    Returns float32 [d], new, in `out`, or add_to + values in `add_to`.
+    """
     depth = tree_depth(workers)
     check_exponential(bits, depth)
     check_bytes(codes, d, bits)
-    check_out(out, d)
+    target, add = check_target(out, add_to, codes, d)
     divisor = workers if divide else 1
-    tensors = [codes] if out is None else [codes, out]
-    values: Tensor = dispatch.pick(backend, *tensors).exponential_decode(codes, d, norm, bits, depth, divisor, out)
+    chosen = dispatch.pick(backend, codes, target)
+    values: Tensor = chosen.exponential_decode(codes, norm, bits, depth, divisor, target, add)
     return values
 
 
@@ -219,11 +241,14 @@ def check_levels(levels: int | tuple[int, ...], scale_index: Tensor | None, d: i
     return choices
 
 
-def check_width(bits: int | None, choices: tuple[int, ...]) -> int:
-    """Bits of a linear code; ConfigError unless they hold 2 * min(levels) + 1 values and are at most 8."""
-    least = linear_bits(min(choices))
+def check_width(bits: int | None, choices: tuple[int, ...], workers: int = 1) -> int:
+    """Bits of a linear code or of a sum of n of them; ConfigError unless they hold 2 * n * min(levels) + 1 values.
+
+    A code has at most 8 bits, a sum at most 24.
+    """
+    least = linear_bits(min(choices), workers)
     width = least if bits is None else bits
-    layout.check_bits(width, low=least, high=8)
+    layout.check_bits(width, low=least, high=8 if workers == 1 else layout.MAX_PACK_BITS)
     return width
 
 
@@ -244,10 +269,18 @@ def check_gradient(g: Tensor, norm: float) -> Tensor:
     return g.reshape(-1)
 
 
-def check_out(out: Tensor | None, d: int) -> None:
-    """Raise ShapeError unless out is None or contiguous float32 [d]."""
-    if out is not None and (out.dtype != torch.float32 or tuple(out.shape) != (d,) or not out.is_contiguous()):
-        raise ShapeError(f"out: {out.dtype} {tuple(out.shape)}, allowed: contiguous torch.float32 [{d}]")
+def check_target(out: Tensor | None, add_to: Tensor | None, codes: Tensor, d: int) -> tuple[Tensor, bool]:
+    """Where values go, and whether they are added there; raises unless that is contiguous float32 [d]."""
+    if out is not None and add_to is not None:
+        raise ConfigError("out", "a tensor", "None where add_to is given")
+    target, name = (out, "out") if add_to is None else (add_to, "add_to")
+    if target is None:
+        return torch.empty(d, dtype=torch.float32, device=codes.device), False
+    if target.dtype != torch.float32 or tuple(target.shape) != (d,) or not target.is_contiguous():
+        raise ShapeError(
+            f"{name}: {target.dtype} {tuple(target.shape)}, allowed: contiguous torch.float32 [{d}]"
+        )
+    return target, add_to is not None
 
 
 def check_bytes(codes: Tensor, d: int, bits: int) -> None:

@@ -80,14 +80,14 @@ Constants::Constants() {
             int from = i < bits ? i : i < 2 * bits ? 8 + i - bits : -1;
             pack_order[bits][i] = pack_order[bits][i + 16] = int8_t(from);
         }
+    }
+    for (int bits = 1; bits <= 16; bits++)
         for (int i = 0; i < 8; i++) {
-            const int at = i * bits / 8;
-            unpack_order[bits][4 * i] = int8_t(at);
-            unpack_order[bits][4 * i + 1] = int8_t(at < 7 ? at + 1 : -1);
-            unpack_order[bits][4 * i + 2] = unpack_order[bits][4 * i + 3] = -1;
+            const int at = i * bits / 8, last = (i * bits + bits - 1) / 8;
+            for (int byte = 0; byte < 4; byte++)
+                unpack_order[bits][4 * i + byte] = int8_t(at + byte <= last ? at + byte : -1);
             unpack_shift[bits][i] = i * bits % 8;
         }
-    }
 }
 
 const Constants constants;
@@ -230,8 +230,8 @@ extern "C" {
 
 #define PC_EXPORT __attribute__((visibility("default")))
 
-// Raised with every change of this interface; native.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 2; }
+// Raised with every change of this interface; native_library.py refuses another one.
+PC_EXPORT int32_t pipecomp_abi() { return 3; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -258,18 +258,14 @@ PC_EXPORT void pipecomp_linear_encode(const LinearArgs* a, int32_t isa, int32_t 
     parallel_range(threads, a->d, 32, [&](int64_t begin, int64_t end) { t.linear_encode(*a, begin, end); });
 }
 
-PC_EXPORT void pipecomp_linear_add(int32_t* total, const uint8_t* codes, int64_t d, int32_t bits, int32_t offset,
-                                   int32_t isa, int32_t threads) {
+PC_EXPORT void pipecomp_linear_reduce(const LinearReduceArgs* a, int32_t isa, int32_t threads) {
     const Table& t = table_of(isa);
-    parallel_range(threads, d, 32,
-                   [&](int64_t begin, int64_t end) { t.linear_add(total, codes, d, bits, offset, begin, end); });
+    parallel_range(threads, a->d, 32, [&](int64_t begin, int64_t end) { t.linear_reduce(*a, begin, end); });
 }
 
-PC_EXPORT void pipecomp_linear_decode(float* out, const int32_t* total, const uint8_t* index, const float* factors,
-                                      int64_t d, int32_t isa, int32_t threads) {
+PC_EXPORT void pipecomp_linear_decode(const LinearDecodeArgs* a, int32_t isa, int32_t threads) {
     const Table& t = table_of(isa);
-    parallel_range(threads, d, 32,
-                   [&](int64_t begin, int64_t end) { t.linear_decode(out, total, index, factors, begin, end); });
+    parallel_range(threads, a->d, 32, [&](int64_t begin, int64_t end) { t.linear_decode(*a, begin, end); });
 }
 
 PC_EXPORT void pipecomp_scale_index(uint8_t* out, const void* g, int32_t dtype, int64_t d, float norm,

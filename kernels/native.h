@@ -72,8 +72,8 @@ struct Constants {
     float high[9], low[9];
     int16_t pack_weight_1[9];
     int32_t pack_weight_2[9], pack_shift[9];
-    int8_t pack_order[9][32], unpack_order[9][32];
-    int32_t unpack_shift[9][8];
+    int8_t pack_order[9][32], unpack_order[17][32];
+    int32_t unpack_shift[17][8];
     Constants();
 };
 extern const Constants constants;
@@ -144,6 +144,23 @@ struct LinearArgs {
     int32_t dtype, offset, bits;
 };
 
+// Sums of `parts` workers' codes, each of `bits` bits, in `sum_bits` bits.
+struct LinearReduceArgs {
+    const uint8_t* const* codes;
+    uint8_t* out;
+    int64_t d;
+    int32_t parts, bits, sum_bits;
+};
+
+struct LinearDecodeArgs {
+    const uint8_t* codes;
+    const uint8_t* index;  // null: one factor for all
+    const float* factors;
+    float* out;
+    int64_t d;
+    int32_t bits, offset, add;
+};
+
 struct ExponentialArgs {
     const void* g;
     uint8_t* codes;
@@ -151,7 +168,7 @@ struct ExponentialArgs {
     int64_t d;
     uint64_t seed, start;
     float norm;  // encode: the norm; decode: the factor
-    int32_t dtype, bits, depth;
+    int32_t dtype, bits, depth, add;
 };
 
 struct ReduceArgs {
@@ -173,9 +190,8 @@ struct Table {
     void (*quantize)(const QuantizeArgs&, const Layout&, const Layout::Unit&, float scale, const uint8_t* limit);
     void (*dequantize)(const DequantizeArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit, bool stream);
     void (*linear_encode)(const LinearArgs&, int64_t begin, int64_t end);
-    void (*linear_add)(int32_t* total, const uint8_t* codes, int64_t d, int bits, int offset, int64_t begin, int64_t end);
-    void (*linear_decode)(float* out, const int32_t* total, const uint8_t* index, const float* factors, int64_t begin,
-                          int64_t end);
+    void (*linear_reduce)(const LinearReduceArgs&, int64_t begin, int64_t end);
+    void (*linear_decode)(const LinearDecodeArgs&, int64_t begin, int64_t end);
     void (*scale_index)(uint8_t* out, const void* g, int dtype, float norm, const float* levels, int count, int64_t begin,
                         int64_t end);
     void (*exponential_encode)(const ExponentialArgs&, int64_t begin, int64_t end);

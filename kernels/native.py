@@ -1,7 +1,6 @@
 """The native backend: C++ kernels for CPU tensors, called through ctypes, which releases the GIL for the call.
 
-The library is the optional extension of the package, `_native*.so` beside this file; `python -m pipecomp.kernels.build`
-makes it in a source tree. Threads: as many as torch uses, where there is enough to do; results do not depend on them.
+Threads: as many as torch uses, where there is enough to do; results do not depend on them.
 """
 
 from __future__ import annotations
@@ -9,101 +8,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipecomp.errors import KernelError
-from pipecomp.kernels import dithering, layout, reference, topk
+from pipecomp.kernels import layout, native_library, reference, topk
 from pipecomp.kernels.layout import Options
+from pipecomp.kernels.native_gradient import GradientKernels
+from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, QuantizeArgs
 from pipecomp.kernels.rng import MASK64
-
-ABI = 2
-ISAS = ("portable", "avx2", "avx512")
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
-
-class QuantizeArgs(ctypes.Structure):
-    """`QuantizeArgs` of native.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "m", "codes", "scales")),
-        *((name, c_int64) for name in ("x_stride", "m_stride", "rows", "H", "group")),
-        ("seed", c_uint64),
-        *((name, c_int32) for name in ("dtype", "bits", "rms", "stochastic", "bf16_scale")),
-    )
-
-
-class DequantizeArgs(ctypes.Structure):
-    """`DequantizeArgs` of native.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("codes", "scales", "out")),
-        *((name, c_int64) for name in ("out_stride", "rows", "H", "group")),
-        *((name, c_int32) for name in ("bits", "stochastic", "add")),
-    )
-
-
-class LinearArgs(ctypes.Structure):
-    """`LinearArgs` of native.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("g", "index", "levels", "codes")),
-        ("d", c_int64),
-        *((name, c_uint64) for name in ("seed", "start")),
-        ("norm", c_float),
-        *((name, c_int32) for name in ("dtype", "offset", "bits")),
-    )
-
-
-class ExponentialArgs(ctypes.Structure):
-    """`ExponentialArgs` of native.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("g", "codes", "out")),
-        ("d", c_int64),
-        *((name, c_uint64) for name in ("seed", "start")),
-        ("norm", c_float),
-        *((name, c_int32) for name in ("dtype", "bits", "depth")),
-    )
-
-
-class ReduceArgs(ctypes.Structure):
-    """`ReduceArgs` of native.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("a", "b")),
-        ("d", c_int64),
-        *((name, c_uint64) for name in ("seed", "extension_seed")),
-        ("bits", c_int32),
-    )
-
-
-PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
-    "abi": (c_int32, []),
-    "best_isa": (c_int32, []),
-    "quantize": (c_int64, [c_void_p, c_int32, c_int32]),
-    "dequantize": (None, [c_void_p, c_int32, c_int32]),
-    "linear_encode": (None, [c_void_p, c_int32, c_int32]),
-    "linear_add": (None, [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32]),
-    "linear_decode": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32]),
-    "scale_index": (None, [c_void_p, c_void_p, c_int32, c_int64, c_float, c_void_p, c_int32, c_int32, c_int32]),
-    "exponential_encode": (None, [c_void_p, c_int32, c_int32]),
-    "exponential_decode": (None, [c_void_p, c_int32, c_int32]),
-    "exponential_reduce": (None, [c_void_p, c_int32, c_int32]),
-    "kmeans_assign": (None, [c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]),
-    "pack": (None, [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32, c_int32]),
-    "unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
-    "select": (
-        c_int32,
-        [c_void_p, c_void_p, c_void_p, c_int32, *[c_int64] * 6, c_int32, c_int32],
-    ),
-    "crc32": (c_uint32, [c_uint32, c_void_p, c_int64]),
-}
 
 
 def row_stride(x: Tensor) -> int | None:
@@ -141,34 +57,8 @@ def rows_of(shape: Sequence[int]) -> int:
     return rows
 
 
-class Backend:
-    """The native kernels under the names that `dispatch` looks for, on one instruction set.
-
-    isa: "portable", "avx2" or "avx512"; None takes the best this CPU has. threads: None follows torch.
-    Raises KernelError if the library or this CPU does not have what is asked for.
-    """
-
-    def __init__(self, path: Path, isa: str | None = None, threads: int | None = None) -> None:
-        try:
-            self.library = ctypes.CDLL(str(path))
-            for name, (result, arguments) in PROTOTYPES.items():
-                function = getattr(self.library, f"pipecomp_{name}")
-                function.restype, function.argtypes = result, arguments
-        except (OSError, AttributeError) as error:
-            raise KernelError(f"native kernels: {path.name} does not load ({error})") from error
-        if self.library.pipecomp_abi() != ABI:
-            raise KernelError(f"native kernels: {path.name} is of another version, build it again")
-        best = self.library.pipecomp_best_isa()
-        self.isa = ISAS[best] if isa is None else isa
-        if self.isa not in ISAS[: best + 1]:
-            raise KernelError(f"native kernels: instruction set {isa!r}, allowed here: {', '.join(ISAS[: best + 1])}")
-        self.isa_index = ISAS.index(self.isa)
-        self.fixed_threads = threads
-
-    @property
-    def threads(self) -> int:
-        """Threads that a call may use."""
-        return torch.get_num_threads() if self.fixed_threads is None else self.fixed_threads
+class Backend(GradientKernels):
+    """The native kernels under the names that `dispatch` looks for, on one instruction set; see Library."""
 
     def quantize(self, x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
         """As `reference.quantize`."""
@@ -292,137 +182,6 @@ class Backend:
         crc: int = self.library.pipecomp_crc32(value & 0xFFFFFFFF, array.ctypes.data, array.size)
         return crc
 
-    def linear_encode(
-        self,
-        g_d: Tensor,
-        norm: float,
-        levels: tuple[int, ...],
-        index_d: Tensor | None,
-        bits: int,
-        seed: int,
-        start: int,
-    ) -> Tensor:
-        """As `dithering.linear_encode`."""
-        g_d = g_d.contiguous()
-        index_d = None if index_d is None else index_d.contiguous()
-        table = (c_float * len(levels))(*levels)
-        codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
-        args = LinearArgs(
-            g=g_d.data_ptr(),
-            index=None if index_d is None else index_d.data_ptr(),
-            levels=ctypes.addressof(table),
-            codes=codes.data_ptr(),
-            d=g_d.numel(),
-            seed=seed & MASK64,
-            start=start,
-            norm=norm,
-            dtype=DTYPES[g_d.dtype],
-            offset=min(levels),
-            bits=bits,
-        )
-        self.library.pipecomp_linear_encode(ctypes.byref(args), self.isa_index, self.threads)
-        return codes
-
-    def linear_add_(self, total_d: Tensor, codes: Tensor, bits: int, offset: int) -> Tensor:
-        """As `dithering.linear_add_`."""
-        total, codes = total_d.contiguous(), codes.contiguous()
-        d = total.numel()
-        self.library.pipecomp_linear_add(
-            total.data_ptr(), codes.data_ptr(), d, bits, offset, self.isa_index, self.threads
-        )
-        return total_d if total is total_d else total_d.copy_(total)
-
-    def linear_decode(
-        self,
-        total_d: Tensor,
-        norm: float,
-        levels: tuple[int, ...],
-        index_d: Tensor | None,
-        workers: int,
-        out: Tensor | None,
-    ) -> Tensor:
-        """As `dithering.linear_decode`."""
-        total_d = total_d.contiguous()
-        index_d = None if index_d is None else index_d.contiguous()
-        factors = (c_float * len(levels))(*dithering.linear_factors(norm, levels, workers))
-        out = torch.empty(total_d.numel(), dtype=torch.float32) if out is None else out
-        index = None if index_d is None else index_d.data_ptr()
-        self.library.pipecomp_linear_decode(
-            out.data_ptr(), total_d.data_ptr(), index, factors, out.numel(), self.isa_index, self.threads
-        )
-        return out
-
-    def scale_index(self, g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
-        """As `dithering.scale_index`."""
-        g_d = g_d.contiguous()
-        d, count = g_d.numel(), len(levels)
-        table = (c_float * count)(*levels)
-        out = torch.empty(d, dtype=torch.uint8)
-        dtype = DTYPES[g_d.dtype]
-        self.library.pipecomp_scale_index(
-            out.data_ptr(), g_d.data_ptr(), dtype, d, norm, table, count, self.isa_index, self.threads
-        )
-        return out
-
-    def exponential_encode(self, g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
-        """As `dithering.exponential_encode`."""
-        g_d = g_d.contiguous()
-        codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
-        args = ExponentialArgs(
-            g=g_d.data_ptr(),
-            codes=codes.data_ptr(),
-            d=g_d.numel(),
-            seed=seed & MASK64,
-            start=start,
-            norm=norm,
-            dtype=DTYPES[g_d.dtype],
-            bits=bits,
-            depth=depth,
-        )
-        self.library.pipecomp_exponential_encode(ctypes.byref(args), self.isa_index, self.threads)
-        return codes
-
-    def exponential_decode(
-        self, codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int, out: Tensor | None
-    ) -> Tensor:
-        """As `dithering.exponential_decode`."""
-        codes = codes.contiguous()
-        out = torch.empty(d, dtype=torch.float32) if out is None else out
-        factor = dithering.exponential_factor(norm, workers)
-        args = ExponentialArgs(codes=codes.data_ptr(), out=out.data_ptr(), d=d, norm=factor, bits=bits, depth=depth)
-        self.library.pipecomp_exponential_decode(ctypes.byref(args), self.isa_index, self.threads)
-        return out
-
-    def exponential_reduce_(self, a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
-        """As `dithering.exponential_reduce_`."""
-        target, b = a.contiguous(), b.contiguous()
-        args = ReduceArgs(
-            a=target.data_ptr(),
-            b=b.data_ptr(),
-            d=d,
-            seed=seed & MASK64,
-            extension_seed=dithering.extension(seed),
-            bits=bits,
-        )
-        self.library.pipecomp_exponential_reduce(ctypes.byref(args), self.isa_index, self.threads)
-        return a if target is a else a.copy_(target)
-
-    def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
-        """As `dithering.kmeans_assign`."""
-        x_d, bounds = x_d.contiguous(), bounds.contiguous()
-        d, count, dtype = x_d.numel(), bounds.numel(), DTYPES[x_d.dtype]
-        out = torch.empty(d, dtype=torch.uint8)
-        self.library.pipecomp_kmeans_assign(
-            out.data_ptr(), x_d.data_ptr(), dtype, d, bounds.data_ptr(), count, self.isa_index, self.threads
-        )
-        return out
-
-
-def library_path() -> Path | None:
-    """The built library beside this file, the newest if there are several; None if it was never built."""
-    found = [p for p in Path(__file__).resolve().parent.glob("_native*") if p.suffix in (".so", ".dylib", ".pyd")]
-    return max(found, key=lambda p: p.stat().st_mtime, default=None)
-
 
 def self_check(backend: Backend) -> None:
     """Raise KernelError unless the kernels give the reference's bytes on a small sample.
@@ -443,7 +202,7 @@ _lock = threading.Lock()
 
 @cache
 def _load() -> Backend | str:
-    path = library_path()
+    path = native_library.library_path()
     if path is None:
         return "native kernels are not built (no C++ compiler at install time?)"
     try:

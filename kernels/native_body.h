@@ -4,9 +4,10 @@
 #include "native_quantize.h"
 #include "native_gradient.h"
 #include "native_select.h"
+#include "native_linear.h"
 
 const Table table = {
-    measure,      sum_squares,        quantize,           dequantize,         linear_encode, linear_add, linear_decode,
-    scale_index,  exponential_encode, exponential_decode, exponential_reduce, kmeans_assign, pack,       unpack,
-    select,
+    measure,       sum_squares, quantize,           dequantize,         linear_encode,      linear_reduce,
+    linear_decode, scale_index, exponential_encode, exponential_decode, exponential_reduce, kmeans_assign,
+    pack,          unpack,      select,
 };

@@ -1,10 +1,21 @@
-// Data-parallel codes: linear and exponential dithering, Algorithm 2's reduce, exact sums. Included once per
-// instruction set. Values [begin, end) of a flat bucket, begin a multiple of 32; what dithering.py defines.
+// Data-parallel codes: linear and exponential dithering, Algorithm 2's reduce. Included once per instruction set.
+// Values [begin, end) of a flat bucket, begin a multiple of 32; what dithering.py defines.
 
 // Values at i ... i + 7 of a bucket that ends at `end`; zeros beyond.
 template <class T>
 INLINE F8 bucket8(const T* g, int64_t i, int64_t end) {
     return end - i >= 8 ? load8(g + i) : load_some(g + i, end - i);
+}
+
+// Decoded values, written or added to what is there.
+template <bool ADD>
+INLINE void put_values(float* out, F8 v) {
+    storeu(out, ADD ? load8(out) + v : v);
+}
+
+template <bool ADD>
+INLINE void put_some_values(float* out, F8 v, int64_t n) {
+    store_some(out, ADD ? load_some(out, n) + v : v, n);
 }
 
 INLINE F8 relative(F8 g, F8 divisor) { return minimum(F8(U8(g) & splat(0x7FFFFFFFu)) / divisor, splat(1.0f)); }
@@ -83,27 +94,6 @@ static void linear_encode(const LinearArgs& a, int64_t begin, int64_t end) {
 #undef CALL
 }
 
-static void linear_add(int32_t* total, const uint8_t* codes, int64_t d, int bits, int offset, int64_t begin,
-                       int64_t end) {
-    const Unpacker u = Unpacker::make(bits);
-    const U8 away = splat(uint32_t(offset));
-    const uint8_t* in = codes + begin / 8 * bits;
-    const uint8_t* limit = codes + (d * bits + 7) / 8;
-    int64_t i = begin;
-    for (; i + 8 <= end && limit - in >= 8; i += 8, in += bits)
-        storeu(total + i, loadu<U8>(total + i) + (U8(Unpacker::get(u, in)) - away));
-    for (; i < end; i += 8, in += bits) {
-        int64_t left = end - i < 8 ? end - i : 8;
-        U8 c = U8(Unpacker::get_some(u, in, (left * bits + 7) / 8)) - away;
-        for (int64_t t = 0; t < left; t++) total[i + t] = int32_t(uint32_t(total[i + t]) + c[t]);
-    }
-}
-
-static void linear_decode(float* out, const int32_t* total, const uint8_t* index, const float* factors, int64_t begin,
-                          int64_t end) {
-    for (int64_t i = begin; i < end; i++) out[i] = float(total[i]) * factors[index ? index[i] : 0];
-}
-
 static void scale_index(uint8_t* out, const void* g, int dtype, float norm, const float* levels, int count,
                         int64_t begin, int64_t end) {
     const F8 divisor = splat(norm > 0 ? norm : 1.0f);
@@ -158,7 +148,8 @@ static void exponential_encode(const ExponentialArgs& a, int64_t begin, int64_t 
 #undef CALL
 }
 
-static void exponential_decode(const ExponentialArgs& a, int64_t begin, int64_t end) {
+template <bool ADD>
+static void exponential_decode_values(const ExponentialArgs& a, int64_t begin, int64_t end) {
     const Unpacker u = Unpacker::make(a.bits);
     const I8 top = splat(int32_t((1 << (a.bits - 1)) - 1)), first = splat(int32_t(128 + a.depth));
     const F8 factor = splat(a.norm);
@@ -172,11 +163,17 @@ static void exponential_decode(const ExponentialArgs& a, int64_t begin, int64_t 
         U8 power = U8(first - e) << 23 | U8(c & ~top) << to_sign;
         return e == splat(int32_t(0)) ? F8{} : F8(power) * factor;
     };
-    for (; i + 8 <= end && limit - in >= 8; i += 8, in += bits) storeu(out + i, value(Unpacker::get(u, in)));
+    for (; i + 8 <= end && limit - in >= Unpacker::READS; i += 8, in += bits)
+        put_values<ADD>(out + i, value(Unpacker::get(u, in)));
     for (; i < end; i += 8, in += bits) {
         int64_t left = end - i < 8 ? end - i : 8;
-        store_some(out + i, value(Unpacker::get_some(u, in, (left * bits + 7) / 8)), left);
+        put_some_values<ADD>(out + i, value(Unpacker::get_some(u, in, (left * bits + 7) / 8)), left);
     }
+}
+
+static void exponential_decode(const ExponentialArgs& a, int64_t begin, int64_t end) {
+    if (a.add) return exponential_decode_values<true>(a, begin, end);
+    exponential_decode_values<false>(a, begin, end);
 }
 
 // One value of Algorithm 2: codes with `bits` bits, its byte of randomness and its index for the second stream.

@@ -223,7 +223,7 @@ static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* ou
     const C coder = C::make(scale, bits);
     const Unpacker unpacker = Unpacker::make(bits);
     int64_t i = 0;
-    for (; i + 8 <= n && limit - in >= 8; i += 8, in += bits) {
+    for (; i + 8 <= n && limit - in >= Unpacker::READS; i += 8, in += bits) {
         I8 c = CLASS == 3 ? Unpacker::raw(unpacker, in) : Unpacker::get(unpacker, in);
         F8 v = C::template decode<CLASS>(coder, c);
         if (ADD) v = load8(out + i) + v;

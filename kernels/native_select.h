@@ -18,6 +18,12 @@ static void pack_values(uint8_t* out, const T* values, int64_t n, int bits) {
             else Packer::put<8>(packer, c, out, limit);
         }
     }
+    if (bits > 8 && bits <= 16) {
+        typedef T V __attribute__((vector_size(8 * sizeof(T))));
+        const uint8_t* limit = out + (n * bits + 7) / 8;
+        for (; i + 8 <= n; i += 8, out += bits)
+            put_wide(I8(__builtin_convertvector(loadu<V>(values + i), U8) & splat(mask)), bits, out, limit);
+    }
     uint64_t word = 0;
     int have = 0;
     for (; i < n; i++) {
@@ -38,10 +44,10 @@ static void pack(uint8_t* out, const void* values, int value_bytes, int64_t n, i
 
 static void unpack(int32_t* out, const uint8_t* codes, int64_t n, int bits) {
     int64_t i = 0;
-    if (bits <= 8) {
+    if (bits <= 16) {
         const Unpacker u = Unpacker::make(bits);
         const uint8_t* limit = codes + (n * bits + 7) / 8;
-        for (; i + 8 <= n && limit - codes >= 8; i += 8, codes += bits) storeu(out + i, Unpacker::get(u, codes));
+        for (; i + 8 <= n && limit - codes >= Unpacker::READS; i += 8, codes += bits) storeu(out + i, Unpacker::get(u, codes));
     }
     const uint32_t mask = (1u << bits) - 1;
     uint64_t word = 0;

@@ -203,8 +203,31 @@ struct Packer {
 #endif
 };
 
-// Unpacks 8 codes of `bits` bits from 8 bytes of which the first `bits` count.
+// Packs 8 codes of `bits` bits, 9 to 16, to `bits` bytes at out, nothing else. Lanes hold codes below 2**bits.
+INLINE void put_wide(I8 c, int bits, uint8_t* out, const uint8_t* limit) {
+    uint64_t word[2];  // four codes each
+#if PC_AVX2
+    __m256i v = __m256i(c), odd = _mm256_sll_epi64(_mm256_srli_epi64(v, 32), _mm_cvtsi32_si128(bits));
+    v = _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi64x(0xFFFFFFFF)), odd);
+    v = _mm256_or_si256(v, _mm256_sll_epi64(_mm256_unpackhi_epi64(v, v), _mm_cvtsi32_si128(2 * bits)));
+    word[0] = uint64_t(_mm256_extract_epi64(v, 0));
+    word[1] = uint64_t(_mm256_extract_epi64(v, 2));
+#else
+    for (int i = 0; i < 2; i++) {
+        word[i] = 0;
+        for (int j = 0; j < 4; j++) word[i] |= uint64_t(uint32_t(c[4 * i + j])) << (j * bits);
+    }
+#endif
+    if (bits < 16) {
+        word[0] |= word[1] << (4 * bits);
+        word[1] >>= 64 - 4 * bits;
+    }
+    __builtin_memcpy(out, word, limit - out >= 16 ? 16 : size_t(bits));
+}
+
+// Unpacks 8 codes of `bits` bits, 1 to 16, from READS bytes of which the first `bits` count.
 struct Unpacker {
+    static constexpr int64_t READS = 16;
     int bits;
 #if PC_AVX2
     __m256i shuffle, shift, mask;
@@ -224,9 +247,8 @@ struct Unpacker {
     // Codes in the low bits of each lane; the bits above them are whatever follows.
     INLINE I8 raw(const Unpacker& u, const uint8_t* p) {
 #if PC_AVX2
-        int64_t word;
-        __builtin_memcpy(&word, p, 8);
-        return I8(_mm256_srlv_epi32(_mm256_shuffle_epi8(_mm256_set1_epi64x(word), u.shuffle), u.shift));
+        __m256i both = _mm256_broadcastsi128_si256(loadu<__m128i>(p));
+        return I8(_mm256_srlv_epi32(_mm256_shuffle_epi8(both, u.shuffle), u.shift));
 #else
         return get(u, p);
 #endif
@@ -236,18 +258,28 @@ struct Unpacker {
 #if PC_AVX2
         return I8(_mm256_and_si256(__m256i(raw(u, p)), u.mask));
 #else
+        const uint32_t mask = (1u << u.bits) - 1;
+        I8 c;
+        if (u.bits > 8) {
+            for (int j = 0; j < 8; j++) {
+                const int at = j * u.bits;
+                uint32_t word = p[at / 8] | uint32_t(p[at / 8 + 1]) << 8;
+                if (at % 8 + u.bits > 16) word |= uint32_t(p[at / 8 + 2]) << 16;
+                c[j] = int32_t(word >> (at % 8) & mask);
+            }
+            return c;
+        }
         uint64_t word = 0;
         for (int j = 0; j < u.bits; j++) word |= uint64_t(p[j]) << (8 * j);
-        I8 c;
-        for (int j = 0; j < 8; j++) c[j] = int32_t(word >> (j * u.bits) & ((1u << u.bits) - 1));
+        for (int j = 0; j < 8; j++) c[j] = int32_t(word >> (j * u.bits) & mask);
         return c;
 #endif
     }
 
-    // As get, where fewer than 8 bytes may be read.
+    // As get, where fewer than READS bytes may be read.
     INLINE I8 get_some(const Unpacker& u, const uint8_t* p, int64_t bytes) {
-        uint8_t part[8] = {};
-        __builtin_memcpy(part, p, size_t(bytes < 8 ? bytes : 8));
+        uint8_t part[READS] = {};
+        __builtin_memcpy(part, p, size_t(bytes < READS ? bytes : READS));
         return get(u, part);
     }
 };

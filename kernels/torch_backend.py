@@ -8,9 +8,9 @@ from pipecomp.kernels.dithering import (
     exponential_encode,
     exponential_reduce_,
     kmeans_assign,
-    linear_add_,
     linear_decode,
     linear_encode,
+    linear_reduce,
     scale_index,
 )
 from pipecomp.kernels.reference import delta_quantize_, dequantize, quantize
@@ -23,9 +23,9 @@ __all__ = [
     "exponential_encode",
     "exponential_reduce_",
     "kmeans_assign",
-    "linear_add_",
     "linear_decode",
     "linear_encode",
+    "linear_reduce",
     "pack_bits",
     "quantize",
     "scale_index",

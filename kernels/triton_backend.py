@@ -221,7 +221,7 @@ def flat_grid(d: int, chunk: int) -> tuple[int]:
     return (-(-d // chunk),)
 
 
-def divisor(norm: float) -> float:
+def norm_divisor(norm: float) -> float:
     """What values are divided by: the norm, or 1 where that is 0."""
     return norm if norm > 0 else 1.0
 
@@ -242,35 +242,42 @@ def linear_encode(
         keys, first = key_table(seed, start, d, g_d.device)
         index = codes if index_d is None else index_d.contiguous()
         gradient.linear_encode_kernel[flat_grid(d, 8 * OCT)](
-            g_d, index, float_table(levels, g_d.device), codes, keys, first, d, divisor(norm), min(levels), size,
+            g_d, index, float_table(levels, g_d.device), codes, keys, first, d, norm_divisor(norm), min(levels), size,
             BITS=bits, INDEXED=index_d is not None, OCT=OCT, enable_fp_fusion=False,
         )  # fmt: skip
     return codes
 
 
-def linear_add_(total_d: Tensor, codes: Tensor, bits: int, offset: int) -> Tensor:
-    """As `dithering.linear_add_`."""
-    total, codes = total_d.contiguous(), codes.contiguous()
-    if total.numel():
-        grid = flat_grid(total.numel(), BLOCK)
-        gradient.linear_add_kernel[grid](total, codes, total.numel(), offset, codes.numel(), bits, BLOCK)
-    return total_d if total is total_d else total_d.copy_(total)
+def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
+    """As `dithering.linear_reduce`."""
+    total = torch.zeros(d, dtype=torch.int32, device=parts[0].device)
+    for codes in parts if d else []:
+        codes = codes.contiguous()
+        gradient.add_codes_kernel[flat_grid(d, BLOCK)](total, codes, d, codes.numel(), bits, BLOCK)
+    return pack_bits(total, sum_bits)
 
 
 def linear_decode(
-    total_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, workers: int, out: Tensor | None
+    codes: Tensor,
+    norm: float,
+    levels: tuple[int, ...],
+    index_d: Tensor | None,
+    bits: int,
+    workers: int,
+    divisor: int,
+    out_d: Tensor,
+    add: bool,
 ) -> Tensor:
     """As `dithering.linear_decode`."""
-    total_d = total_d.contiguous()
-    d = total_d.numel()
-    out = torch.empty(d, dtype=torch.float32, device=total_d.device) if out is None else out
+    codes, d = codes.contiguous(), out_d.numel()
     if d:
-        factors = float_table(dithering.linear_factors(norm, levels, workers), total_d.device)
-        index = total_d if index_d is None else index_d.contiguous()
+        factors = float_table(dithering.linear_factors(norm, levels, divisor), out_d.device)
+        index = codes if index_d is None else index_d.contiguous()
         gradient.linear_decode_kernel[flat_grid(d, BLOCK)](
-            out, total_d, index, factors, d, INDEXED=index_d is not None, BLOCK=BLOCK
-        )
-    return out
+            out_d, codes, index, factors, d, workers * min(levels), codes.numel(), bits,
+            INDEXED=index_d is not None, ADD=add, BLOCK=BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out_d
 
 
 def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
@@ -280,7 +287,7 @@ def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
     out = torch.empty(d, dtype=torch.uint8, device=g_d.device)
     if d:
         table = float_table(levels, g_d.device)
-        gradient.scale_index_kernel[flat_grid(d, BLOCK)](out, g_d, table, d, divisor(norm), len(levels), BLOCK)
+        gradient.scale_index_kernel[flat_grid(d, BLOCK)](out, g_d, table, d, norm_divisor(norm), len(levels), BLOCK)
     return out
 
 
@@ -293,23 +300,23 @@ def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: in
         keys, first = key_table(seed, start, d, g_d.device)
         smallest = 2.0 ** (dithering.max_exponent(bits) - 1 - depth)
         gradient.exponential_encode_kernel[flat_grid(d, 8 * OCT)](
-            g_d, codes, keys, first, d, divisor(norm), smallest, depth, size,
+            g_d, codes, keys, first, d, norm_divisor(norm), smallest, depth, size,
             BITS=bits, OCT=OCT, enable_fp_fusion=False,
         )  # fmt: skip
     return codes
 
 
 def exponential_decode(
-    codes: Tensor, d: int, norm: float, bits: int, depth: int, workers: int, out: Tensor | None
+    codes: Tensor, norm: float, bits: int, depth: int, divisor: int, out_d: Tensor, add: bool
 ) -> Tensor:
     """As `dithering.exponential_decode`."""
-    codes = codes.contiguous()
-    out = torch.empty(d, dtype=torch.float32, device=codes.device) if out is None else out
+    codes, d = codes.contiguous(), out_d.numel()
     if d:
-        factor = dithering.exponential_factor(norm, workers)
-        size, grid = codes.numel(), flat_grid(d, BLOCK)
-        gradient.exponential_decode_kernel[grid](out, codes, d, factor, depth, size, bits, BLOCK)
-    return out
+        factor = dithering.exponential_factor(norm, divisor)
+        gradient.exponential_decode_kernel[flat_grid(d, BLOCK)](
+            out_d, codes, d, factor, depth, codes.numel(), bits, ADD=add, BLOCK=BLOCK, enable_fp_fusion=False
+        )
+    return out_d
 
 
 def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:

@@ -38,21 +38,25 @@ def linear_encode_kernel(
 
 
 @triton.jit
-def linear_add_kernel(total, codes, d, offset, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """total += code - offset."""
+def add_codes_kernel(total, codes, d, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """total += code."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     c = load_codes(codes, at, ok, size_bytes, BITS)
-    tl.store(total + at, tl.load(total + at, mask=ok, other=0) + c - offset, mask=ok)
+    tl.store(total + at, tl.load(total + at, mask=ok, other=0) + c, mask=ok)
 
 
 @triton.jit
-def linear_decode_kernel(out, total, index, factors, d, INDEXED: tl.constexpr, BLOCK: tl.constexpr):
-    """out = total * factor."""
+def linear_decode_kernel(
+    out, codes, index, factors, d, offset, size_bytes, BITS: tl.constexpr, INDEXED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = (code - offset) * factor, or added to it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     factor = tl.load(factors + tl.load(index + at, mask=ok, other=0).to(tl.int32)) if INDEXED else tl.load(factors)
-    tl.store(out + at, tl.load(total + at, mask=ok, other=0).to(tl.float32) * factor, mask=ok)
+    values = (load_codes(codes, at, ok, size_bytes, BITS) - offset).to(tl.float32) * factor
+    tl.store(out + at, tl.load(out + at, mask=ok, other=0) + values if ADD else values, mask=ok)
 
 
 @triton.jit
@@ -91,14 +95,17 @@ def exponential_encode_kernel(
 
 
 @triton.jit
-def exponential_decode_kernel(out, codes, d, factor, depth, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = sign * 2**(1 + depth - e) * factor, zero for e = 0."""
+def exponential_decode_kernel(
+    out, codes, d, factor, depth, size_bytes, BITS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = sign * 2**(1 + depth - e) * factor, zero for e = 0; or added to it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     c = load_codes(codes, at, ok, size_bytes, BITS)
     e = c & ((1 << (BITS - 1)) - 1)
     power = (((128 + depth - e) << 23) | ((c >> (BITS - 1)) << 31)).to(tl.float32, bitcast=True)
-    tl.store(out + at, tl.where(e == 0, 0.0, power * factor), mask=ok)
+    values = tl.where(e == 0, 0.0, power * factor)
+    tl.store(out + at, tl.load(out + at, mask=ok, other=0) + values if ADD else values, mask=ok)
 
 
 @triton.jit

@@ -54,7 +54,12 @@ def load_codes(codes, at, ok, size_bytes, BITS: tl.constexpr):
     first = at * BITS // 8
     low = tl.load(codes + first, mask=ok, other=0).to(tl.int32)
     high = tl.load(codes + first + 1, mask=ok & (first + 1 < size_bytes), other=0).to(tl.int32)
-    return ((low | (high << 8)) >> (at * BITS % 8).to(tl.int32)) & ((1 << BITS) - 1)
+    word = low | (high << 8)
+    if BITS > 8:
+        third = tl.load(codes + first + 2, mask=ok & (first + 2 < size_bytes), other=0).to(tl.int32)
+        fourth = tl.load(codes + first + 3, mask=ok & (first + 3 < size_bytes), other=0).to(tl.int32)
+        word = word | (third << 16) | (fourth << 24)
+    return (word >> (at * BITS % 8).to(tl.int32)) & ((1 << BITS) - 1)
 
 
 @triton.jit

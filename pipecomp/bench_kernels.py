@@ -108,11 +108,16 @@ def gradient_cases(g: Tensor, h: Tensor, out: Tensor, backend: str) -> Iterator[
         yield Case("exponential encode", b, both, encode)
         yield Case("exponential reduce", b, 3 * a_codes.numel(), partial(reduce, a_codes, b_codes, n, options))
         yield Case("exponential decode", b, both, decode)
-    total, codes = torch.zeros(n, dtype=torch.int32, device=g.device), ops.linear_encode(g, norm, 7)
-    both = 4 * n + codes.numel()
-    yield Case("linear encode", 4, both, partial(ops.linear_encode, g, norm, 7, backend=backend))
-    yield Case("linear add", 4, 8 * n + codes.numel(), partial(ops.linear_add_, total, codes, 7, backend=backend))
-    yield Case("linear decode", None, 8 * n, partial(ops.linear_decode, total, norm, 7, out=out, backend=backend))
+    for s in (127, 7):
+        b = ops.linear_bits(s)
+        parts = [ops.linear_encode(v, norm, s) for v in (g, h)]
+        sums = ops.linear_reduce(parts, n, s)
+        encode = partial(ops.linear_encode, g, norm, s, backend=backend)
+        add = partial(ops.linear_reduce, parts, n, s, backend=backend)
+        decode = partial(ops.linear_decode, sums, n, norm, s, workers=2, out=out, backend=backend)
+        yield Case("linear encode", b, 4 * n + parts[0].numel(), encode)
+        yield Case("linear reduce", b, 2 * parts[0].numel() + sums.numel(), add)
+        yield Case("linear decode", b, 4 * n + sums.numel(), decode)
     centers = torch.linspace(-2, 2, 16, device=g.device)
     yield Case("cluster assignment", 4, 5 * n, partial(ops.kmeans_assign, g, centers, backend=backend))
 

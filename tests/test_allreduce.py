@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipecomp.allreduce import State, allreduce_mean
+from pipecomp.allreduce.call import SAMPLE
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import ops
@@ -96,6 +97,19 @@ def test_unbiased(options: Options, n: int) -> None:
     # One of the 3,600 coordinates of all cases may be past four standard errors by chance, none past five.
     assert int((error > 4 * standard_error + 1e-6).sum()) <= 1
     assert bool((error <= 5 * standard_error + 1e-6).all())
+
+
+@pytest.mark.parametrize("options", [o for o in UNBIASED if "k" not in o], ids=name)
+def test_reported_error_is_that_of_the_buckets_beginning(options: Options) -> None:
+    """One rank alone gets its own decoded values, so what is missing in them can be seen."""
+    x = gradients(1, 100_000)[0]
+    x[SAMPLE:] *= 3
+    state = State(group=LoopbackGroup(0, 1, {}), **options)
+    mean = allreduce_mean(state, x)
+    sample, decoded = x[:SAMPLE].double(), mean[:SAMPLE].double()
+    reported = state.stats()["relative_error"]
+    state.close()
+    assert reported == pytest.approx(float((sample - decoded).norm() / sample.norm()), rel=1e-4)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dithering, native, reference, topk
+from pipecomp.kernels import bitpack, dithering, native, native_library, reference, topk
 from pipecomp.kernels.layout import Options
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,11 +30,11 @@ if INTERPRETED:
     EXAMPLES, HEIGHT, WIDTHS = 8, 2, [1, 5, 8, 31, 64, 100]
 else:
     named = os.environ.get("KERNELS_UNDER_TEST")  # set by sanitize_kernels.py
-    path = Path(named) if named else native.library_path()
+    path = Path(named) if named else native_library.library_path()
     BACKENDS = {}
     if path is not None and (named or not isinstance(native.load(), str)):
         best = native.Backend(path)
-        for isa in native.ISAS[: best.isa_index + 1]:
+        for isa in native_library.ISAS[: best.isa_index + 1]:
             for threads in (1, 2):
                 BACKENDS[f"{isa}-{threads}"] = native.Backend(path, isa, threads)
     EXAMPLES, HEIGHT, WIDTHS = 60, 5, [1, 5, 8, 31, 32, 33, 64, 100, 257, 1600]
@@ -137,25 +137,34 @@ def test_top_k(backend, case, fraction):
 
 
 @anywhere
-@given(case=quantizer_cases(), levels=st.sampled_from([1, 3, 7, 100, 127]), start=st.sampled_from([0, 96, 2**32 - 50]))
-def test_linear_dithering(backend, case, levels, start):
-    x, _, o = case
+@given(
+    case=quantizer_cases(),
+    levels=st.sampled_from([1, 3, 7, 100, 127]),
+    start=st.sampled_from([0, 96, 2**32 - 50]),
+    workers=st.sampled_from([1, 2, 3, 70, 300]),
+    add=st.booleans(),
+)
+def test_linear_dithering(backend, case, levels, start, workers, add):
+    x, m, o = case
     g, norm = x.reshape(-1), float(x.float().abs().max())
     bits = (2 * levels).bit_length()
     codes = dithering.linear_encode(g, norm, (levels,), None, bits, o.seed, start)
     assert same(backend.linear_encode(g, norm, (levels,), None, bits, o.seed, start), codes)
-    total = torch.arange(g.numel(), dtype=torch.int32) - 50
-    want = dithering.linear_add_(total.clone(), codes, bits, levels)
-    assert same(backend.linear_add_(total.clone(), codes, bits, levels), want)
-    decoded = dithering.linear_decode(want, norm, (levels,), None, 3, None)
-    assert same(backend.linear_decode(want, norm, (levels,), None, 3, None), decoded)
+    other = dithering.linear_encode(m.reshape(-1), norm, (levels,), None, bits, o.seed + 1, start)
+    parts = ([codes, other] * workers)[:workers]
+    d, sum_bits = g.numel(), (2 * levels * workers).bit_length()
+    sums = dithering.linear_reduce(parts, d, bits, sum_bits)
+    assert same(backend.linear_reduce(parts, d, bits, sum_bits), sums)
+    before = m.reshape(-1).clone()
+    decoded = dithering.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add)
+    assert same(backend.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add), decoded)
     several = (levels, levels + 5, 1000)
     index = dithering.scale_index(g, norm, several)
     assert same(backend.scale_index(g, norm, several), index)
     codes = dithering.linear_encode(g, norm, several, index, bits, o.seed, start)
     assert same(backend.linear_encode(g, norm, several, index, bits, o.seed, start), codes)
-    decoded = dithering.linear_decode(want, norm, several, index, 3, None)
-    assert same(backend.linear_decode(want, norm, several, index, 3, torch.empty_like(decoded)), decoded)
+    decoded = dithering.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add)
+    assert same(backend.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add), decoded)
 
 
 @anywhere
@@ -176,8 +185,10 @@ def test_exponential_dithering(backend, case, bits, depth, start):
     other = dithering.exponential_encode(m.reshape(-1), float(m.abs().max()), bits, depth, o.seed + 1, start)
     want = dithering.exponential_reduce_(codes.clone(), other, d, bits, o.seed)
     assert same(backend.exponential_reduce_(codes.clone(), other, d, bits, o.seed), want)
-    decoded = dithering.exponential_decode(want, d, norm, bits, depth, 3, None)
-    assert same(backend.exponential_decode(want, d, norm, bits, depth, 3, None), decoded)
+    for add in (False, True):
+        before = m.reshape(-1).clone()
+        decoded = dithering.exponential_decode(want, norm, bits, depth, 3, before.clone(), add)
+        assert same(backend.exponential_decode(want, norm, bits, depth, 3, before.clone(), add), decoded)
 
 
 @anywhere

@@ -68,11 +68,17 @@ def test_linear_dithering_follows_the_definition(backend, g, s, seed, start):
     codes = ops.linear_encode(x, norm, s, seed=seed, start=start, backend=backend)
     want = plain_linear(g, norm, s, seed, start)
     assert (ops.unpack_bits(codes, ops.linear_bits(s), len(g)) - s).tolist() == want
-    total = torch.arange(len(g), dtype=torch.int32)
-    ops.linear_add_(total, codes, s, backend=backend)
-    assert total.tolist() == [i + level for i, level in enumerate(want)]
-    mean = ops.linear_decode(total, norm, s, workers=3, backend=backend)
-    assert mean.tolist() == [float(F(t) * F(norm / (s * 3))) for t in total.tolist()]
+    other = ops.linear_encode(x.flip(0), norm, s, seed=seed, start=start, backend=backend)
+    parts, width = [codes, other, codes], ops.linear_bits(s, 3)
+    sums = ops.linear_reduce(parts, len(g), s, backend=backend)
+    total = [2 * a + b for a, b in zip(want, plain_linear(g[::-1], norm, s, seed, start), strict=True)]
+    assert (ops.unpack_bits(sums, width, len(g)) - 3 * s).tolist() == total
+    mean = ops.linear_decode(sums, len(g), norm, s, workers=3, backend=backend)
+    assert mean.tolist() == [float(F(t) * F(norm / (s * 3))) for t in total]
+    undivided = ops.linear_decode(sums, len(g), norm, s, workers=3, divide=False, backend=backend)
+    assert undivided.tolist() == [float(F(t) * F(norm / s)) for t in total]
+    added = ops.linear_decode(codes, len(g), norm, s, add_to=x.clone(), backend=backend)
+    assert added.tolist() == [float(F(v) + F(level) * F(norm / s)) for v, level in zip(g, want, strict=True)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,10 +197,9 @@ def test_linear_mean_over_workers_is_unbiased(n):
     d, draws, s = 24, 3000, 3
     g = torch.randn(n, d)
     norm = float(g.abs().max())
-    total = torch.zeros(d * draws, dtype=torch.int32)
-    for i in range(n):
-        ops.linear_add_(total, ops.linear_encode(g[i].repeat(draws), norm, s, seed=i), s)
-    mean = ops.linear_decode(total, norm, s, workers=n).reshape(draws, d).double()
+    parts = [ops.linear_encode(g[i].repeat(draws), norm, s, seed=i) for i in range(n)]
+    sums = ops.linear_reduce(parts, d * draws, s)
+    mean = ops.linear_decode(sums, d * draws, norm, s, workers=n).reshape(draws, d).double()
     standard_error = mean.std(0) / draws**0.5
     assert bool(((mean.mean(0) - g.mean(0)).abs() <= 4.5 * standard_error + 1e-6 * norm).all())
     assert bool((mean.var(0) <= norm**2 / (4 * s**2 * n) * 1.1).all())
@@ -211,11 +216,11 @@ def test_several_scales_keep_small_values_finer_and_stay_unbiased(backend):
     assert index.tolist() == [max(j for j, s in enumerate(levels) if float(v * s) <= levels[0]) for v in y]
     wide = g.repeat(draws)
     codes = ops.linear_encode(wide, norm, levels, scale_index=index.repeat(draws), seed=1, backend=backend)
-    total = torch.zeros(wide.numel(), dtype=torch.int32)
-    ops.linear_add_(total, codes, levels[0], backend=backend)
+    total = ops.unpack_bits(codes, ops.linear_bits(levels[0]), wide.numel()) - levels[0]
     assert int(total.abs().max()) <= levels[0]
     out = torch.empty(wide.numel())
-    got = ops.linear_decode(total, norm, levels, scale_index=index.repeat(draws), out=out, backend=backend)
+    picked = index.repeat(draws)
+    got = ops.linear_decode(codes, wide.numel(), norm, levels, scale_index=picked, out=out, backend=backend)
     assert got is out
     mean = out.reshape(draws, -1).double()
     standard_error = mean.std(0) / draws**0.5
@@ -244,8 +249,7 @@ def test_odd_buckets(backend, dtype):
             continue
         d = g.numel()
         linear = ops.linear_encode(g, norm, 7, backend=backend)
-        total = ops.linear_add_(torch.zeros(d, dtype=torch.int32), linear, 7)
-        value = ops.linear_decode(total, norm, 7, backend=backend)
+        value = ops.linear_decode(linear, d, norm, 7, backend=backend)
         assert bool((value - g.reshape(-1).float()).abs().max() <= norm / 7 * 1.0001 + 2.0**-148)
         codes = ops.exponential_encode(g, norm, workers=3, backend=backend)
         value = ops.exponential_decode(codes, d, norm, workers=3, divide=False, backend=backend)
@@ -286,7 +290,6 @@ def test_counts_of_bits_levels_and_depths():
 
 def test_arguments_are_checked():
     g = torch.randn(8)
-    total = torch.zeros(8, dtype=torch.int32)
     codes = ops.linear_encode(g, 4.0, 7)
     for call in (
         lambda: ops.linear_encode(g, 4.0, 0),
@@ -297,7 +300,11 @@ def test_arguments_are_checked():
         lambda: ops.exponential_encode(g, 4.0, bits=5),
         lambda: ops.exponential_encode(g, 4.0, bits=4, workers=300),
         lambda: ops.exponential_levels(4, 1000),
-        lambda: ops.linear_decode(total, 4.0, 7, workers=0),
+        lambda: ops.linear_decode(codes, 8, 4.0, 7, workers=0),
+        lambda: ops.linear_decode(codes, 8, 4.0, 7, workers=2, bits=4),
+        lambda: ops.linear_decode(codes, 8, 4.0, 7, out=g, add_to=g),
+        lambda: ops.linear_reduce([], 8, 7),
+        lambda: ops.linear_reduce([codes] * 70_000, 8, 127, bits=8),
         lambda: ops.kmeans_assign(g, torch.tensor([1.0, 0.0])),
         lambda: ops.kmeans_assign(g, torch.tensor([math.nan])),
     ):
@@ -305,8 +312,9 @@ def test_arguments_are_checked():
             call()
     for call in (
         lambda: ops.linear_encode(g.double(), 4.0, 7),
-        lambda: ops.linear_add_(total.long(), codes, 7),
-        lambda: ops.linear_add_(total, codes[:-1], 7),
+        lambda: ops.linear_reduce([codes, codes[:-1]], 8, 7),
+        lambda: ops.linear_decode(codes[:-1], 8, 4.0, 7),
+        lambda: ops.linear_decode(codes, 8, 4.0, 7, add_to=g.double()),
         lambda: ops.linear_encode(g, 4.0, (3, 7), scale_index=torch.zeros(7, dtype=torch.uint8)),
         lambda: ops.exponential_reduce_(codes, codes, 9, bits=4),
         lambda: ops.exponential_decode(codes, 8, 4.0, bits=4, out=torch.zeros(7)),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipecomp.errors import ConfigError, KernelError, ShapeError
-from pipecomp.kernels import build, dispatch, native, ops, reference, torch_backend
+from pipecomp.kernels import build, dispatch, native, native_library, ops, reference, torch_backend
 from pipecomp.kernels.layout import Options
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ def test_impossible_choices_are_errors():
 
 @needs_native
 def test_a_named_instruction_set_must_exist(monkeypatch):
-    path = native.library_path()
+    path = native_library.library_path()
     with pytest.raises(KernelError, match="avx1024"):
         native.Backend(path, "avx1024")
     assert native.Backend(path, "portable").isa == "portable"
@@ -81,18 +81,18 @@ def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
     broken.write_bytes(b"not a library")
     with pytest.raises(KernelError, match=r"_native\.so does not load"):
         native.Backend(broken)
-    monkeypatch.setattr(native, "library_path", lambda: broken)
+    monkeypatch.setattr(native_library, "library_path", lambda: broken)
     assert "does not load" in native._load.__wrapped__()
-    monkeypatch.setattr(native, "library_path", lambda: None)
+    monkeypatch.setattr(native_library, "library_path", lambda: None)
     assert "not built" in native._load.__wrapped__()
 
 
 @needs_native
 def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
+    monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
     assert "another version" in native._load.__wrapped__()
     monkeypatch.undo()
-    backend = native.Backend(native.library_path())
+    backend = native.Backend(native_library.library_path())
     native.self_check(backend)
     honest = backend._quantize
 
@@ -108,7 +108,7 @@ def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
 
 @needs_native
 def test_threads_follow_torch_and_calls_may_overlap():
-    backend = native.Backend(native.library_path())
+    backend = native.Backend(native_library.library_path())
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

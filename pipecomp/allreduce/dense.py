@@ -8,7 +8,6 @@ rank, for any n. While one piece is quantized or reduced, the ones before and af
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +18,6 @@ from pipecomp.allreduce.group import Pending
 
 PIECE = 1 << 20  # values
 ALIGN = 64  # values: chunks start on whole bytes at any width
-BLOCK = 1 << 17  # values that are reduced or decoded at a time, so that what is between stays in the cache
 
 
 class Code(Protocol):
@@ -123,19 +121,9 @@ def collect(piece: Span, gathered: Pending, out_d: Tensor, code: Code, call: Cal
         gathered.finish()
 
 
-def blocks(count: int) -> Iterable[Span]:
-    """A chunk's values in runs that fit the cache."""
-    return spans(0, count, BLOCK)
-
-
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes of `count` codes of `bits` bits."""
     return (count * bits + 7) // 8
-
-
-def packed(codes: Tensor, span: Span, bits: int) -> Tensor:
-    """The bytes of a run of codes that starts at a multiple of eight."""
-    return codes[span.start * bits // 8 : packed_bytes(span.end, bits)]
 
 
 def on_host(codes: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.dense import blocks, on_device, on_host, packed, packed_bytes
+from pipecomp.allreduce.dense import on_device, on_host, packed_bytes
 from pipecomp.kernels import ops
 
 _ENCODE, _REDUCE = 0, 1  # what a random draw is for
@@ -56,29 +56,19 @@ class LinearCode:
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """The sums, offset by n·s, packed."""
-        out = torch.empty(self.reduced_bytes(count), dtype=torch.uint8)
-        for block in blocks(count):
-            total = torch.full((block.count,), self._n * self._least, dtype=torch.int32)
-            for codes in parts:
-                ops.linear_add_(total, packed(codes, block, self._bits), self._least, bits=self._bits)
-            packed(out, block, self._sum_bits).copy_(ops.pack_bits(total, self._sum_bits))
-        return out
+        return ops.linear_reduce(parts, count, self._least, bits=self._bits)
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """norm / (s·n) · sum."""
-        reduced = on_device(reduced, out)
-        for block in blocks(out.numel()):
-            codes = packed(reduced, block, self._sum_bits)
-            total = ops.unpack_bits(codes, self._sum_bits, block.count).sub_(self._n * self._least)
-            index = self._index(start + block.start, block.count)
-            ops.linear_decode(total, self._norm, self._levels, workers=self._n, scale_index=index, out=block.of(out))
+        reduced, index = on_device(reduced, out), self._index(start, out.numel())
+        ops.linear_decode(
+            reduced, out.numel(), self._norm, self._levels, workers=self._n, scale_index=index, out=out
+        )
 
     def own(self, x: Tensor) -> Tensor:
         """What this rank's first values are sent as: the compression's error alone."""
-        total = torch.zeros(x.numel(), dtype=torch.int32, device=x.device)
-        codes = on_device(self.encode(x, 0), x)
-        ops.linear_add_(total, codes, self._least, bits=self._bits)
-        return ops.linear_decode(total, self._norm, self._levels, scale_index=self._index(0, x.numel()))
+        codes, index = on_device(self.encode(x, 0), x), self._index(0, x.numel())
+        return ops.linear_decode(codes, x.numel(), self._norm, self._levels, bits=self._bits, scale_index=index)
 
 
 class ExponentialCode:

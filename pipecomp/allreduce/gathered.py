@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.dense import PIECE, Span, blocks, on_device, on_host, packed, packed_bytes, spans
+from pipecomp.allreduce.call import SAMPLE, Call
+from pipecomp.allreduce.dense import PIECE, Span, on_device, on_host, packed_bytes, spans
 from pipecomp.allreduce.dithering import levels_of
 from pipecomp.allreduce.group import Pending
 from pipecomp.errors import WireError
@@ -50,10 +50,7 @@ class LocalLinear:
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
         """out += norm / s · l."""
-        for block in blocks(out.numel()):
-            total = torch.zeros(block.count, dtype=torch.int32, device=out.device)
-            ops.linear_add_(total, packed(codes, block, self._bits), self._levels, bits=self._bits)
-            block.of(out).add_(ops.linear_decode(total, norm, self._levels))
+        ops.linear_decode(codes, out.numel(), norm, self._levels, bits=self._bits, add_to=out)
 
 
 class LocalExponential:
@@ -73,9 +70,7 @@ class LocalExponential:
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
         """out += the values."""
-        for block in blocks(out.numel()):
-            part = packed(codes, block, self._bits)
-            block.of(out).add_(ops.exponential_decode(part, block.count, norm, bits=self._bits))
+        ops.exponential_decode(codes, out.numel(), norm, bits=self._bits, add_to=out)
 
 
 class Sparse:
@@ -135,19 +130,30 @@ def average_gathered(x_d: Tensor, out_d: Tensor, code: LocalCode, norms: list[fl
     sent: dict[int, Pending] = {}
     for i in range(len(pieces) + 1):
         if i < len(pieces):
-            sent[i] = _send(pieces[i], x_d, code, call)
+            sent[i] = _send(pieces[i], x_d, code, norms[call.group.rank], call)
         if i - 1 in sent:
             _add_all(pieces[i - 1], sent.pop(i - 1), out_d, code, norms, call)
 
 
-def _send(piece: Span, x_d: Tensor, code: LocalCode, call: Call) -> Pending:
+def _send(piece: Span, x_d: Tensor, code: LocalCode, norm: float, call: Call) -> Pending:
     with call.counters.part("quantize"):
         codes = code.encode(piece.of(x_d), piece.start)
+    if not piece.start and norm:
+        _count_error(piece.of(x_d), codes, code, norm, call)
     counts = None
     if code.encoded_bytes(piece.count) is None:
         with call.counters.part("wait"):
             counts = [int(row[0]) for row in call.group.gather_numbers([codes.numel()])]
     return call.group.gather(codes, counts)
+
+
+def _count_error(x: Tensor, codes: Tensor, code: LocalCode, norm: float, call: Call) -> None:
+    """What is missing in the codes of a bucket's beginning; of sparse ones nobody knows which bytes that is."""
+    sample = x[:SAMPLE]
+    size = code.encoded_bytes(sample.numel())
+    own = torch.zeros(x.numel() if size is None else sample.numel(), device=x.device)
+    code.add(on_device(codes[:size], own), norm, own)
+    call.counters.add_error(sample, own[: sample.numel()])
 
 
 def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: list[float], call: Call) -> None:

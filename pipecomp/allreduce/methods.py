@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call, Method
@@ -75,11 +74,6 @@ class Gathered:
             return
         norm = norms[call.group.rank]
         inner = (LocalExponential if self._exponential else LocalLinear)(norm, self._bits, call)
-        sample = x_d[:SAMPLE]
-        own_values = torch.zeros(sample.numel(), device=x_d.device)
-        if norm:
-            inner.add(inner.encode(sample, 0).to(x_d.device), norm, own_values)
-        call.counters.add_error(sample, own_values)
         code: LocalCode = Sparse(inner, self._bits, linear=not self._exponential) if self._sparse else inner
         average_gathered(x_d, out_d, code, norms, call)
 
