@@ -294,18 +294,24 @@ class InProcessPipeline:
         return [p for p in stage.parameters() if id(p) not in self._replicated]
 
     @torch.no_grad()
-    def eval_batch(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Mean loss of the batches, which are of equal size; the message stores are not touched."""
-        losses = []
+    def eval_batch(
+        self, batches: Iterable[MicroBatch], *, on_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    ) -> Any:
+        """Mean loss of the batches, which are of equal size; the message stores are not touched.
+
+        on_logits: as for the engine: the result is the list of what it returned.
+        """
+        found: list[Tensor] = []
+        measure: Any = on_logits or self._loss
         for stage in self.stages:
             stage.eval()
         for number, batch in enumerate(batches):
             outputs: list[Tensor] = []
             for _ in self._forward(batch, Position(self._evaluations, number), outputs, training=False):
                 pass
-            losses.append(self._loss(outputs[-1], batch.labels))
+            found.append(measure(outputs[-1], batch.labels))
         self._evaluations += 1
-        return torch.stack(losses).sum() / len(losses)
+        return found if on_logits is not None else torch.stack(found).sum() / len(found)
 
     def comm_stats(self) -> dict[str, Any]:
         """The links' counters as in the engine's `comm_stats`, by "k->k+1", at the sending end."""

@@ -267,12 +267,15 @@ def train(
     held_out: Any = None,
     collate: Callable[[list], Any] = default_collate,
     measures: Callable[[float], dict[str, float]] | None = None,
+    evaluation: Callable[[Any, list], dict[str, float]] | None = None,
     tokenizer: Any = None,
 ) -> None:
     """Train and evaluate as the command line and the configuration say, and save; call it on every rank.
 
     model: as for `pipecomp.initialize`. training, held_out: samples with a length. measures(loss): what an `eval` line
-    adds to the held-out loss. tokenizer: saved beside the model. Raises this project's errors.
+    adds to the held-out loss. evaluation(engine, batches): makes the numbers of an `eval` line, "loss" among them,
+    where a loss alone does not tell them; `measures` is not called then. tokenizer: saved beside the model. Raises
+    this project's errors.
     """
     with together() as same:
         world = dist.get_world_size()
@@ -310,7 +313,9 @@ def train(
             report.step(step, plan.epoch(step), loss=loss, lr=lr, tokens_per_s=tokens_per_s, traffic=traffic)
             if plan.ends_epoch(step):
                 found = None
-                if batches is not None:
+                if batches is not None and evaluation is not None:
+                    found = evaluation(engine, batches)
+                elif batches is not None:
                     held_out_loss = evaluate(engine, batches)
                     found = {"loss": held_out_loss, **(measures(held_out_loss) if measures else {})}
                 report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))

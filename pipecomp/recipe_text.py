@@ -43,6 +43,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
     if args.block_size is not None and args.block_size < 2:
         raise ConfigError("--block-size", args.block_size, "a whole number of at least 2")
+    check_sources(args)
+
+
+def check_sources(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a wrong --dropout, and unless there is one source of training data."""
     if args.dropout is not None and not 0 <= args.dropout < 1:
         raise ConfigError("--dropout", args.dropout, "0, or a share below 1")
     if (args.train_file is None) == (args.dataset is None):
@@ -70,8 +75,13 @@ def held_out_lines(args: argparse.Namespace) -> list[str] | None:
 
 def read_lines(path: str) -> list[str]:
     """Lines of a UTF-8 text file. Raises DataError."""
+    return read_text(path).splitlines(keepends=True)
+
+
+def read_text(path: str) -> str:
+    """A UTF-8 text file. Raises DataError."""
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -79,17 +89,27 @@ def read_lines(path: str) -> list[str]:
 
 
 def _dataset_lines(name: str, splits: tuple[str, ...]) -> list[str]:
+    texts = dataset_split(name, splits, ("text",))["text"]
+    return [line if line.endswith("\n") else line + "\n" for line in texts]
+
+
+def dataset_split(name: str, splits: tuple[str, ...], columns: tuple[str, ...]) -> Any:
+    """The first of these splits that a dataset has, as `datasets.load_dataset` loads it.
+
+    name: NAME or NAME:CONFIG. Raises ConfigError if there is no such dataset, DataError if it lacks a column.
+    """
     path, _, config = name.partition(":")
-    with _hub_errors("--dataset", name):
+    with hub_errors("--dataset", name):
         from datasets import load_dataset
 
         found = load_dataset(path, config or None)
     split = next((split for split in splits if split in found), None)
     if split is None:
         raise DataError(f"dataset {name} has the splits {', '.join(sorted(found))}; needed: {' or '.join(splits)}")
-    if "text" not in found[split].column_names:
-        raise DataError(f"dataset {name} has the columns {', '.join(found[split].column_names)}; needed: text")
-    return [line if line.endswith("\n") else line + "\n" for line in found[split]["text"]]
+    held = found[split].column_names
+    if not set(columns) <= set(held):
+        raise DataError(f"dataset {name} has the columns {', '.join(held)}; needed: {', '.join(columns)}")
+    return found[split]
 
 
 class Blocks(torch.utils.data.Dataset):
@@ -142,7 +162,7 @@ def load_tokenizer(name: str, lines: list[str]) -> Any:
     bare = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     described = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "config.json"))
     loader = transformers.GPT2Tokenizer if bare and not described else transformers.AutoTokenizer
-    with _hub_errors("--tokenizer", name):
+    with hub_errors("--tokenizer", name):
         tokenizer = loader.from_pretrained(name)
     tokenizer.model_max_length = 10**9  # no warning about long texts: they are cut into blocks
     return tokenizer
@@ -192,7 +212,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
             **{**TINY, **dict.fromkeys(DROPOUTS, 0.0), **settings},
         )  # fmt: skip
         return resolve(config), config
-    with _hub_errors("--model", name):
+    with hub_errors("--model", name):
         config = AutoConfig.from_pretrained(name)
     unknown = [key for key in settings if not hasattr(config, key)]
     if unknown:
@@ -227,7 +247,7 @@ def perplexity(loss: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _hub_errors(argument: str, name: str) -> Iterator[None]:
+def hub_errors(argument: str, name: str) -> Iterator[None]:
     """Turn what Hugging Face's libraries raise about a name into one line."""
     _offline_without_network(name.partition(":")[0])
     try:

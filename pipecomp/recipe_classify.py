@@ -1,0 +1,245 @@
+"""Classification of sentences and of pairs of sentences: files, samples without padding, what held-out data show.
+
+B micro-batch, S tokens of its longest sample, C classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipecomp.errors import ConfigError, DataError
+from pipecomp.recipe_text import check_sources, dataset_split, read_text
+
+LABEL = "label"
+BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is classified, and how it is written down.
+
+    texts: columns with text, one or two; the column "label" is added to them. labels: names of the classes; files and
+    datasets may have their numbers instead. columns: those of a file whose first line does not name them. max_tokens:
+    of a sample, special tokens included.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+    max_tokens: int
+    columns: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The columns that a file or a dataset must have."""
+        return (*self.texts, LABEL)
+
+
+class Row(NamedTuple):
+    """One sample as it was read: its texts, as many as the task has, and the number of its class."""
+
+    texts: tuple[str, ...]
+    label: int
+
+
+QNLI = Task(texts=("question", "sentence"), labels=("entailment", "not_entailment"), max_tokens=256)
+COLA = Task(
+    texts=("sentence",), labels=("unacceptable", "acceptable"), max_tokens=128,
+    columns=("source", LABEL, "mark", "sentence"),
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
+    """What classification adds to a recipe's arguments."""
+    parser.add_argument(
+        "--max-tokens", type=int, default=task.max_tokens, metavar="S",
+        help=f"longer samples are cut to so many tokens (default {task.max_tokens})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dropout", type=float, metavar="P", help="dropout of embeddings, attention and blocks (default: the model's)"
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what can be seen without reading anything."""
+    if args.max_tokens < 4:
+        raise ConfigError("--max-tokens", args.max_tokens, "a whole number of at least 4")
+    check_sources(args)
+
+
+# -- rows
+
+
+def training_rows(args: argparse.Namespace, task: Task) -> list[Row]:
+    """The training samples, in the order of the files."""
+    if args.dataset is not None:
+        return dataset_rows(args.dataset, ("train",), task)
+    return list(chain.from_iterable(read_rows(path, task) for path in args.train_file))
+
+
+def held_out_rows(args: argparse.Namespace, task: Task) -> list[Row] | None:
+    """The held-out samples, or None if none were given."""
+    if args.dataset is not None:
+        return dataset_rows(args.dataset, ("validation", "test"), task)
+    return None if args.eval_file is None else read_rows(args.eval_file, task)
+
+
+def read_rows(path: str, task: Task) -> list[Row]:
+    """Samples of a TSV file: a line each, tabs between columns, quotes without a meaning.
+
+    Its first line names the columns, or they are the task's. Raises DataError with the number of a line that is wrong.
+    """
+    lines = read_text(path).removeprefix(BYTE_ORDER_MARK).split("\n")  # splitlines() ends lines at U+2028 too
+    names = tuple(lines[0].split("\t"))
+    named = set(task.needed) <= set(names)
+    if not named and not task.columns:
+        needed = ", ".join(task.needed)
+        raise DataError(f"{path}, line 1 must name the columns with tabs between them; needed: {needed}")
+    columns = names if named else task.columns
+    places = [columns.index(name) for name in task.texts]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if (named and number == 1) or not line:
+            continue
+        fields = line.split("\t")
+        if len(fields) != len(columns):
+            raise DataError(
+                f"{path}, line {number} has {len(fields)} columns, not {len(columns)}: {', '.join(columns)}"
+            )
+        label = _label(fields[columns.index(LABEL)], task, f"{path}, line {number}")
+        rows.append(Row(tuple(fields[place] for place in places), label))
+    if not rows:
+        raise DataError(f"{path} has no samples")
+    return rows
+
+
+def dataset_rows(name: str, splits: tuple[str, ...], task: Task) -> list[Row]:
+    """Samples of a dataset of `datasets`, from the first of these splits that it has."""
+    found = dataset_split(name, splits, task.needed)
+    texts = zip(*(found[column] for column in task.texts), strict=True)
+    return [
+        Row(tuple(row), _label(str(label), task, f"dataset {name}, sample {number}"))
+        for number, (row, label) in enumerate(zip(texts, found[LABEL], strict=True))
+    ]
+
+
+def _label(text: str, task: Task, where: str) -> int:
+    numbers = [str(number) for number in range(len(task.labels))]
+    for known in (task.labels, numbers):
+        if text in known:
+            return known.index(text)
+    raise DataError(f"{where}: label {text!r}, allowed: {', '.join((*task.labels, *numbers))}")
+
+
+# -- samples
+
+
+class Samples(torch.utils.data.Dataset):
+    """Tokenized rows, each as long as it is: input_ids and, with `types`, token_type_ids as lists, labels a number."""
+
+    def __init__(self, tokenizer: Any, rows: Sequence[Row], max_tokens: int, *, vocabulary: int, types: bool) -> None:
+        """vocabulary: tokens that the model knows. types: whether it tells the two texts apart by token_type_ids.
+
+        Raises DataError if the tokenizer makes other tokens.
+        """
+        columns = list(zip(*(row.texts for row in rows), strict=True))
+        encoded = tokenizer(
+            *(list(column) for column in columns), truncation="longest_first", max_length=max_tokens, padding=False,
+            return_attention_mask=False, return_token_type_ids=types,
+        )  # fmt: skip
+        self._fields = {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
+        self._fields["labels"] = [row.label for row in rows]
+        largest = max(map(max, self._fields["input_ids"]))
+        if largest >= vocabulary:
+            raise DataError(
+                f"the tokenizer makes token {largest}, the model knows {vocabulary}: they do not belong together"
+            )
+
+    def __len__(self) -> int:
+        return len(self._fields["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {key: values[index] for key, values in self._fields.items()}
+
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(ids) for ids in self._fields["input_ids"]]
+
+    def digest(self) -> str:
+        """A short hash of all samples."""
+        return hashlib.sha256(repr(sorted(self._fields.items())).encode()).hexdigest()[:16]
+
+
+class Padding:
+    """Collates samples to int64 [B, S], padded on the right; attention_mask is 1 on real tokens, labels are [B]."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._fill = {"input_ids": pad_token_id, "token_type_ids": 0}
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        counts = [len(sample["input_ids"]) for sample in samples]
+        longest = max(counts)
+        batch = {
+            key: torch.tensor([sample[key] + [fill] * (longest - len(sample[key])) for sample in samples])
+            for key, fill in self._fill.items()
+            if key in samples[0]
+        }
+        batch["attention_mask"] = torch.tensor([[1] * count + [0] * (longest - count) for count in counts])
+        batch["labels"] = torch.tensor([sample["labels"] for sample in samples])
+        return batch
+
+
+# -- evaluation
+
+
+def evaluate(engine: Any, batches: list) -> dict[str, float]:
+    """Loss, accuracy and Matthews correlation over all samples of `eval_batches`, the same on every rank.
+
+    Every replica evaluates all of them; every sample counts alike.
+    """
+    mean_loss = engine.module.loss_fn
+
+    def judge(logits_BC: Tensor, labels_B: Tensor | None) -> Tensor:
+        assert labels_B is not None, "Padding makes them"
+        return counts(logits_BC, labels_B, mean_loss(logits_BC, labels_B))
+
+    found = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=judge)
+    total: list[Any] = [torch.stack(found).sum(0).tolist() if engine.is_last_stage() else None]
+    dist.broadcast_object_list(total, src=engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=0))
+    return scores(total[0])
+
+
+def counts(logits_BC: Tensor, labels_B: Tensor, mean_loss: Tensor) -> Tensor:
+    """What `scores` needs of one micro-batch, to be added up: float64 [1 + C * C].
+
+    First the sum of losses, then for each true class how often each class was said.
+    """
+    labels_B, classes = labels_B.to(logits_BC.device), logits_BC.shape[-1]
+    said = torch.bincount(labels_B * classes + logits_BC.argmax(-1), minlength=classes * classes)
+    return torch.cat([mean_loss.double().reshape(1) * len(labels_B), said.double()])
+
+
+def scores(total: Sequence[float]) -> dict[str, float]:
+    """Mean loss in nats, accuracy, and Matthews correlation: 0 for guessing, 1 for no mistake.
+
+    total: sum of `counts`. With more than two classes it is the correlation of Gorodkin (2004), which is the same for
+    two; 0 where all samples are, or are said to be, of one class.
+    """
+    loss, *said = total
+    classes = math.isqrt(len(said))
+    by_class = [said[row * classes : (row + 1) * classes] for row in range(classes)]
+    samples, right = sum(said), sum(by_class[c][c] for c in range(classes))
+    true, guessed = [sum(row) for row in by_class], [sum(column) for column in zip(*by_class, strict=True)]
+    covariance = right * samples - sum(t * g for t, g in zip(true, guessed, strict=True))
+    spread = [samples**2 - sum(x * x for x in found) for found in (true, guessed)]
+    matthews = covariance / math.sqrt(spread[0] * spread[1]) if spread[0] and spread[1] else 0.0
+    return {"loss": loss / samples, "accuracy": right / samples, "matthews": matthews}

@@ -1,0 +1,25 @@
+"""Fine-tune DeBERTa on QNLI, or another encoder on any pairs of texts, over pipeline stages. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipecomp import recipe, recipe_classify, recipe_encoder
+
+TASK = recipe_classify.QNLI
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line: what all recipes have, and what classification adds."""
+    parser = recipe.arguments("deberta_qnli", "Classify questions with sentences over compressed pipeline links.")
+    recipe_classify.add_arguments(parser, TASK)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """One rank of the run."""
+    recipe_encoder.fine_tune(args, TASK)
+
+
+if __name__ == "__main__":
+    recipe.run(main, arguments())
