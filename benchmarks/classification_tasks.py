@@ -42,7 +42,7 @@ PARTS = {
     "CoLA": Part(
         task=COLA, training_files=("cola/in_domain_train.tsv",),
         held_out_files=("cola/in_domain_dev.tsv", "cola/out_of_domain_dev.tsv"),
-        training=1600, held_out=1043, max_tokens=64,
+        training=2000, held_out=1043, max_tokens=64,
     ),
 }  # fmt: skip
 

@@ -106,13 +106,16 @@ def small_deberta(
     """
     from transformers import DebertaV2Config
 
-    return DebertaV2Config(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=4 * width, max_position_embeddings=positions, pad_token_id=pad_token_id,
-        relative_attention=True, position_buckets=32, pos_att_type=["p2c", "c2p"], share_att_key=True,
-        norm_rel_ebd="layer_norm", position_biased_input=False, conv_kernel_size=3, conv_act="gelu",
-        type_vocab_size=0, pooler_hidden_size=width, **dict.fromkeys(DROPOUTS, 0.0),
-    )  # fmt: skip
+    size: dict[str, Any] = {
+        "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": 4 * width, "max_position_embeddings": positions, "pooler_hidden_size": width,
+    }  # fmt: skip
+    others: dict[str, Any] = {
+        "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 32,
+        "norm_rel_ebd": "layer_norm", "position_biased_input": False, "conv_kernel_size": 3, "conv_act": "gelu",
+        "type_vocab_size": 0, "pad_token_id": pad_token_id, **dict.fromkeys(DROPOUTS, 0.0),
+    }  # fmt: skip
+    return DebertaV2Config(**size, **others)
 
 
 def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[Any, Any]:
