@@ -10,7 +10,7 @@ Shapes: B samples, S tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pipecomp.buffers import open_environment
 from pipecomp.config import Config
-from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader
+from pipecomp.data import MicroBatch, Sampler, ShardedSampler, TrainLoader
 from pipecomp.errors import ConfigError
-from pipecomp.stages import Stage, default_loss, split
+from pipecomp.stages import Modules, ModuleStage, Stage, build_stage, default_loss, plan
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.link import Position
@@ -31,7 +31,7 @@ from pipecomp.stages.upstream import UpstreamEnd
 KEYS = {
     "train_batch_size": "samples of one optimizer step",
     "train_micro_batch_size_per_gpu": "samples of one micro-batch",
-    "optimizer": "AdamW",
+    "optimizer": "AdamW or SGD",
     "scheduler": "one of DeepSpeed's",
     "gradient_clipping": "the largest norm, 1.0 if not given",
     "bf16": "BF16 weights and activations",
@@ -133,8 +133,14 @@ class InProcessPipeline:
         *,
         collate_fn: Callable[[list], Any] | None = None,
         shuffle: bool = True,
+        cuts: Sequence[int] | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        lr_scheduler: Callable[[Any], Any] | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """model: a Hugging Face model, left as it is. num_stages: K ≥ 1. config: what `pipecomp.initialize` takes.
+        """model: a Hugging Face model, left as it is, or what `stages.modules` made, which is trained itself.
+        num_stages: K ≥ 1. cuts, loss_fn, lr_scheduler, config: what `pipecomp.initialize` takes. sampler: the order of
+        training, in place of the engine's.
 
         Raises ConfigError for a setting that has no meaning here, and this project's other errors.
         """
@@ -146,16 +152,20 @@ class InProcessPipeline:
             raise ConfigError("store.backend", settings.store.backend, "'memory' in one process")
         if num_stages == 1 and settings.activations.method != "none":
             raise ConfigError("activations.method", settings.activations.method, "'none' with one stage")
-        self.stages = split(copy.deepcopy(model), num_stages, tie=settings.tie)
-        self._loss = default_loss(self.stages[-1].config)
+        own = model if isinstance(model, Modules) else copy.deepcopy(model)
+        split_plan = plan(own, num_stages, cuts, tie=settings.tie)
+        self.stages = [build_stage(own, split_plan, index) for index in range(num_stages)]
+        self._loss = loss_fn or default_loss(self.stages[-1].config)
         micro_batch = int(config["train_micro_batch_size_per_gpu"])
         self.micro_batches = int(config["train_batch_size"]) // micro_batch
-        self._sampler = ShardedSampler(len(training_data), micro_batch, seed=settings.seed, shuffle=shuffle)
+        self._sampler: Sampler = sampler or ShardedSampler(
+            len(training_data), micro_batch, seed=settings.seed, shuffle=shuffle
+        )
         self._batches = iter(TrainLoader(training_data, self._sampler, collate_fn))
         self.global_steps = 0
         self._evaluations = 0
         self._connect(settings)
-        self._make_updates(config)
+        self._make_updates(config, lr_scheduler)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -177,13 +187,14 @@ class InProcessPipeline:
         for index in range(len(self.stages) - 1):
             near, far = loopback_pair((index, index + 1))
             stores = [e.link(f"link-{index}", {}) for e in self._environments[index : index + 2]] or [None, None]
-            sender = UpstreamEnd(index, settings, near, stores[0])
-            self.links.append((sender, DownstreamEnd(index, settings, far, stores[1])))
+            frame = self.stages[index].crossing(index).frame
+            sender = UpstreamEnd(index, settings, near, stores[0], frame=frame)
+            self.links.append((sender, DownstreamEnd(index, settings, far, stores[1], frame=frame)))
 
-    def _make_updates(self, config: dict[str, Any]) -> None:
+    def _make_updates(self, config: dict[str, Any], lr_scheduler: Callable[[Any], Any] | None) -> None:
         chosen = config.get("optimizer", {})
-        if chosen.get("type") != "AdamW":
-            raise ConfigError("optimizer.type", chosen.get("type"), "'AdamW' in one process")
+        if chosen.get("type") not in ("AdamW", "SGD"):
+            raise ConfigError("optimizer.type", chosen.get("type"), "'AdamW' or 'SGD' in one process")
         if config.get("zero_optimization", {}).get("stage", 0) > 1:
             raise ConfigError("zero_optimization.stage", config["zero_optimization"]["stage"], "0 or 1")
         self._limit = float(config.get("gradient_clipping", 1.0))
@@ -204,10 +215,12 @@ class InProcessPipeline:
             parameters = list(stage.parameters())
             update = _BFloat16(parameters, summed) if half else _Float32(parameters)
             values = {key: value for key, value in chosen.get("params", {}).items() if key != "torch_adam"}
-            optimizer = torch.optim.AdamW(update.masters, **values)
+            optimizer = getattr(torch.optim, chosen["type"])(update.masters, **values)
             self._updates.append(update)
             self._optimizers.append(optimizer)
-            if "scheduler" in config:
+            if lr_scheduler is not None:
+                self._schedulers.append(lr_scheduler(optimizer))
+            elif "scheduler" in config:
                 from pipecomp.build import deepspeed
 
                 lr_schedules = deepspeed.runtime.lr_schedules
@@ -232,7 +245,7 @@ class InProcessPipeline:
     def _train_micro_batch(self, batch: MicroBatch, at: Position) -> Tensor:
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
-        layouts: list[Layout] = []
+        layouts: list[Layout] = []  # what crosses each link
         for hidden_BSH, layout in self._forward(batch, at, outputs):
             hidden_BSH.requires_grad_(True)
             inputs.append(hidden_BSH)
@@ -253,8 +266,7 @@ class InProcessPipeline:
         self, batch: MicroBatch, at: Position, outputs: list[Tensor], *, training: bool = True
     ) -> Iterator[tuple[Tensor, Layout]]:
         """Run all stages, appending what each returns; yields what arrives at each link before it is used."""
-        mask_BS = batch.inputs.get("attention_mask")
-        layout = Layout.of_mask(batch.ids, mask_BS, batch.inputs["input_ids"].shape[1])
+        layout = self.stages[0].layout(batch.ids, batch.inputs)
         given: Any = batch.inputs
         for stage, link in zip(self.stages, [*self.links, None], strict=True):
             returned = stage(given)
@@ -265,6 +277,7 @@ class InProcessPipeline:
             link[0].send_activation(outputs[-1], layout, at, training=training)
             hidden_BSH, arrived = link[1].recv_activation(at, training=training)
             yield hidden_BSH, arrived
+            layout = self.stages[stage.index + 1].next_layout(arrived)
             given = {"hidden_states": hidden_BSH, "attention_mask": arrived.mask_BS(hidden_BSH.device)}
 
     def _step(self) -> None:
@@ -290,7 +303,7 @@ class InProcessPipeline:
         for scheduler in self._schedulers:
             scheduler.step()
 
-    def _counted(self, stage: Stage) -> list[nn.Parameter]:
+    def _counted(self, stage: Stage | ModuleStage) -> list[nn.Parameter]:
         return [p for p in stage.parameters() if id(p) not in self._replicated]
 
     @torch.no_grad()

@@ -42,6 +42,7 @@ from pipecomp.stages import build_stage, default_loss, plan
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.links import Links
+from pipecomp.stages.modules import Modules, ModuleStage
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.resume import agree
 from pipecomp.stages.splitting import Stage
@@ -61,15 +62,16 @@ def initialize(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
-    parameter_groups: Callable[[Stage], list[dict[str, Any]]] | None = None,
+    parameter_groups: Callable[[Any], list[dict[str, Any]]] | None = None,
     shuffle: bool = True,
 ) -> PipelineEngine:
     """Make the engine of this rank; every rank of the run calls this with the same arguments.
 
     model: a Hugging Face model, a folder that `from_pretrained` reads, or a hub name; of a folder each rank reads only
-    its own stage. num_stages: K; the world size is K × replicas. cuts: K + 1 block numbers where the model is cut,
-    instead of num_stages. config: DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file.
-    training_data: samples with a length; collate_fn: samples to a batch with input_ids and labels. loss_fn(logits,
+    its own stage; or a model of plain modules, made by `pipecomp.stages.modules`, with a loss_fn. num_stages: K; the
+    world size is K × replicas. cuts: K + 1 block numbers where the model is cut, instead of num_stages. config:
+    DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file. training_data: samples with a length;
+    collate_fn: samples to a batch with labels and input_ids, or pixel_values for plain modules. loss_fn(logits,
     labels): the model's own loss by default. optimizer: a torch optimizer or a callable that makes one from
     parameters; by default the configuration's. parameter_groups(stage): the stage's parameters in groups with options
     of their own, as torch's optimizers take them; one group of all by default. shuffle: a new order every epoch, by
@@ -82,6 +84,8 @@ def initialize(
     settings = Config.from_dict(ds_config.get(SECTION, {}))
     join_processes()
     split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
+    if isinstance(model, Modules) and loss_fn is None:
+        raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
     stages, world = split_plan.num_stages, dist.get_world_size()
     if world % stages:
         raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
@@ -191,11 +195,11 @@ def join_processes() -> None:
 class _StageSpec(LayerSpec):
     """Builds a stage only on the rank that owns it."""
 
-    def __init__(self, build: Callable[[], Stage]) -> None:
+    def __init__(self, build: Callable[[], Stage | ModuleStage]) -> None:
         super().__init__(Stage)
         self._build = build
 
-    def build(self, log: bool = False) -> Stage:
+    def build(self, log: bool = False) -> Stage | ModuleStage:
         return self._build()
 
 
@@ -206,8 +210,8 @@ def _pipeline_module(
     dtype = torch.float32 if isinstance(model, (str, os.PathLike)) and not half else None
     loss: list[Callable] = []
 
-    def builder(index: int) -> Callable[[], Stage]:
-        def build() -> Stage:
+    def builder(index: int) -> Callable[[], Stage | ModuleStage]:
+        def build() -> Stage | ModuleStage:
             stage = build_stage(model, split_plan, index, dtype=dtype, seed=seed)
             loss.append(loss_fn or default_loss(stage.config))
             return stage
@@ -220,7 +224,7 @@ def _pipeline_module(
     return module
 
 
-def _trainable(stage: Stage) -> list[Any]:
+def _trainable(stage: Stage | ModuleStage) -> list[Any]:
     return [p for p in stage.parameters() if p.requires_grad]
 
 
@@ -314,10 +318,11 @@ def _open_links(engine: PipelineEngine, settings: Config) -> Links:
     ends: dict[str, Any] = {}
     for name, kind, index in (("to_previous", DownstreamEnd, stage - 1), ("to_next", UpstreamEnd, stage)):
         if 0 <= index < grid.pipe_parallel_size - 1:
+            crossing = engine.stage.crossing(index)
             described = {
                 **settings.link_settings(),
-                "cut": engine.plan.cuts[index + 1],
-                "hidden_size": engine.stage.hidden_size,
+                **crossing.settings,
+                "hidden_size": crossing.width,
                 "replicas": grid.data_parallel_size,
             }
             ends[name] = kind(
@@ -328,6 +333,7 @@ def _open_links(engine: PipelineEngine, settings: Config) -> Links:
                 replica=grid.data_parallel_id,
                 device=engine.device,
                 pass_nonfinite=engine.fp16_enabled(),
+                frame=crossing.frame,
             )
             agree(ends[name], {**described, "settings": settings.digest()})
     return Links(environment=environment, **ends)

@@ -1,8 +1,10 @@
 """Micro-batches with sample ids: AQ-SGD needs to know a sample again when it comes back.
 
-The id of a sample is its place in the dataset. Replicas of a pipeline share the dataset out once and shuffle only
-within their own part, so that a sample stays with the replica that holds its messages. The order of ids follows from
-the seed and the epoch alone; every stage that loads data loads the same micro-batches.
+The id of a sample is its place in the dataset, unless the dataset has a method `sample_id(index)` that says otherwise:
+one that shows a sample in several views gives one id to those that share a message. Replicas of a pipeline share the
+dataset out once and shuffle only within their own part, so that a sample stays with the replica that holds its
+messages. The order of ids follows from the seed and the epoch alone; every stage that loads data loads the same
+micro-batches.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +21,15 @@ from torch.utils.data import DataLoader, Dataset
 from pipecomp.errors import DataError
 
 LABEL_KEYS = ("labels", "label")
+INPUT_KEYS = ("input_ids", "pixel_values")
 ID_KEY = "sample_ids"
 MAX_ID = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """ids: B sample ids. inputs: for the first stage, with input_ids [B, S] among them. labels: for the loss."""
+    """ids: B sample ids. inputs: for the first stage, with input_ids [B, S] or pixel_values [B, …] among them. labels:
+    for the loss."""
 
     ids: tuple[int, ...]
     inputs: dict[str, Tensor]
@@ -40,9 +44,9 @@ class MicroBatch:
 def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from: int | None = None) -> MicroBatch:
     """A collated batch as a MicroBatch.
 
-    batch: a mapping with "input_ids" and usually "labels", or DeepSpeed's pair (inputs, labels). Its ids come from
-    `ids`, else from the key "sample_ids", else they are numbers from `number_from` on, where nothing needs to know a
-    sample again. Raises DataError for anything else, or without ids.
+    batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs, labels).
+    Its ids come from `ids`, else from the key "sample_ids", else they are numbers from `number_from` on, where nothing
+    needs to know a sample again. Raises DataError for anything else, or without ids.
     """
     if isinstance(batch, MicroBatch):
         return batch
@@ -56,9 +60,11 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
     if ids is None and found is not None:
         ids = [int(i) for i in found]
     labels = next((fields.pop(k) for k in LABEL_KEYS if k in fields), None)
-    if "input_ids" not in fields or not isinstance(fields["input_ids"], Tensor):
-        raise DataError(f"a batch has the keys {sorted(batch)}; it needs input_ids as a tensor [B, S]")
-    size = fields["input_ids"].shape[0]
+    main = next((fields[key] for key in INPUT_KEYS if isinstance(fields.get(key), Tensor)), None)
+    if main is None:
+        allowed = "input_ids as a tensor [B, S], or pixel_values [B, …]"
+        raise DataError(f"a batch has the keys {sorted(batch)}; it needs {allowed}")
+    size = main.shape[0]
     if ids is None and number_from is not None:
         ids = range(number_from, number_from + size)
     if ids is None:
@@ -69,6 +75,16 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
         if not 0 <= i <= MAX_ID:
             raise DataError(f"sample id {i} is out of range: 0 to 2**63 - 1")
     return MicroBatch(tuple(ids), fields, labels)
+
+
+class Sampler(Protocol):
+    """The order of training. per_epoch: micro-batches of one pass over the data."""
+
+    per_epoch: int
+
+    def batch(self, number: int) -> list[int]:
+        """The dataset's indices of micro-batch `number`, counted from the start of training; endless."""
+        ...
 
 
 class ShardedSampler:
@@ -131,9 +147,10 @@ class _Numbered(Dataset):
 
     def __init__(self, data: Any) -> None:
         self.data = data
+        self.sample_id: Callable[[int], int] = getattr(data, "sample_id", int)
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self.data[index]
+        return self.sample_id(index), self.data[index]
 
 
 class _Collate:
@@ -159,7 +176,7 @@ class TrainLoader:
     """Endless micro-batches for one replica, from where training stands; knows the ids that come next."""
 
     def __init__(
-        self, data: Any, sampler: ShardedSampler, collate: Callable[[list], Any] | None = None, *, workers: int = 0
+        self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None, *, workers: int = 0
     ) -> None:
         self.sampler = sampler
         self.taken = 0  # micro-batches handed out so far
@@ -176,7 +193,7 @@ class TrainLoader:
 
     def upcoming(self, ahead: int) -> list[int]:
         """The ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
-        return self.sampler.batch(self.taken + ahead)
+        return [self._data.sample_id(index) for index in self.sampler.batch(self.taken + ahead)]
 
 
 def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | None = None) -> list[MicroBatch]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
-from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError
+from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError, SplitError
 from pipecomp.export import save_pretrained
 from pipecomp.failure import find_lost, report_stopped
 from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
@@ -34,6 +34,7 @@ from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links
+from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.planning import SplitPlan
 
 _STATE_KEY = "pipecomp"
@@ -42,9 +43,10 @@ _FIND_LOST_S = 15.0  # for the other ranks to notice that one is gone
 
 @dataclass(slots=True)
 class _Slot:
-    """One micro-batch between its forward and its backward."""
+    """One micro-batch between its forward and its backward: what of it crosses the links from and to this stage."""
 
-    layout: Layout
+    received: Layout
+    sent: Layout
     inputs: dict[str, Tensor | None]
 
 
@@ -205,13 +207,12 @@ class PipelineEngine(ReportingEngine):
     def _exec_load(self, buffer_id: int, micro_batch: int) -> None:
         batch = self._load(micro_batch)
         if self.is_first_stage():
-            mask_BS = batch.inputs.get("attention_mask")
-            layout = Layout.of_mask(batch.ids, mask_BS, batch.inputs["input_ids"].shape[1])
+            layout = self.stage.layout(batch.ids, batch.inputs)
             inputs: dict[str, Tensor | None] = {k: v.to(self.device) for k, v in batch.inputs.items()}
-            self._slots[buffer_id] = _Slot(layout, inputs)
+            self._slots[buffer_id] = _Slot(layout, layout, inputs)
             self._prefetch_next()
         if self.is_last_stage():
-            layout = self._slots[buffer_id].layout
+            layout = self._slots[buffer_id].received
             if layout.ids != batch.ids:
                 raise DataError(
                     f"step {self._step_number}, micro-batch {micro_batch}: the first stage sent samples "
@@ -265,7 +266,7 @@ class PipelineEngine(ReportingEngine):
     def _exec_send_activation(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_next is not None
         training = self.module.training
-        layout = self._slots[buffer_id].layout
+        layout = self._slots[buffer_id].sent
         x_BSH = self.pipe_buffers["outputs"][buffer_id]
         self.links.to_next.send_activation(x_BSH, layout, self._at(micro_batch), training=training)
 
@@ -280,7 +281,7 @@ class PipelineEngine(ReportingEngine):
             )
         x_BSH.requires_grad_(training)
         inputs = {"hidden_states": x_BSH, "attention_mask": layout.mask_BS(self.device)}
-        self._slots[buffer_id] = _Slot(layout, inputs)
+        self._slots[buffer_id] = _Slot(layout, self.stage.next_layout(layout), inputs)
 
     def _exec_send_grad(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_previous is not None
@@ -288,12 +289,12 @@ class PipelineEngine(ReportingEngine):
         x_BSH = slot.inputs["hidden_states"]
         assert x_BSH is not None
         assert x_BSH.grad is not None
-        self.links.to_previous.send_gradient(x_BSH.grad, slot.layout, self._at(micro_batch))
+        self.links.to_previous.send_gradient(x_BSH.grad, slot.received, self._at(micro_batch))
 
     def _exec_recv_grad(self, buffer_id: int, micro_batch: int) -> None:
         assert self.links.to_next is not None
         waited = self.links.to_next.stats.wait_seconds
-        self.grad_layer = self.links.to_next.recv_gradient(self._slots[buffer_id].layout, self._at(micro_batch))
+        self.grad_layer = self.links.to_next.recv_gradient(self._slots[buffer_id].sent, self._at(micro_batch))
         if micro_batch:  # the first one's way there and back is waited for at any number in flight
             self._gradient_wait += self.links.to_next.stats.wait_seconds - waited
 
@@ -328,6 +329,8 @@ class PipelineEngine(ReportingEngine):
 
         The folder is complete on the machine of rank 0, whether or not the machines share a disk.
         """
+        if isinstance(self.stage, ModuleStage):
+            raise SplitError("a model of plain modules has no Hugging Face folder: save each stage's state_dict()")
         owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
         save_pretrained(self.stage, folder, owners=owners)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from pipecomp.allreduce import State
 from pipecomp.errors import PipecompError
 from pipecomp.replicas import GradientExchange, ReplicaAdam
+from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
 from pipecomp.stats import GroupStats
@@ -44,7 +45,7 @@ class ReducingEngine(deepspeed_pipe.PipelineEngine):
             self.optimizer.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> Stage | ModuleStage:
         """The part of the model that this rank trains."""
         return self.module.forward_funcs[0]
 

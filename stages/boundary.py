@@ -1,28 +1,36 @@
-"""What of a padded micro-batch crosses a link: only its real tokens.
+"""What of a micro-batch crosses a link: only the real tokens of padded ones; of images, the window that a crop shows.
 
-Shapes: B samples, S tokens with padding, H hidden size, T real tokens of all samples.
+Shapes: B samples, S tokens with padding, H hidden size, T real tokens of all samples. Of an image the tokens are the h
+lines of a map, and H is their width times channels.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecomp.errors import DataError
+from pipecomp.errors import DataError, WireError
+from pipecomp.stages.window import Frame
 from pipecomp.wire import Header
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which tokens of [B, S] are real: for sample i those from starts[i], counts[i] of them."""
+    """Which tokens of [B, S] are real: for sample i those from starts[i], counts[i] of them.
+
+    With a frame nothing is padding: starts are the places in it where the samples' windows begin, counts their lines,
+    and `tokens` the frame's places.
+    """
 
     ids: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     tokens: int  # S
+    frame: Frame | None = None
 
     @property
     def total(self) -> int:
@@ -30,9 +38,14 @@ class Layout:
         return sum(self.counts)
 
     @property
+    def rows_each(self) -> int:
+        """Rows of a sample in the tensor that stages compute with: S, or h with a frame."""
+        return self.tokens if self.frame is None else self.frame.lines
+
+    @property
     def full(self) -> bool:
         """True if nothing is padding."""
-        return all(count == self.tokens for count in self.counts)
+        return self.frame is not None or all(count == self.tokens for count in self.counts)
 
     def rows(self) -> list[slice]:
         """For each sample its rows in [T, H]."""
@@ -51,10 +64,29 @@ class Layout:
         return mask_BS.to(device)
 
     @classmethod
-    def of_header(cls, header: Header) -> Layout:
-        """The layout that a message describes."""
+    def of_header(cls, header: Header, frame: Frame | None = None) -> Layout:
+        """The layout that a message describes. Raises WireError if a window lies outside the link's frame."""
         s = header.samples
-        return cls(tuple(x.id for x in s), tuple(x.start for x in s), tuple(x.count for x in s), header.tokens)
+        if frame is not None:
+            for x in s:
+                if header.tokens != frame.places or x.count != frame.lines or not frame.has(x.start):
+                    raise WireError(
+                        f"{header.describe()}: sample {x.id} has {x.count} lines from place {x.start} of "
+                        f"{header.tokens}, not a window of {frame}"
+                    )
+        return cls(tuple(x.id for x in s), tuple(x.start for x in s), tuple(x.count for x in s), header.tokens, frame)
+
+    @classmethod
+    def of_shifts(cls, ids: tuple[int, ...], shifts_B2: Tensor | None, frame: Frame) -> Layout:
+        """From the pixels, down and right, by which crops moved the images, int64 [B, 2]; None: none was moved.
+
+        Raises DataError for another shape, and for a crop beyond the frame's margin.
+        """
+        moved = [[0, 0]] * len(ids) if shifts_B2 is None else shifts_B2.tolist()
+        if shifts_B2 is not None and tuple(shifts_B2.shape) != (len(ids), 2):
+            raise DataError(f"shifts have shape {tuple(shifts_B2.shape)}, expected {(len(ids), 2)}: down and right")
+        starts = tuple(frame.start(down, right, i) for i, (down, right) in zip(ids, moved, strict=True))
+        return cls(ids, starts, (frame.lines,) * len(ids), frame.places, frame)
 
     @classmethod
     def of_mask(cls, ids: tuple[int, ...], mask_BS: Tensor | None, tokens: int) -> Layout:
@@ -78,6 +110,15 @@ class Layout:
         return cls(ids, tuple(starts_B.tolist()), tuple(counts_B.tolist()), tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """What crosses a link, the same for both its ends. width: H. settings: what both ends compare, JSON values."""
+
+    width: int
+    settings: dict[str, Any]
+    frame: Frame | None = None
+
+
 def gather(x_BSH: Tensor, layout: Layout) -> Tensor:
     """Real tokens [T, H] of [B, S, H]; a view if nothing is padding."""
     if layout.full:
@@ -92,7 +133,7 @@ def scatter(x_TH: Tensor, layout: Layout) -> Tensor:
     """[B, S, H] with the real tokens of [T, H] in place and zeros elsewhere; a view if nothing is padding."""
     hidden = x_TH.shape[-1]
     if layout.full:
-        return x_TH.reshape(len(layout.ids), layout.tokens, hidden)
+        return x_TH.reshape(len(layout.ids), layout.rows_each, hidden)
     x_BSH = x_TH.new_zeros(len(layout.ids), layout.tokens, hidden)
     for i, rows in enumerate(layout.rows()):
         x_BSH[i, layout.starts[i] : layout.starts[i] + layout.counts[i]] = x_TH[rows]

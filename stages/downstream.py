@@ -24,7 +24,7 @@ class DownstreamEnd(LinkEnd):
         """
         kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
         header, payload, size = self._recv(kind, at)
-        layout = Layout.of_header(header)
+        layout = Layout.of_header(header, self.frame)
         dtype = torch_dtype(header.dtype)
         if training and self.store is not None:
             self._check_codec(header, self._forward)
@@ -55,20 +55,24 @@ class DownstreamEnd(LinkEnd):
             start += sizes[i]
             if sample.form is Form.DELTA:
                 message = self.store.get([sample.id])[0] if repeated else held[i]
-                m_nH = self._checked_base(sample, message, header.hidden, at)
+                held_nH = self._checked_base(sample, message, header.hidden, at)
+                m_nH = held_nH if self.frame is None else self.frame.take(held_nH, sample.start)
                 self._forward.decode_delta_(data, m_nH)
+                if self.frame is not None:
+                    self.frame.put_(held_nH, sample.start, m_nH)
                 self.stats.delta_samples += 1
             elif sample.form is Form.FULL:
                 codec: Codec = self._first or Cast(torch_dtype(header.dtype))
                 m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
+                held_nH = m_nH if self.frame is None else self.frame.spread(m_nH, sample.start)
                 self.stats.full_samples += 1
             else:
                 raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
             x_TH[rows] = m_nH
             if repeated:
-                self.store.put(sample.id, sample.version, m_nH)
+                self.store.put(sample.id, sample.version, held_nH)
             else:
-                updates.append((sample.id, sample.version, m_nH))
+                updates.append((sample.id, sample.version, held_nH))
         for update in updates:
             self.store.put(*update)
         return x_TH
@@ -85,7 +89,7 @@ class DownstreamEnd(LinkEnd):
             raise BaseMismatchError(
                 self._where(at, f"sample {sample.id}: delta on message version {sample.base}, this end {holds}")
             )
-        if tuple(message.m_nH.shape) != (sample.count, hidden):
+        if tuple(message.m_nH.shape) != self._message_rows(sample.count, hidden):
             raise BaseMismatchError(
                 self._where(
                     at,

@@ -29,6 +29,7 @@ from pipecomp.kernels import ops
 from pipecomp.rotation import Rotated
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.transport import Transport
+from pipecomp.stages.window import Frame
 from pipecomp.stats import LinkStats
 from pipecomp.wire import Form, Header, Kind, Sample, decode, encode
 
@@ -44,7 +45,11 @@ class Position:
 
 
 class LinkEnd:
-    """What both ends share. index: the link's number, counted from the first stage. replica: which pipeline."""
+    """What both ends share.
+
+    index: the link's number, counted from the first stage. replica: which pipeline. frame: where the messages of
+    images that crops move lie; None where a message is just what was sent.
+    """
 
     def __init__(
         self,
@@ -56,12 +61,14 @@ class LinkEnd:
         replica: int = 0,
         device: torch.device | None = None,
         pass_nonfinite: bool = False,
+        frame: Frame | None = None,
     ) -> None:
         a = config.activations
         if (a.method == "aqsgd") != (store is not None):
             raise ConfigError("activations.method", a.method, "'aqsgd' with a message store, the others without one")
         self.index, self.transport, self.store = index, transport, store
         self.device = device or torch.device("cpu")
+        self.frame = frame
         self.stats = LinkStats()
         self._method = a.method
         self._eval = a.eval
@@ -148,6 +155,12 @@ class LinkEnd:
                 f"({got[2].name.lower()}), this rank expects {codec.method.name.lower()} of {codec.bits} "
                 f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
             )
+
+    def _message_rows(self, count: int, hidden: int) -> tuple[int, int]:
+        """The shape of m for a sample of [count, hidden]."""
+        if self.frame is None:
+            return count, hidden
+        return self.frame.frame_lines, hidden // self.frame.columns * self.frame.frame_columns
 
     def _where(self, at: Position, what: str) -> str:
         return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"

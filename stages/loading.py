@@ -15,6 +15,7 @@ from torch import nn
 from pipecomp.errors import SplitError
 from pipecomp.stages.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.checkpoints import Checkpoint, find_file, match_names
+from pipecomp.stages.modules import Modules, ModuleStage, build_module_stage, plan_modules
 from pipecomp.stages.planning import SplitPlan, aliases, part_of, plan_model
 from pipecomp.stages.splitting import Stage, replace_parameter, shallow, take_stage
 
@@ -80,8 +81,13 @@ def plan(
     of a vocabulary-sized head, and a little for the embeddings. cuts: instead, the first block of each stage, with or
     without the number of blocks at the end. block_seconds: measured seconds of each block (forward and backward),
     used for the balance in place of its parameters. tie: False gives up tied weights.
+    A model of plain modules, made by `modules`, is balanced by its parameters alone.
     Raises SplitError if the architecture is unknown or the cuts are impossible.
     """
+    if isinstance(model_or_config_or_path, Modules):
+        if block_seconds is not None:
+            raise SplitError("block_seconds: only for Hugging Face models")
+        return plan_modules(model_or_config_or_path, num_stages, cuts)
     found = resolve(model_or_config_or_path)
     model = found.model if found.model is not None else skeleton(found)
     return plan_model(model, num_stages, cuts, block_seconds, tie=tie)
@@ -95,7 +101,7 @@ def build_stage(
     dtype: torch.dtype | str | None = None,
     tie: bool = True,
     seed: int = 0,
-) -> Stage:
+) -> Stage | ModuleStage:
     """Stage `index` of a plan, on the CPU.
 
     source: as for `plan`, and the same one.
@@ -105,14 +111,17 @@ def build_stage(
       Hugging Face does, and named in `stage.newly_initialized`. The stage is in training mode.
     - A config: random weights as Hugging Face initializes them. Each depends on `seed` and its module's name alone, so
       they are the same for every number of stages; they are not those of the whole model built under that seed.
+    - A model of plain modules: the stage takes its blocks.
     dtype: of the parameters; default: the model's, else the config's, else the checkpoint's. tie: False gives up tied
     weights, as with a plan made so. seed: for what is initialized.
     Raises SplitError naming tensor and file if one is missing, does not belong, or has another shape.
     """
     if plan.tie and not tie:
         plan = replace(plan, tied=(), tie=False)
-    found = resolve(source)
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if isinstance(source, Modules):
+        return build_module_stage(source, plan, index, dtype=wanted)
+    found = resolve(source)
     if found.model is not None:
         stage = take_stage(found.model, plan, index)
         for names in aliases(stage) if wanted is not None else ():

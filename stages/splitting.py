@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.architectures import Architecture, SkippedBlock, architecture_of, head_name
+from pipecomp.stages.boundary import Crossing, Layout
 from pipecomp.stages.planning import SplitPlan, TiedGroup, aliases, block_count, plan_model
 
 
@@ -95,6 +96,18 @@ class Stage(nn.Module):
             if moved is not None and moved.dtype != buffer.dtype:
                 module._buffers[name] = buffer.to(moved.device)
         return self
+
+    def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
+        """On the first stage: which tokens of a micro-batch are real, by its attention mask."""
+        return Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
+
+    def next_layout(self, layout: Layout) -> Layout:
+        """The layout of what this stage sends, from that of what it received: the same tokens."""
+        return layout
+
+    def crossing(self, link: int) -> Crossing:
+        """What crosses a link, counted from the first stage."""
+        return Crossing(width=self.hidden_size, settings={"cut": self.plan.cuts[link + 1]})
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute each block's activations in the backward pass instead of keeping them.

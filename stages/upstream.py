@@ -56,19 +56,19 @@ class UpstreamEnd(LinkEnd):
         for i, (sample, rows) in enumerate(zip(layout.ids, layout.rows(), strict=True)):
             x_nH = x_TH[rows]
             message = self.store.get([sample])[0] if repeated else held[i]
-            if message is not None and message.m_nH.shape != x_nH.shape:
+            if message is not None and message.m_nH.shape != self._message_rows(*x_nH.shape):
                 message = None  # the sample changed its length: a first visit again
             version = self._next_version
             self._next_version += 1
             seed = self._draw(FORWARD, at, i)
             form, base = (Form.FULL, 0) if message is None else (Form.DELTA, message.version)
             samples.append(Sample(sample, form, layout.starts[i], layout.counts[i], base, version))
-            m_nH, encoded = self._encode_sample(x_nH, message, seed)
+            m_nH, held_nH, encoded = self._encode_sample(x_nH, message, layout.starts[i], seed)
             parts += encoded
             if repeated:
-                self.store.put(sample, version, m_nH)
+                self.store.put(sample, version, held_nH)
             else:
-                updates.append((sample, version, m_nH))
+                updates.append((sample, version, held_nH))
             if form is Form.FULL:
                 self.stats.full_samples += 1
             else:
@@ -79,18 +79,25 @@ class UpstreamEnd(LinkEnd):
             self.store.put(*update)
         return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
 
-    def _encode_sample(self, x_nH: Tensor, message: Message | None, seed: int) -> tuple[Tensor, list[np.ndarray]]:
-        """What both ends hold afterwards, and the payload that says so."""
+    def _encode_sample(
+        self, x_nH: Tensor, message: Message | None, start: int, seed: int
+    ) -> tuple[Tensor, Tensor, list[np.ndarray]]:
+        """What the other end computes with, what both ends hold afterwards, and the payload that says so."""
         if message is not None:
-            m_nH = message.m_nH.to(x_nH.device)
-            return m_nH, self._forward.encode_delta_(x_nH, m_nH, seed)
+            held_nH = message.m_nH.to(x_nH.device)
+            m_nH = held_nH if self.frame is None else self.frame.take(held_nH, start)
+            parts = self._forward.encode_delta_(x_nH, m_nH, seed)
+            if self.frame is not None:
+                self.frame.put_(held_nH, start, m_nH)
+            return m_nH, held_nH, parts
         if self._first is None:
             if not bool(torch.isfinite(x_nH).all()):
                 raise NonFiniteError("NaN or Inf")
-            return x_nH.to(torch.float32, copy=True), Cast(x_nH.dtype).encode(x_nH)
-        parts = self._first.encode(x_nH, seed)
-        m_nH = self._first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
-        return m_nH, parts
+            m_nH, parts = x_nH.to(torch.float32, copy=True), Cast(x_nH.dtype).encode(x_nH)
+        else:
+            parts = self._first.encode(x_nH, seed)
+            m_nH = self._first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
+        return m_nH, m_nH if self.frame is None else self.frame.spread(m_nH, start), parts
 
     def _sample_error(self, x_nH: Tensor, m_nH: Tensor) -> None:
         norm = float(x_nH.float().norm())
@@ -101,7 +108,7 @@ class UpstreamEnd(LinkEnd):
     def recv_gradient(self, layout: Layout, at: Position) -> Tensor:
         """The gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
         header, payload, size = self._recv(Kind.GRADIENT, at)
-        if Layout.of_header(header) != layout:
+        if Layout.of_header(header, self.frame) != layout:
             raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
         dtype = torch_dtype(header.dtype)
         codec = self._codec(Kind.GRADIENT, dtype)

@@ -23,7 +23,7 @@ LAYERS = [
     {"schedule", "export", "failure", "optim", "replicas", "reduction", "reports", "engine", "build"},
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
-        "recipe_text", "recipe_classify", "recipe_encoder", "doctor",
+        "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet", "doctor",
     },
     {"cli"},
 ]

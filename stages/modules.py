@@ -1,0 +1,215 @@
+"""Stages of plain torch modules, for models that are not Hugging Face's: an nn.Sequential, cut between its children.
+
+Messages carry rows, so what crosses a cut is laid out in rows: an image map [B, C, h, w] as its h lines of w × C
+values, the channels of a place together; tokens [B, S, H] as they are; features [B, F] as one row. All samples have
+one shape.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipecomp.errors import DataError, SplitError
+from pipecomp.stages.balance import balance, check_cuts
+from pipecomp.stages.boundary import Crossing, Layout
+from pipecomp.stages.planning import SplitPlan, TiedGroup
+from pipecomp.stages.window import Frame
+
+INPUT = "pixel_values"
+SHIFTS = "shifts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """A model of plain modules; `modules` makes one. shapes: of one sample, before each block and after the last."""
+
+    model: nn.Sequential
+    shapes: tuple[tuple[int, ...], ...]
+    margin: int
+
+
+def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0) -> Modules:
+    """An nn.Sequential as `pipecomp.initialize` and `plan` take it; its children are the blocks.
+
+    input_shape: of one sample, what a batch's `pixel_values` have after B. margin: pixels by which random crops move an
+    image at most, with `shifts` in the batches; messages then move with the crop (arXiv:2206.01299, H.6). 0: a message
+    is what was sent last, wherever it was. Raises SplitError if the model does not run on that shape, or what a block
+    returns cannot be laid out in rows.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise SplitError(f"model: got {type(model).__name__}, allowed: an nn.Sequential, whose children are the blocks")
+    if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
+        raise SplitError(f"margin: got {margin!r}, allowed: a whole number of pixels, 0 or more")
+    if margin and len(input_shape) != 3:
+        raise SplitError(f"margin: got {margin} for samples of shape {tuple(input_shape)}, allowed: 0 but for images")
+    shapes = [tuple(int(n) for n in input_shape)]
+    skeleton = copy.deepcopy(model).to("meta").eval()
+    with torch.no_grad():
+        x = torch.empty(2, *shapes[0], device="meta")
+        for name, block in skeleton.named_children():
+            try:
+                x = block(x)
+            except Exception as error:  # whatever the user's module raises
+                raise SplitError(f"block {name} does not take samples of shape {shapes[-1]}: {error}") from error
+            if not isinstance(x, Tensor) or x.shape[:1] != (2,):
+                raise SplitError(f"block {name} must return one tensor with as many samples as it got")
+            shapes.append(tuple(x.shape[1:]))
+    return Modules(model=model, shapes=tuple(shapes), margin=margin)
+
+
+def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | None) -> SplitPlan:
+    """Where to cut: as told, or so that the stage with the most parameters has as few as possible."""
+    blocks = list(source.model)
+    bounds = check_cuts(len(blocks), num_stages, cuts)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    if bounds is None:
+        assert num_stages is not None, "check_cuts allows only one of them to be missing"
+        bounds = balance(sizes, num_stages)
+    for cut in bounds[1:-1]:
+        if len(source.shapes[cut]) not in (1, 2, 3):
+            raise SplitError(f"cut {cut}: samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")
+        _check_not_shared(source.model, cut)
+    per_stage = tuple(sum(sizes[lo:hi]) for lo, hi in pairwise(bounds))
+    return SplitPlan(
+        architecture="modules",
+        model_class=type(source.model).__name__,
+        cuts=tuple(bounds),
+        blocks=len(blocks),
+        parameters=per_stage,
+        costs=tuple(float(n) for n in per_stage),
+        tied=(),
+    )
+
+
+def _check_not_shared(model: nn.Sequential, cut: int) -> None:
+    before = {id(p) for p in model[:cut].parameters()}
+    for name, parameter in model[cut:].named_parameters():
+        if id(parameter) in before:
+            raise SplitError(f"cut {cut}: {name} is also used before it; stages of plain modules cannot share weights")
+
+
+class ModuleStage(nn.Module):
+    """One stage of plain modules: the children [lo, hi) of the model, under their names there.
+
+    The interface is `Stage`'s; hidden_size is the width of the rows that it receives, or sends if it is the first.
+    """
+
+    def __init__(self, source: Modules, plan: SplitPlan, index: int) -> None:
+        super().__init__()
+        self.plan, self.index, self.num_stages = plan, index, plan.num_stages
+        self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
+        for name, block in list(source.model.named_children())[self.lo : self.hi]:
+            self.add_module(name, block)
+        self._shapes, self._margin = source.shapes, source.margin
+        self._recompute: dict[str, Any] = {}
+        self.config = None
+        self.hidden_size = _rows(source.shapes[self.hi if index == 0 else self.lo])[1]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @property
+    def tied_groups(self) -> tuple[TiedGroup, ...]:
+        """None: plain modules share no weights over stages."""
+        return ()
+
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        """None either."""
+        return {}
+
+    def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
+        """Run this stage's blocks.
+
+        inputs: on the first stage `pixel_values` [B, …], on later stages what the stage before returned. Returns
+        `{"hidden_states": rows [B, n, H]}`, on the last stage what the last block returns. Raises DataError.
+        """
+        main = INPUT if self.is_first else "hidden_states"
+        x = inputs.get(main)
+        shape = self._shapes[self.lo]
+        expected = shape if self.is_first else _rows(shape)
+        if x is None or tuple(x.shape[1:]) != expected:
+            got = "nothing" if x is None else f"shape {tuple(x.shape)}"
+            raise DataError(f"stage {self.index}: {main} has the shape [B, {', '.join(map(str, expected))}], got {got}")
+        x = x.to(next(self.parameters(), x).dtype) if self.is_first else from_rows(x, shape)
+        for block in self.children():
+            x = checkpoint(block, x, **self._recompute) if self._recompute and self.training else block(x)
+        return x if self.is_last else {"hidden_states": to_rows(x)}
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute each block's activations in the backward pass instead of keeping them; arguments as `Stage`'s."""
+        self._recompute = gradient_checkpointing_kwargs or {"use_reentrant": False}
+
+    def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
+        """On the first stage: where what it sends lies in the link's frame, by the crops' `shifts` [B, 2]."""
+        if SHIFTS in inputs and not self._margin:
+            raise DataError(f"a batch has {SHIFTS!r}: give the model a margin, pipecomp.stages.modules(…, margin=…)")
+        return self._layout(ids, inputs.get(SHIFTS))
+
+    def next_layout(self, layout: Layout) -> Layout:
+        """Where what this stage sends lies, from where it lay in what it received."""
+        if self.is_last:
+            return layout
+        shifts_B2 = None
+        if layout.frame is not None:
+            shifts_B2 = torch.tensor([layout.frame.shift(start) for start in layout.starts]).reshape(-1, 2)
+        return self._layout(layout.ids, shifts_B2)
+
+    def _layout(self, ids: tuple[int, ...], shifts_B2: Tensor | None) -> Layout:
+        if self.is_last:  # and the first: nothing crosses a link
+            return Layout(ids, (0,) * len(ids), (1,) * len(ids), 1)
+        frame = self.crossing(self.index).frame
+        if frame is not None:
+            return Layout.of_shifts(ids, shifts_B2, frame)
+        n = _rows(self._shapes[self.hi])[0]
+        return Layout(ids, (0,) * len(ids), (n,) * len(ids), n)
+
+    def crossing(self, link: int) -> Crossing:
+        """What crosses a link, counted from the first stage."""
+        cut = self.plan.cuts[link + 1]
+        shape, frame = self._shapes[cut], None
+        if self._margin and len(shape) == 3:
+            (_, lines, columns), (_, input_lines, input_columns) = shape, self._shapes[0]
+            frame = Frame(lines, columns, input_lines, input_columns, self._margin)
+        settings = {"cut": cut, "shape": list(shape), "margin": self._margin}
+        return Crossing(width=_rows(shape)[1], settings=settings, frame=frame)
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """Rows [B, n, H] of a map [B, C, h, w], of tokens [B, S, H] or of features [B, F]."""
+    if x.dim() == 4:
+        return x.permute(0, 2, 3, 1).flatten(2)
+    return x if x.dim() == 3 else x[:, None]
+
+
+def from_rows(x_BnH: Tensor, shape: Sequence[int]) -> Tensor:
+    """What `to_rows` made rows of; shape: of one sample."""
+    if len(shape) == 3:
+        channels, lines, columns = shape
+        return x_BnH.reshape(-1, lines, columns, channels).permute(0, 3, 1, 2).contiguous()
+    return x_BnH if len(shape) == 2 else x_BnH[:, 0]
+
+
+def _rows(shape: Sequence[int]) -> tuple[int, int]:
+    """n and H of a sample's rows."""
+    if len(shape) == 3:
+        return shape[1], shape[2] * shape[0]
+    return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
+
+
+def build_module_stage(source: Modules, plan: SplitPlan, index: int, *, dtype: Any = None) -> ModuleStage:
+    """Stage `index` of a plan: the model's own blocks, not copies."""
+    stage = ModuleStage(source, plan, index)
+    return stage if dtype is None else stage.to(dtype)

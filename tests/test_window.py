@@ -1,0 +1,151 @@
+"""Messages that follow random crops: the frame's arithmetic, and both ends of a link against a plain reference."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from pipecomp.buffers import MemoryStore
+from pipecomp.codecs import Quantized
+from pipecomp.config import Config
+from pipecomp.errors import BaseMismatchError, DataError, WireError
+from pipecomp.stages.boundary import Layout
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.link import Position
+from pipecomp.stages.loopback import loopback_pair
+from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.window import Frame
+
+C = 3
+FRAME = Frame(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places
+
+
+@given(
+    lines=st.integers(1, 5), columns=st.integers(1, 5), stride=st.integers(1, 4), margin=st.integers(0, 5),
+    data=st.data(),
+)  # fmt: skip
+def test_windows_lie_where_the_crop_is(lines, columns, stride, margin, data):
+    frame = Frame(lines, columns, lines * stride, columns * stride, margin)
+    down, right = (data.draw(st.integers(-margin, margin)) for _ in "xy")
+    start = frame.start(down, right, 0)
+    assert frame.has(start)
+    assert start + lines <= frame.places
+    m = torch.randn(frame.frame_lines, frame.frame_columns * C)
+    above, left = frame.margins
+    top, side = (above + int(np.floor(down / stride + 0.5)), left + int(np.floor(right / stride + 0.5)))
+    map_CHW = m.view(frame.frame_lines, frame.frame_columns, C).permute(2, 0, 1)
+    expected = map_CHW[:, top : top + lines, side : side + columns].permute(1, 2, 0).reshape(lines, columns * C)
+    window = frame.take(m, start)
+    assert torch.equal(window, expected)
+    before = m.clone()
+    window += 1
+    assert torch.equal(m, before), "a window is a copy"
+    frame.put_(m, start, window)
+    assert torch.equal(frame.take(m, start), window)
+    assert int((m != before).sum()) == window.numel(), "nothing but the window changes"
+    if stride == 1:
+        assert frame.shift(start) == (down, right)
+
+
+def test_a_first_visit_fills_the_frame_with_its_edges():
+    window = torch.randn(4, 6 * C)
+    start = FRAME.start(2, -1, 0)
+    line, column = divmod(start, FRAME.frame_columns)
+    assert (line, column) == (3, 2)  # the margin of 2, and one place down; minus half a place rounds up to none
+    around = (column, FRAME.frame_columns - 6 - column, line, FRAME.frame_lines - 4 - line)
+    padded = functional.pad(window.view(1, 4, 6, C).permute(0, 3, 1, 2), around, mode="replicate")
+    assert torch.equal(FRAME.spread(window, start), padded[0].permute(1, 2, 0).reshape(FRAME.frame_lines, -1))
+
+
+def test_a_crop_beyond_the_margin_is_refused():
+    with pytest.raises(DataError, match=r"sample 7: a crop moved by \(0, -4\) pixels, the margin is 3"):
+        Layout.of_shifts((5, 7), torch.tensor([[1, 1], [0, -4]]), FRAME)
+    with pytest.raises(DataError, match=r"shifts have shape \(2,\), expected \(1, 2\)"):
+        Layout.of_shifts((5,), torch.tensor([1, 1]), FRAME)
+
+
+def link(activations, frames=(FRAME, FRAME), **store):
+    config = Config.from_dict({"activations": activations, "store": {"backend": "memory", **store}})
+    a, b = loopback_pair(timeout_s=0.2)
+    one, two = (MemoryStore("link-0", bits=config.store.bits) for _ in "ab")
+    return UpstreamEnd(0, config, a, one, frame=frames[0]), DownstreamEnd(0, config, b, two, frame=frames[1])
+
+
+def held(end):
+    ids = [h.sample for h in end.store.inventory()]
+    return dict(zip(ids, end.store.get(ids), strict=True))
+
+
+@pytest.mark.parametrize(("options", "bits"), [({}, 32), ({"first_visit": 8}, 32), ({"rounding": "stochastic"}, 8)])
+def test_both_ends_of_a_link_follow_the_crops(options, bits):
+    up, down = link({"method": "aqsgd", "forward_bits": 2, **options}, bits=bits)
+    draw = torch.Generator().manual_seed(0)
+    scene = torch.randn(2, FRAME.frame_lines, FRAME.frame_columns, C, generator=draw)
+    errors = []
+    m = {}
+    for step in range(40):
+        shifts_B2 = torch.randint(-3, 4, (2, 2), generator=draw)
+        layout = Layout.of_shifts((4, 9), shifts_B2, FRAME)
+        places = [divmod(start, FRAME.frame_columns) for start in layout.starts]
+        x_BnH = torch.stack(
+            [scene[i, y : y + 4, x : x + 6].reshape(4, -1) for i, (y, x) in enumerate(places)]
+        )
+        up.send_activation(x_BnH, layout, Position(step, 0))
+        y_BnH, seen = down.recv_activation(Position(step, 0))
+        assert seen == layout
+        errors.append(float((y_BnH - x_BnH).norm() / x_BnH.norm()))
+        ours, theirs = held(up), held(down)
+        for i, (sample, (y, x)) in enumerate(zip((4, 9), places, strict=True)):
+            assert ours[sample].version == theirs[sample].version
+            assert torch.equal(ours[sample].m_nH, theirs[sample].m_nH)
+            if options or bits != 32:
+                continue
+            if sample not in m:
+                around = (x, FRAME.frame_columns - 6 - x, y, FRAME.frame_lines - 4 - y)
+                first = x_BnH[i].view(1, 4, 6, C).permute(0, 3, 1, 2)
+                m[sample] = functional.pad(first, around, mode="replicate")[0].permute(1, 2, 0)
+            else:
+                window = m[sample][y : y + 4, x : x + 6].reshape(4, -1)
+                data = np.concatenate(Quantized(2).encode(x_BnH[i] - window))
+                window = window + Quantized(2).decode(data, 4, 6 * C, torch.device("cpu"))
+                m[sample][y : y + 4, x : x + 6] = window.view(4, 6, C)
+            assert torch.equal(y_BnH[i], m[sample][y : y + 4, x : x + 6].reshape(4, -1))
+            assert torch.equal(ours[sample].m_nH, m[sample].reshape(FRAME.frame_lines, -1))
+        gradient = torch.randn(2, 4, 6 * C, generator=draw)
+        down.send_gradient(gradient, seen, Position(step, 0))
+        assert up.recv_gradient(layout, Position(step, 0)).shape == gradient.shape
+    assert sum(errors[-10:]) < 0.3 * sum(errors[1:11]), "what does not change is learnt, wherever the crop is"
+
+
+def test_evaluation_and_plain_methods_carry_windows_too():
+    config = Config.from_dict({"activations": {"method": "direct", "forward_bits": 8}})
+    a, b = loopback_pair(timeout_s=0.2)
+    up, down = (kind(0, config, end, None, frame=FRAME) for kind, end in ((UpstreamEnd, a), (DownstreamEnd, b)))
+    layout = Layout.of_shifts((1, 2), torch.tensor([[3, -3], [0, 1]]), FRAME)
+    x_BnH = torch.randn(2, 4, 6 * C)
+    for training in (True, False):
+        up.send_activation(x_BnH, layout, Position(0, 0), training=training)
+        y_BnH, seen = down.recv_activation(Position(0, 0), training=training)
+        assert seen == layout
+        assert torch.allclose(y_BnH, x_BnH, atol=0.05)
+
+
+def test_a_window_of_another_frame_is_refused():
+    other = Frame(4, 6, 8, 12, 1)
+    up, down = link({"method": "aqsgd"}, (other, FRAME))
+    up.send_activation(torch.randn(1, 4, 6 * C), Layout.of_shifts((1,), None, other), Position(0, 0))
+    with pytest.raises(WireError, match="sample 1 has 4 lines from place 9 of 48, not a window of"):
+        down.recv_activation(Position(0, 0))
+
+
+def test_a_message_of_another_shape_is_no_base():
+    up, down = link({"method": "aqsgd"})
+    layout = Layout.of_shifts((1,), None, FRAME)
+    up.send_activation(torch.randn(1, 4, 6 * C), layout, Position(0, 0))
+    down.recv_activation(Position(0, 0))
+    down.store.put(1, held(down)[1].version, torch.zeros(4, 6 * C))
+    up.send_activation(torch.randn(1, 4, 6 * C), layout, Position(1, 0))
+    with pytest.raises(BaseMismatchError, match="sample 1: delta of shape"):
+        down.recv_activation(Position(1, 0))
