@@ -48,30 +48,36 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (--help lists the arguments)")
 
 
-def arguments(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the arguments that every recipe has (DESIGN.md, §2); add the recipe's own to it."""
+def arguments(name: str, description: str, *, text: bool = True) -> argparse.ArgumentParser:
+    """A parser with the arguments that every recipe has (DESIGN.md, §2); add the recipe's own to it.
+
+    text: with those of recipes whose samples are text, seen once an epoch and split over any number of stages.
+    """
     parser = _Parser(prog=name, description=description, allow_abbrev=False)
     add = parser.add_argument
     add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE",
         help="DeepSpeed's configuration with a 'pipecomp' section")  # fmt: skip
-    add("--model", required=True, metavar="NAME", help="a from_pretrained folder or a name on the Hugging Face hub")
-    add("--tokenizer", required=True, metavar="NAME", help="a tokenizer folder or a name on the hub")
-    add("--train-file", nargs="+", metavar="FILE", help="training text; several files are read in this order")
-    add("--eval-file", metavar="FILE", help="held-out text, evaluated after every epoch")
+    if text:
+        add("--model", required=True, metavar="NAME", help="a from_pretrained folder or a name on the Hugging Face hub")
+        add("--tokenizer", required=True, metavar="NAME", help="a tokenizer folder or a name on the hub")
+        add("--stages", type=at_least(1), metavar="K", help="pipeline stages; default: one per process")
+        add("--epochs", type=at_least(1), default=1, metavar="N", help="passes over the training data (default 1)")
+        add("--save", metavar="FOLDER", help="write the trained model as a from_pretrained folder")
+    add("--train-file", nargs="+", metavar="FILE", help="training data; several files are read in this order")
+    add("--eval-file", metavar="FILE", help="held-out data, evaluated after every epoch or round")
     add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, in place of the files")
-    add("--stages", type=_at_least(1), metavar="K", help="pipeline stages; default: one per process")
-    add("--epochs", type=_at_least(1), default=1, metavar="N", help="passes over the training data (default 1)")
-    add("--max-steps", type=_at_least(1), metavar="N", help="stop after so many optimizer steps")
-    add("--seed", type=_at_least(0), metavar="S", help="order of samples, dropout, stochastic rounding (default 0)")
-    add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch")
-    add("--save", metavar="FOLDER", help="write the trained model as a from_pretrained folder")
+    add("--max-steps", type=at_least(1), metavar="N", help="stop after so many optimizer steps")
+    add("--seed", type=at_least(0), metavar="S", help="order of samples, dropout, stochastic rounding (default 0)")
+    add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     return parser
 
 
-def _at_least(low: int) -> Callable[[str], int]:
+def at_least(low: int) -> Callable[[str], int]:
+    """For argparse: whole numbers from `low` on."""
+
     def whole_number(text: str) -> int:
         value = int(text)
         if value < low:
@@ -205,6 +211,19 @@ def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: in
 
     Needs train_micro_batch_size_per_gpu, and gradient_accumulation_steps or train_batch_size (1 step without both).
     """
+    micro, accumulation = batch_sizes(config, replicas)
+    per_epoch = samples // replicas // micro
+    steps = epochs * per_epoch // accumulation
+    if steps == 0:
+        raise DataError(
+            f"{samples} training samples, {epochs} time(s), do not fill one batch of {micro * accumulation * replicas}"
+        )
+    steps = min(steps, max_steps) if max_steps is not None else steps
+    return Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=replicas)
+
+
+def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
+    """Samples of a micro-batch and micro-batches of a step, from the configuration. Raises ConfigError."""
     micro = _size(config, "train_micro_batch_size_per_gpu")
     if micro is None:
         raise ConfigError("train_micro_batch_size_per_gpu", None, "a whole number of at least 1")
@@ -216,14 +235,7 @@ def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: in
         raise ConfigError("train_batch_size", batch, allowed)
     if accumulation is None:
         accumulation = 1 if batch is None else batch // (micro * replicas)
-    per_epoch = samples // replicas // micro
-    steps = epochs * per_epoch // accumulation
-    if steps == 0:
-        raise DataError(
-            f"{samples} training samples, {epochs} time(s), do not fill one batch of {micro * accumulation * replicas}"
-        )
-    steps = min(steps, max_steps) if max_steps is not None else steps
-    return Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=replicas)
+    return micro, accumulation
 
 
 def _size(config: dict[str, Any], key: str) -> int | None:
@@ -289,10 +301,10 @@ def train(
         config = complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
         same("arguments or configuration", (stages, plan, config, args.save is None, held_out is None))
-        _forget_messages(settings, dist.get_rank())
+        forget_messages(settings, dist.get_rank())
         report = Report(args.metrics, args.tensorboard, silent=dist.get_rank() != 0)
         if args.save and dist.get_rank() == 0:
-            _make_folder(args.save)
+            make_folder(args.save)
 
     from pipecomp.build import initialize
 
@@ -310,7 +322,7 @@ def train(
             seconds = time.perf_counter() - began
             traffic = Traffic.of(engine.gather_comm_stats())
             tokens_per_s = count.tokens * plan.replicas / seconds
-            report.step(step, plan.epoch(step), loss=loss, lr=lr, tokens_per_s=tokens_per_s, traffic=traffic)
+            report.step(step, plan.epoch(step), loss=loss, lr=lr, per_s=tokens_per_s, traffic=traffic)
             if plan.ends_epoch(step):
                 found = None
                 if batches is not None and evaluation is not None:
@@ -355,7 +367,7 @@ class _TokenCount:
         return batch
 
 
-def _forget_messages(settings: Config, rank: int) -> None:
+def forget_messages(settings: Config, rank: int) -> None:
     """Empty this rank's message store: a recipe starts from its model, and an earlier run's messages are of another."""
     from pipecomp.buffers.admin import prune
     from pipecomp.buffers.lmdb_folder import DATA_FILE
@@ -365,7 +377,8 @@ def _forget_messages(settings: Config, rank: int) -> None:
         prune(folder, everything=True)
 
 
-def _make_folder(path: str) -> None:
+def make_folder(path: str) -> None:
+    """The folder of --save, made before training so that one that cannot be written is known at once."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -60,9 +60,12 @@ class Traffic:
 class Report:
     """Opened before training, so that a file that cannot be written is known at once; a context manager."""
 
-    def __init__(self, metrics: str | None, tensorboard: str | None, *, silent: bool) -> None:
-        """metrics: JSON lines, overwritten. tensorboard: a folder. silent: do nothing at all, on all ranks but one."""
-        self._silent = silent
+    def __init__(
+        self, metrics: str | None, tensorboard: str | None, *, silent: bool, unit: str = "tokens", period: str = "epoch"
+    ) -> None:
+        """metrics: JSON lines, overwritten. tensorboard: a folder. silent: do nothing at all, on all ranks but one.
+        unit: what speed counts. period: after what the model is evaluated."""
+        self._silent, self._unit, self._period = silent, unit, period
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._epoch_losses: list[float] = []
@@ -101,44 +104,47 @@ class Report:
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(),
-                TextColumn("epoch {task.fields[epoch]}  loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                TextColumn(
+                    f"{self._period} {{task.fields[epoch]}}  loss {{task.fields[loss]}}  {{task.fields[speed]}} "
+                    f"{self._unit}/s"
+                ),
                 TimeRemainingColumn(), console=self._console,
             )  # fmt: skip
             self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-")
             self._progress.start()
 
-    def step(self, step: int, epoch: int, *, loss: float, lr: float, tokens_per_s: float, traffic: Traffic) -> None:
-        """One optimizer step: its mean loss, the rate it used, and all traffic so far."""
+    def step(self, step: int, epoch: int, *, loss: float, lr: float, per_s: float, traffic: Traffic) -> None:
+        """One optimizer step: its mean loss, the rate it used, tokens or images a second, and all traffic so far."""
         if self._silent:
             return
         self._epoch_losses.append(loss)
-        record = {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "tokens_per_s": round(tokens_per_s, 1)}
+        record = {"step": step, self._period: epoch, "loss": loss, "lr": lr, f"{self._unit}_per_s": round(per_s, 1)}
         self._write({**record, "links": traffic.links, "groups": traffic.groups})
-        self._curves(step, "train", {"loss": loss, "lr": lr, "tokens_per_s": tokens_per_s})
+        self._curves(step, "train", {"loss": loss, "lr": lr, f"{self._unit}_per_s": per_s})
         for part in (traffic.links, traffic.groups):
             for name, counts in part.items():
                 self._curves(step, f"traffic {name}", counts)
         if self._progress is not None:
-            speed = f"{tokens_per_s:,.0f}"
+            speed = f"{per_s:,.0f}"
             self._progress.update(self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", speed=speed)
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
             self._say(
-                f"step {step:{width}}/{self._steps}  epoch {epoch}  loss {loss:.4f}  rate {lr:.2e}  "
-                f"{tokens_per_s:,.0f} tokens/s"
+                f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  rate {lr:.2e}  "
+                f"{per_s:,.0f} {self._unit}/s"
             )
 
     def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:
-        """The end of an epoch: its mean training loss, and what evaluation found (None without held-out data)."""
+        """The end of an epoch or round: mean training loss, and what evaluation found (None without held-out data)."""
         if self._silent:
             return
         mean = sum(self._epoch_losses) / len(self._epoch_losses)
         seconds, self._epoch_began = time.perf_counter() - self._epoch_began, time.perf_counter()
         self._epoch_losses = []
-        line = f"epoch {epoch} done in {seconds:.0f} s: mean training loss {mean:.4f}"
+        line = f"{self._period} {epoch} done in {seconds:.0f} s: mean training loss {mean:.4f}"
         if measures is not None:
-            record = {"step": step, "epoch": epoch, "eval": measures, "train_loss": mean}
+            record = {"step": step, self._period: epoch, "eval": measures, "train_loss": mean}
             self._write({**record, "links": traffic.links, "groups": traffic.groups})
             self._curves(step, "eval", measures)
             others = ", ".join(f"{name} {value:.4g}" for name, value in measures.items() if name != "loss")

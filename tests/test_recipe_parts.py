@@ -267,14 +267,14 @@ def test_an_earlier_runs_messages_are_forgotten(tmp_path: Path) -> None:
         environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
         environment.commit()
         environment.close()
-    recipe._forget_messages(settings, 1)
+    recipe.forget_messages(settings, 1)
     held = []
     for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
         environment = open_environment("lmdb", settings.store.path, rank)
         held.append(len(environment.link("link-0", described).inventory()))
         environment.close()
     assert held == [1, 0]
-    recipe._forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
+    recipe.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
 
 
 def test_held_out_loss_counts_every_sample_alike() -> None:
@@ -438,8 +438,8 @@ class TestReport:
         traffic = Traffic.of([self.rank(0, ["0->1"], 7)])
         with report:
             report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
-            report.step(1, 1, loss=2.0, lr=0.1, tokens_per_s=9.96, traffic=traffic)
-            report.step(2, 1, loss=math.nan, lr=0.1, tokens_per_s=9.96, traffic=traffic)
+            report.step(1, 1, loss=2.0, lr=0.1, per_s=9.96, traffic=traffic)
+            report.step(2, 1, loss=math.nan, lr=0.1, per_s=9.96, traffic=traffic)
             report.epoch(2, 1, {"loss": 1.5, "perplexity": math.inf}, traffic)
             report.end(traffic, "folder")
 

@@ -1,0 +1,171 @@
+"""Split learning: a ResNet whose ends stay with the clients, over links compressed with AQ-SGD. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipecomp import recipe, recipe_images
+from pipecomp.config import Config
+from pipecomp.data import TrainLoader, eval_batches
+from pipecomp.errors import ConfigError, DataError
+from pipecomp.recipe_report import Report, Traffic
+from pipecomp.recipe_resnet import client_cuts, resnet
+from pipecomp.stages import modules
+
+STAGES = 3  # client, server, client
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = recipe.arguments("resnet_split", "Split learning of a ResNet over compressed links.", text=False)
+    add = parser.add_argument
+    positive, pixels = recipe.at_least(1), recipe.at_least(0)
+    add("--model", default="resnet34", metavar="SIZE", help="resnet34, or tiny: three small blocks (default resnet34)")
+    add("--norm", default="batch", metavar="KIND", help="batch or group (default batch)")
+    add("--clients", type=positive, default=16, metavar="N", help="clients trained in turn (default 16)")
+    add("--concentration", type=float, default=0.5, metavar="A", help="less makes clients differ more (default 0.5)")
+    add("--rounds", type=positive, default=1, metavar="N", help="how often every client has its turn (default 1)")
+    add("--epochs", type=positive, default=3, metavar="N", help="passes over its images in a client's turn (default 3)")
+    add("--decay-rounds", type=positive, metavar="N", help="after so many the rate falls to a tenth (default 20)")
+    add("--crop", type=pixels, default=4, metavar="P", help="random crops move images by up to P pixels (default 4)")
+    add("--no-flip", action="store_true", help="do not flip images at random")
+    add("--unmatched", action="store_true", help="messages do not follow crops and flips; to see what that is worth")
+    add("--save", metavar="FOLDER", help="every process writes its part of the trained model")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """One rank of the run."""
+    check_arguments(args)
+    recipe.join(args)
+    with recipe.together() as same:
+        if dist.get_world_size() != STAGES:
+            raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
+        images, held_out = read(args)
+        same("the training images", images.digest())
+        same("the held-out images", None if held_out is None else held_out.digest())
+        config = recipe.read_config(args.deepspeed_config)
+        micro, accumulation = recipe.batch_sizes(config, 1)
+        seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
+        views = recipe_images.Views(images, args.crop, flip=not args.no_flip, matched=not args.unmatched)
+        parts = recipe_images.shares(images.labels, args.clients, args.concentration, seed)
+        turns = recipe_images.ClientTurns(
+            views, parts, batch=micro * accumulation, micro_batch=micro, epochs=args.epochs, seed=seed
+        )
+        steps = min(args.rounds * turns.per_round, args.max_steps or args.rounds * turns.per_round)
+        plan = recipe.Plan(
+            steps=steps, per_epoch=turns.per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1
+        )
+        config = recipe.complete(config, plan, args.seed)
+        if "scheduler" in config and args.decay_rounds is not None:
+            raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
+        settings = Config.from_dict(config.get("pipecomp", {}))
+        same("arguments or configuration", (plan, config, len(views), args.unmatched, args.norm, args.save is None))
+        recipe.forget_messages(settings, dist.get_rank())
+        report = Report(
+            args.metrics, args.tensorboard, silent=dist.get_rank() != 0, unit="images", period="round"
+        )
+        if args.save:
+            recipe.make_folder(args.save)
+        classes = max(images.classes, 0 if held_out is None else held_out.classes)
+        torch.manual_seed(seed)  # the same weights whatever the number of ranks
+        network = resnet(args.model, classes, norm=args.norm)
+
+    engine = open_engine(args, network, images.shape, config, turns.per_round)
+    engine.set_loader(TrainLoader(views, turns))
+    if args.trace:
+        engine.start_trace()
+    batches = None if held_out is None else eval_batches(held_out, micro)
+    with report:
+        report.start(args, plan, settings, STAGES, len(images), 0 if held_out is None else len(held_out))
+        for step in range(1, plan.steps + 1):
+            lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
+            loss = float(engine.train_batch())
+            per_s = micro * accumulation / (time.perf_counter() - began)
+            traffic = Traffic.of(engine.gather_comm_stats())
+            report.step(step, plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
+            if plan.ends_epoch(step):
+                found = None if batches is None else evaluate(engine, batches)
+                report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
+        if args.trace:
+            engine.save_trace(args.trace)
+        if args.save:
+            save(engine.stage, args.save)
+            dist.barrier()
+        report.end(Traffic.of(engine.gather_comm_stats()), args.save)
+    engine.close()
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what can be seen without reading anything."""
+    if (args.train_file is None) == (args.dataset is None):
+        raise ConfigError("--train-file", args.train_file, "either --train-file or --dataset, and not both")
+    if args.dataset is not None and args.eval_file is not None:
+        raise ConfigError("--eval-file", args.eval_file, "only with --train-file; --dataset brings its own split")
+    if not args.concentration > 0:
+        raise ConfigError("--concentration", args.concentration, "a number above 0")
+
+
+def read(args: argparse.Namespace) -> tuple[recipe_images.Images, recipe_images.Images | None]:
+    """The training images and the held-out ones. Raises DataError if they do not belong together."""
+    if args.dataset is not None:
+        return tuple(recipe_images.dataset_images(args.dataset, part=part) for part in ("train", "test"))
+    images, held_out = recipe_images.read_images(args.train_file, part="train"), None
+    if args.eval_file is not None:
+        held_out = recipe_images.read_images([args.eval_file], part="test")
+        if held_out.shape != images.shape:
+            raise DataError(f"{args.eval_file}: images of {held_out.shape}, the training images are {images.shape}")
+    return images, held_out
+
+
+def open_engine(
+    args: argparse.Namespace, network: torch.nn.Sequential, shape: tuple[int, ...], config: dict[str, Any], round_: int
+) -> Any:
+    """The engine over client, server and client; round_: steps of a round."""
+    from pipecomp.build import initialize
+
+    def falling(optimizer: Any) -> Any:
+        every = (args.decay_rounds or 20) * round_
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step // every))
+
+    return initialize(
+        modules(network, shape, margin=0 if args.unmatched else args.crop),
+        config=config,
+        cuts=client_cuts(network),
+        loss_fn=torch.nn.functional.cross_entropy,
+        lr_scheduler=None if "scheduler" in config else falling,
+    )
+
+
+def evaluate(engine: Any, batches: list) -> dict[str, float]:
+    """Loss and accuracy over all held-out images, known on every rank."""
+
+    def count(logits: Tensor, labels: Tensor | None) -> Tensor:
+        assert labels is not None
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(labels))]).double().cpu()
+
+    found = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=count)
+    total: list[Any] = [None if found is None else torch.stack(found).sum(0).tolist()]
+    dist.broadcast_object_list(total, src=STAGES - 1)
+    loss, right, images = total[0]
+    return {"loss": loss / images, "accuracy": right / images}
+
+
+def save(stage: Any, folder: str) -> None:
+    """This rank's weights, under the names that they have in the whole network."""
+    from safetensors.torch import save_file
+
+    tensors = {name: value.detach().cpu().contiguous() for name, value in stage.state_dict().items()}
+    save_file(tensors, Path(folder) / f"part-{stage.index}.safetensors")
+
+
+if __name__ == "__main__":
+    recipe.run(main, arguments())
