@@ -1,0 +1,125 @@
+"""Split learning as a user runs it: client, server and client as three nodes of the launcher, files of images."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipecomp.local import free_port
+from pipecomp.recipe_resnet import resnet
+from tests.recipe_runs import ROOT, Ended, launch, run
+
+RECIPE = ROOT / "recipes" / "resnet_split"
+IMAGES, HELD_OUT, CLASSES, SIDE, ROUNDS, BATCH = 40, 11, 3, 16, 3, 8
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images whose class is a bright stripe, a configuration and a hostfile."""
+    folder = tmp_path_factory.mktemp("split")
+    draw = np.random.default_rng(0)
+    arrays = {}
+    for part, count in (("train", IMAGES), ("test", HELD_OUT)):
+        y = np.arange(count) % CLASSES
+        x = draw.integers(0, 100, (count, SIDE, SIDE, 3))
+        for image, label in zip(x, y, strict=True):
+            image[:, :, label] += 120
+        arrays |= {f"x_{part}": x.astype(np.uint8), f"y_{part}": y}
+    np.savez(folder / "images.npz", **arrays)
+    config = json.loads((RECIPE / "ds_config.json").read_text())
+    config |= {"train_micro_batch_size_per_gpu": BATCH // 2, "gradient_accumulation_steps": 2}
+    config["optimizer"]["params"]["lr"] = 0.05
+    config["pipecomp"]["store"]["path"] = "messages"
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    (folder / "hosts").write_text("client slots=1\nserver slots=1\nclient-end slots=1\n")
+    return folder
+
+
+def arguments(**changed: str) -> list[str]:
+    given = {
+        "deepspeed_config": "ds_config.json", "model": "tiny", "norm": "group", "train-file": "images.npz",
+        "eval-file": "images.npz", "clients": "2", "rounds": str(ROUNDS), "epochs": "2", "crop": "2", "seed": "3",
+        "decay-rounds": "2", "metrics": "metrics.jsonl", "save": "model",
+    } | changed  # fmt: skip
+    return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+@pytest.fixture(scope="module")
+def ended(work: Path) -> Ended:
+    """Three launchers, one for each node of the hostfile, as they would be started on three machines without ssh."""
+    launcher, port = str(Path(sys.executable).with_name("deepspeed")), free_port()
+    nodes = [
+        shlex.join([
+            launcher, "--hostfile", "hosts", "--no_ssh", "--node_rank", str(node), "--master_addr", "127.0.0.1",
+            "--master_port", str(port), str(RECIPE / "train.py"), *arguments(),
+        ])
+        for node in range(3)
+    ]  # fmt: skip
+    script = "".join(f"{command} & p{node}=$!\n" for node, command in enumerate(nodes))
+    script += "s=0; for p in $p0 $p1 $p2; do wait $p || s=1; done; exit $s"
+    return run(work, "sh", "-c", script)
+
+
+@pytest.fixture
+def metrics(work: Path, ended: Ended) -> list[dict]:
+    assert ended.status == 0, ended.output
+    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_tell_rounds_accuracy_and_bytes(metrics: list[dict], ended: Ended) -> None:
+    assert "Traceback" not in ended.output
+    assert ended.output.count(f"{IMAGES} training samples, {HELD_OUT} held out") == 1
+    trained = [line for line in metrics if "eval" not in line]
+    evaluated = [line for line in metrics if "eval" in line]
+    assert [line["step"] for line in trained] == list(range(1, len(trained) + 1))
+    assert [line["round"] for line in evaluated] == list(range(1, ROUNDS + 1))
+    per_round = len(trained) // ROUNDS
+    assert per_round in (2 * IMAGES // BATCH, 2 * IMAGES // BATCH - 1)  # two clients, each leaving out less than a step
+    assert [line["round"] for line in trained] == [1 + i // per_round for i in range(len(trained))]
+    rates = [0.05 * 0.1 ** ((line["round"] - 1) // 2) for line in trained]
+    assert [line["lr"] for line in trained] == pytest.approx(rates)
+    assert all(line["images_per_s"] > 0 for line in trained)
+    assert evaluated[-1]["eval"]["loss"] < evaluated[0]["eval"]["loss"]
+    assert list(trained[-1]["links"]) == ["0->1", "1->2"], "the server has a link to each of the client's ends"
+    for name, values in (("0->1", 16 * 8 * 8), ("1->2", 32 * 4 * 4)):
+        link = trained[-1]["links"][name]
+        raw = len(trained) * BATCH * values * 4
+        assert link["forward_bytes_raw"] == link["backward_bytes_raw"] == raw
+        # Of a line of 128 values 26 are kept: their places in 16 bytes, a scale, and a byte each.
+        sent = raw // (128 * 4) * (16 + 4 + 26)
+        assert sent < link["backward_bytes_sent"] < sent + len(trained) * 2 * (60 + 4 * 33)
+        last = link["forward_bytes_sent"] - trained[-2]["links"][name]["forward_bytes_sent"]
+        assert last < 0.5 * BATCH * values * 4, "most images have been seen before"
+
+
+def test_the_saved_parts_are_the_network_that_was_evaluated(work: Path, metrics: list[dict]) -> None:
+    from safetensors.torch import load_file
+
+    parts = [load_file(work / "model" / f"part-{i}.safetensors") for i in range(3)]
+    assert set(parts[1]) == {name for name in parts[1] if name.startswith("2.")}, "the server has the middle block"
+    net = resnet("tiny", CLASSES, norm="group").eval()
+    net.load_state_dict({name: value for part in parts for name, value in part.items()})
+    arrays = np.load(work / "images.npz")
+    x = torch.from_numpy(arrays["x_test"]).permute(0, 3, 1, 2) / 255 * 4 - 2
+    y = torch.from_numpy(arrays["y_test"])
+    with torch.no_grad():
+        logits = net(x)
+    expected = metrics[-1]["eval"]
+    assert float(torch.nn.functional.cross_entropy(logits, y)) == pytest.approx(expected["loss"], rel=1e-4)
+    assert float((logits.argmax(1) == y).float().mean()) == pytest.approx(expected["accuracy"])
+
+
+def test_another_number_of_processes_is_refused_in_one_line(work: Path) -> None:
+    found = launch(work, "resnet_split", *arguments(metrics="no.jsonl", save="no"))
+    assert found.status != 0
+    assert found.output.count("resnet_split: error: processes: got 2, allowed: 3: a client's first part") == 1
+    assert "Traceback" not in found.output
+    assert not (work / "no.jsonl").exists()
