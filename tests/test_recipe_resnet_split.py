@@ -54,12 +54,13 @@ def arguments(**changed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
-    """Three launchers, one for each node of the hostfile, as they would be started on three machines without ssh."""
+    """A launcher for each node of the hostfile, as on three machines without ssh. The server has no images."""
     launcher, port = str(Path(sys.executable).with_name("deepspeed")), free_port()
     nodes = [
         shlex.join([
             launcher, "--hostfile", "hosts", "--no_ssh", "--node_rank", str(node), "--master_addr", "127.0.0.1",
-            "--master_port", str(port), str(RECIPE / "train.py"), *arguments(),
+            "--master_port", str(port), str(RECIPE / "train.py"),
+            *arguments(**({"train-file": "none.npz", "eval-file": "none.npz"} if node == 1 else {})),
         ])
         for node in range(3)
     ]  # fmt: skip

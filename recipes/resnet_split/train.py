@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resnet import client_cuts, resnet
 from pipecomp.stages import modules
 
-STAGES = 3  # client, server, client
+STAGES, SERVER = 3, 1  # client, server, client
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -41,50 +42,66 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the server knows of the clients' data: numbers. per_round: optimizer steps of a round."""
+
+    shape: tuple[int, ...]
+    classes: int
+    images: int
+    held_out: int
+    per_round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientData:
+    """What the clients' processes hold."""
+
+    views: recipe_images.Views
+    turns: recipe_images.ClientTurns
+    held_out: recipe_images.Images | None
+
+
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     check_arguments(args)
     recipe.join(args)
+    rank = dist.get_rank()
     with recipe.together() as same:
         if dist.get_world_size() != STAGES:
             raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
-        images, held_out = read(args)
-        same("the training images", images.digest())
-        same("the held-out images", None if held_out is None else held_out.digest())
         config = recipe.read_config(args.deepspeed_config)
         micro, accumulation = recipe.batch_sizes(config, 1)
         seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
-        views = recipe_images.Views(images, args.crop, flip=not args.no_flip, matched=not args.unmatched)
-        parts = recipe_images.shares(images.labels, args.clients, args.concentration, seed)
-        turns = recipe_images.ClientTurns(
-            views, parts, batch=micro * accumulation, micro_batch=micro, epochs=args.epochs, seed=seed
-        )
-        steps = min(args.rounds * turns.per_round, args.max_steps or args.rounds * turns.per_round)
-        plan = recipe.Plan(
-            steps=steps, per_epoch=turns.per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1
-        )
-        config = recipe.complete(config, plan, args.seed)
         if "scheduler" in config and args.decay_rounds is not None:
             raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
+        same("arguments or configuration", (config, seed, shown_arguments(args)))
+    with recipe.together():
+        data, mine = None, None
+        if rank != SERVER:
+            data, mine = read(args, micro, accumulation, seed)
+    task = agreed(mine)
+    with recipe.together():
+        per_epoch = task.per_round * accumulation
+        steps = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
+        plan = recipe.Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1)
+        config = recipe.complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
-        same("arguments or configuration", (plan, config, len(views), args.unmatched, args.norm, args.save is None))
-        recipe.forget_messages(settings, dist.get_rank())
-        report = Report(
-            args.metrics, args.tensorboard, silent=dist.get_rank() != 0, unit="images", period="round"
-        )
+        recipe.forget_messages(settings, rank)
+        report = Report(args.metrics, args.tensorboard, silent=rank != 0, unit="images", period="round")
         if args.save:
             recipe.make_folder(args.save)
-        classes = max(images.classes, 0 if held_out is None else held_out.classes)
-        torch.manual_seed(seed)  # the same weights whatever the number of ranks
-        network = resnet(args.model, classes, norm=args.norm)
+        torch.manual_seed(seed)  # the same weights on every rank, each of which keeps its own part
+        network = resnet(args.model, task.classes, norm=args.norm)
 
-    engine = open_engine(args, network, images.shape, config, turns.per_round)
-    engine.set_loader(TrainLoader(views, turns))
+    engine = open_engine(args, network, config, task)
+    if data is not None:
+        engine.set_loader(TrainLoader(data.views, data.turns))
     if args.trace:
         engine.start_trace()
-    batches = None if held_out is None else eval_batches(held_out, micro)
+    batches = [] if data is None or data.held_out is None else eval_batches(data.held_out, micro)
     with report:
-        report.start(args, plan, settings, STAGES, len(images), 0 if held_out is None else len(held_out))
+        report.start(args, plan, settings, STAGES, task.images, task.held_out)
         for step in range(1, plan.steps + 1):
             lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
             loss = float(engine.train_batch())
@@ -92,7 +109,7 @@ def main(args: argparse.Namespace) -> None:
             traffic = Traffic.of(engine.gather_comm_stats())
             report.step(step, plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
             if plan.ends_epoch(step):
-                found = None if batches is None else evaluate(engine, batches)
+                found = evaluate(engine, batches, -(-task.held_out // micro)) if task.held_out else None
                 report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
         if args.trace:
             engine.save_trace(args.trace)
@@ -113,30 +130,59 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--concentration", args.concentration, "a number above 0")
 
 
-def read(args: argparse.Namespace) -> tuple[recipe_images.Images, recipe_images.Images | None]:
-    """The training images and the held-out ones. Raises DataError if they do not belong together."""
+def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that all ranks must have alike; where files are is each machine's own affair."""
+    own = ("deepspeed_config", "train_file", "eval_file", "metrics", "tensorboard", "local_rank")
+    return {key: value for key, value in vars(args).items() if key not in own}
+
+
+def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> tuple[ClientData, tuple[Task, str]]:
+    """The images as the clients train on them, what the server may know, and a hash. Raises DataError."""
+    held_out: recipe_images.Images | None = None
     if args.dataset is not None:
-        return tuple(recipe_images.dataset_images(args.dataset, part=part) for part in ("train", "test"))
-    images, held_out = recipe_images.read_images(args.train_file, part="train"), None
-    if args.eval_file is not None:
-        held_out = recipe_images.read_images([args.eval_file], part="test")
-        if held_out.shape != images.shape:
-            raise DataError(f"{args.eval_file}: images of {held_out.shape}, the training images are {images.shape}")
-    return images, held_out
+        images, held_out = (recipe_images.dataset_images(args.dataset, part=part) for part in ("train", "test"))
+    else:
+        images = recipe_images.read_images(args.train_file, part="train")
+        if args.eval_file is not None:
+            held_out = recipe_images.read_images([args.eval_file], part="test")
+    if held_out is not None and held_out.shape != images.shape:
+        raise DataError(f"held-out images of {held_out.shape}, the training images are {images.shape}")
+    views = recipe_images.Views(images, args.crop, flip=not args.no_flip, matched=not args.unmatched)
+    parts = recipe_images.shares(images.labels, args.clients, args.concentration, seed)
+    turns = recipe_images.ClientTurns(
+        views, parts, batch=micro * accumulation, micro_batch=micro, epochs=args.epochs, seed=seed
+    )
+    task = Task(
+        shape=images.shape,
+        classes=max(images.classes, 0 if held_out is None else held_out.classes),
+        images=len(images),
+        held_out=0 if held_out is None else len(held_out),
+        per_round=turns.per_round,
+    )
+    digest = images.digest() + ("" if held_out is None else held_out.digest())
+    return ClientData(views=views, turns=turns, held_out=held_out), (task, digest)
 
 
-def open_engine(
-    args: argparse.Namespace, network: torch.nn.Sequential, shape: tuple[int, ...], config: dict[str, Any], round_: int
-) -> Any:
-    """The engine over client, server and client; round_: steps of a round."""
+def agreed(mine: tuple[Task, str] | None) -> Task:
+    """What both of the client's processes found, known on every rank. Raises DataError if they differ."""
+    everyones: list[Any] = [None] * STAGES
+    dist.all_gather_object(everyones, mine)
+    if everyones[0] != everyones[-1]:
+        raise DataError("the client's two processes have different images: give both the same files")
+    task: Task = everyones[0][0]
+    return task
+
+
+def open_engine(args: argparse.Namespace, network: torch.nn.Sequential, config: dict[str, Any], task: Task) -> Any:
+    """The engine over client, server and client."""
     from pipecomp.build import initialize
 
     def falling(optimizer: Any) -> Any:
-        every = (args.decay_rounds or 20) * round_
+        every = (args.decay_rounds or 20) * task.per_round
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step // every))
 
     return initialize(
-        modules(network, shape, margin=0 if args.unmatched else args.crop),
+        modules(network, task.shape, margin=0 if args.unmatched else args.crop),
         config=config,
         cuts=client_cuts(network),
         loss_fn=torch.nn.functional.cross_entropy,
@@ -144,15 +190,15 @@ def open_engine(
     )
 
 
-def evaluate(engine: Any, batches: list) -> dict[str, float]:
-    """Loss and accuracy over all held-out images, known on every rank."""
+def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
+    """Loss and accuracy over all held-out images, known on every rank; count_all: of their batches."""
 
     def count(logits: Tensor, labels: Tensor | None) -> Tensor:
         assert labels is not None
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         return torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(labels))]).double().cpu()
 
-    found = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=count)
+    found = engine.eval_batch(iter(batches), num_micro_batches=count_all, on_logits=count)
     total: list[Any] = [None if found is None else torch.stack(found).sum(0).tolist()]
     dist.broadcast_object_list(total, src=STAGES - 1)
     loss, right, images = total[0]

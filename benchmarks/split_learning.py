@@ -1,0 +1,231 @@
+"""Split learning of a ResNet on CIFAR-10 with compressed links: accuracy and bytes, and what following crops is worth.
+
+    python benchmarks/split_learning.py [--seeds 3] [--only NAME ...] [--workers 2] [--data FILE] [--cache FOLDER]
+                                        [--out FOLDER]
+
+Client, server and client are in one process on one thread (see inprocess.py): the network, the data, the order of the
+clients, the links and the message stores are those of the recipe resnet_split. What is finished is kept under --cache,
+so that a benchmark that was stopped continues. Writes split_learning.md and split_learning.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CLIENTS, CONCENTRATION, LOCAL_EPOCHS, BATCH = 16, 0.5, 3, 64
+ROUNDS, DECAY_ROUNDS = 8, 6
+LEARNING_RATE, CROP = 0.03, 4
+WIRE = {"forward_bits": 2, "backward_bits": 8, "backward_top_k": 0.2}
+AQSGD = "AQ-SGD fw2 bw8[0.2]"
+METHODS: dict[str, dict[str, Any]] = {
+    "FP32": {"activations": {"method": "none"}},
+    "DirectQ fw2 bw8[0.2]": {"activations": {"method": "direct", **WIRE}},
+    AQSGD: {"activations": {"method": "aqsgd", **WIRE}},
+    f"{AQSGD}, messages do not follow crops and flips": {
+        "activations": {"method": "aqsgd", **WIRE}, "matched": False,
+    },
+    f"{AQSGD}, first visit 8 bits": {"activations": {"method": "aqsgd", "first_visit": 8, **WIRE}},
+}  # fmt: skip
+
+
+def train(name: str, seed: int, data: Path) -> dict[str, Any]:
+    """One run; plain values. Loads what it needs, so that it can be a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    from inprocess import InProcessPipeline
+
+    from pipecomp.data import eval_batches
+    from pipecomp.recipe_images import ClientTurns, Views, read_images, shares
+    from pipecomp.recipe_resnet import client_cuts, resnet
+    from pipecomp.stages import modules
+
+    began = time.process_time()
+    matched = METHODS[name].get("matched", True)
+    images, held_out = (read_images([str(data)], part=part) for part in ("train", "test"))
+    views = Views(images, CROP, matched=matched)
+    parts = shares(images.labels, CLIENTS, CONCENTRATION, seed)
+    turns = ClientTurns(views, parts, batch=BATCH, micro_batch=BATCH, epochs=LOCAL_EPOCHS, seed=seed)
+    torch.manual_seed(seed)
+    network = resnet("tiny", 10, norm="group")
+    pipeline = InProcessPipeline(
+        modules(network, images.shape, margin=CROP if matched else 0),
+        3,
+        ds_config(name, seed),
+        views,
+        cuts=client_cuts(network),
+        loss_fn=torch.nn.functional.cross_entropy,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.1 ** (step // (DECAY_ROUNDS * turns.per_round))
+        ),
+        sampler=turns,
+    )
+    rounds = []
+    for _ in range(ROUNDS):
+        before = counters(pipeline)
+        losses = [float(pipeline.train_batch()) for _ in range(turns.per_round)]
+        sent = {key: value - before[key] for key, value in counters(pipeline).items()}
+        found = pipeline.eval_batch(eval_batches(held_out, 100), on_logits=measure)
+        loss, accuracy = torch.stack(found).mean(0).tolist()
+        rounds.append({"train_loss": sum(losses) / len(losses), "eval_loss": loss, "accuracy": accuracy, **sent})
+    if not pipeline.same_messages():
+        raise AssertionError("the two ends of a link hold different messages")
+    return {
+        "method": name,
+        "seed": seed,
+        "rounds": rounds,
+        "store_bytes": pipeline.store_bytes(),
+        "cpu_seconds": time.process_time() - began,
+    }
+
+
+def measure(logits: Any, labels: Any) -> Any:
+    """Loss and accuracy of one batch."""
+    import torch
+
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    return torch.stack([loss, (logits.argmax(1) == labels).float().mean()])
+
+
+def counters(pipeline: Any) -> dict[str, float]:
+    """Bytes of training over both links so far, and the links' errors, added up."""
+    links = [sender.stats for sender, _ in pipeline.links]
+    found: dict[str, float] = {
+        f"{way}_{kind}": sum(getattr(getattr(link, way), kind) for link in links)
+        for way in ("forward", "backward")
+        for kind in ("bytes_raw", "bytes_sent")
+    }
+    for number, link in enumerate(links):
+        found |= {f"error_sum_{number}": link.error_sum, f"error_count_{number}": link.error_count}
+    return found
+
+
+def ds_config(name: str, seed: int) -> dict[str, Any]:
+    """The configuration, as `pipecomp.initialize` would take it."""
+    activations = METHODS[name]["activations"]
+    section: dict[str, Any] = {"seed": seed, "activations": activations}
+    if activations["method"] == "aqsgd":
+        section["store"] = {"backend": "memory"}
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE, "momentum": 0.9}},
+        "gradient_clipping": 0.0,
+        "pipecomp": section,
+    }
+
+
+def setup_digest() -> str:
+    """What runs must have in common to stand in one table."""
+    from jobs import digest
+
+    return digest([CLIENTS, CONCENTRATION, LOCAL_EPOCHS, BATCH, ROUNDS, DECAY_ROUNDS, LEARNING_RATE, CROP, METHODS])
+
+
+def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
+    """Write split_learning.md and split_learning.json."""
+    import torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "split_learning.json").write_text(json.dumps(runs, indent=1) + "\n")
+    lines = [
+        "# Split learning with compressed links",
+        "",
+        f"`python benchmarks/split_learning.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU), torch "
+        f"{torch.__version__}.",
+        "",
+        f"The recipe `resnet_split` at CPU size: the network `tiny` with group norm, cut after its first block and "
+        f"before its last, 4,000 CIFAR-10 images, {CLIENTS} clients in turn, Dirichlet({CONCENTRATION}), {ROUNDS} "
+        f"rounds of {LOCAL_EPOCHS} local epochs, batches of {BATCH}, SGD with momentum 0.9 and a rate of "
+        f"{LEARNING_RATE}, a tenth of it after round {DECAY_ROUNDS}, random crops of ±{CROP} pixels and flips.",
+        "",
+        "Accuracy on 1,000 images, evaluated with uncompressed messages. Training loss: mean over the last round. "
+        "Bytes: of both links, in the last round, as shares of FP32's; all rounds in brackets. Error: ‖a − m‖ / ‖a‖ on "
+        "each link in the last round. ± is the standard deviation over seeds.",
+        "",
+        "| method | seeds | accuracy | held-out loss | training loss | forward bytes | backward bytes | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in METHODS:
+        rows = [run for run in runs if run["method"] == name]
+        if rows:
+            lines.append(f"| {' | '.join(_cells(name, rows))} |")
+    (out / "split_learning.md").write_text("\n".join(lines) + "\n")
+
+
+def _cells(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    last = [run["rounds"][-1] for run in rows]
+    counted = [r for r in last if r["error_count_0"]]
+    errors = [_mean([r[f"error_sum_{n}"] / r[f"error_count_{n}"] for r in counted]) for n in (0, 1) if counted]
+    shares = []
+    for way in ("forward", "backward"):
+        once, ever = (
+            sum(r[f"{way}_bytes_sent"] for r in some) / sum(r[f"{way}_bytes_raw"] for r in some)
+            for some in (last, [r for run in rows for r in run["rounds"]])
+        )
+        shares.append(f"{100 * once:.1f} % ({100 * ever:.1f} %)")
+    return [
+        name, str(len(rows)), _spread(last, "accuracy", 3), _spread(last, "eval_loss"), _spread(last, "train_loss"),
+        *shares, ", ".join(f"{e:.3f}" for e in errors) or "–",
+    ]  # fmt: skip
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _spread(rows: list[dict[str, Any]], key: str, digits: int = 4) -> str:
+    values = [row[key] for row in rows]
+    mean = f"{_mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def main() -> None:
+    """See the top of the file."""
+    from jobs import finished, work_off
+
+    arguments = _arguments()
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    setup, kept = setup_digest(), arguments.cache / "split_learning.jsonl"
+    runs = finished(kept, setup)
+    done = {(run["method"], run["seed"]) for run in runs}
+    chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
+    todo = [(name, seed) for seed in range(arguments.seeds) for name in chosen if (name, seed) not in done]
+    work_off(
+        train, todo, (arguments.data,), runs, workers=arguments.workers, kept=kept, setup=setup, line=_line,
+        report=functools.partial(write_report, arguments.out),
+    )  # fmt: skip
+
+
+def _line(run: dict[str, Any]) -> str:
+    last = run["rounds"][-1]
+    return (
+        f"{run['method']:<60} seed {run['seed']}  train {last['train_loss']:.4f}  accuracy {last['accuracy']:.3f}  "
+        f"{run['cpu_seconds']:.0f} s"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    data = ROOT.parent / "shared" / "data" / "cifar10" / "cifar10_4k_1k.npz"
+    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
+    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
+    add("--data", type=Path, default=data, help="an .npz with x_train, y_train, x_test and y_test")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where finished runs are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
