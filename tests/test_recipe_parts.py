@@ -252,7 +252,11 @@ class TestConfiguration:
     def test_shipped_configurations_are_complete(self, path: Path) -> None:
         config = recipe.read_config(str(path))
         plan = recipe.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
-        params = recipe.complete(config, plan, 1)["scheduler"]["params"]
+        completed = recipe.complete(config, plan, 1)
+        if path.parent.name == "resnet_split":
+            assert "scheduler" not in completed  # its rate falls by rounds, which the recipe sees to
+            return
+        params = completed["scheduler"]["params"]
         assert params["total_num_steps"] == plan.steps
         assert params["warmup_type"] == "linear"  # DeepSpeed's default is logarithmic
 
