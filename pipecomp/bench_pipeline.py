@@ -7,6 +7,7 @@ lines of one rate run in turn on the same lab; a line's steps are timed after tw
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -23,6 +24,7 @@ Row = dict[str, Any]
 UNTHROTTLED = 0.0
 RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
 _UNCOUNTED = 2
+TWICE = "DeepSpeed FP32, 2 replicas"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One configuration. engine: "deepspeed" (stock) or "pipecomp". section: pipecomp's. dtype: "fp32" or "bf16"."""
+    """One configuration. engine: "deepspeed" (stock) or "pipecomp". section: pipecomp's. dtype: "fp32" or "bf16".
+
+    against: the line that it is compared with.
+    """
 
     name: str
     engine: str = "pipecomp"
@@ -47,6 +52,7 @@ class Line:
     micro_batches: int = 8
     replicas: int = 1
     section: dict[str, Any] = field(default_factory=dict)
+    against: str = "DeepSpeed FP32"
 
 
 def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
@@ -64,8 +70,13 @@ LINES = (
     Line(name="AQ-SGD fw3 bw6", section=_aqsgd(3, 6)),
     Line(name="AQ-SGD fw3 bw6, 16 micro-batches", section=_aqsgd(3, 6), micro_batches=16),
     Line(name="AQ-SGD fw2 bw4, 16 micro-batches", section=_aqsgd(2, 4), micro_batches=16),
-    Line(name="AQ-SGD fw3 bw6, memory store", section=_aqsgd(3, 6, "memory")),
-)
+    Line(name="AQ-SGD fw3 bw6, 16 micro-batches, memory store", section=_aqsgd(3, 6, "memory"), micro_batches=16),
+    Line(name=TWICE, engine="deepspeed", replicas=2, against=TWICE),
+    Line(
+        name="AQ-SGD fw3 bw6, 16 micro-batches, 2 replicas, 4-bit gradients", micro_batches=16, replicas=2,
+        section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": 4}}, against=TWICE,
+    ),
+)  # fmt: skip
 
 
 def lines_of(text: str | None) -> tuple[Line, ...]:
@@ -218,43 +229,14 @@ def _ours(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
 
 
 def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
-    """DeepSpeed's own engine on the same stages, with whole float messages."""
-    from pipecomp.build import join_processes  # before deepspeed, which asks it for its accelerator
-    from pipecomp.stages import default_loss, split
+    from pipecomp.bench_stock import stock_engine
 
-    import deepspeed  # isort: skip
-    import torch  # isort: skip
-    from deepspeed.pipe import PipelineModule  # isort: skip
-
-    join_processes()
-
-    class First(torch.nn.Module):
-        def __init__(self, stage: Any) -> None:
-            super().__init__()
-            self.stage = stage
-
-        def forward(self, input_ids: Any) -> Any:
-            return self.stage({"input_ids": input_ids})["hidden_states"]
-
-    class Later(First):
-        def forward(self, hidden: Any) -> Any:
-            out = self.stage({"hidden_states": hidden, "attention_mask": None})
-            return out["hidden_states"] if isinstance(out, dict) else out
-
-    parts = split(whole, num_stages=stages)
-    layers = [First(parts[0]), *[Later(part) for part in parts[1:]]]
-    loss_fn = default_loss(parts[0].config)
-    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
     config = _config(line, tokens)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    engine = stock_engine(whole, stages, config)
     size = config["train_micro_batch_size_per_gpu"]
-    parts_of_step = tokens[: size * line.micro_batches].split(size)
-
-    def batches() -> Any:
-        while True:
-            yield from ((part, part) for part in parts_of_step)
-
-    iterator = batches()
+    replica = engine.grid.data_parallel_id
+    own = tokens.chunk(line.replicas)[replica].split(size)
+    iterator = itertools.cycle((part, part) for part in own)
     train_batch = engine.train_batch
     engine.train_batch = lambda: train_batch(iterator)
     return engine
@@ -262,7 +244,8 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
 
 def pipeline_table(rows: Sequence[Row]) -> Table:
     """The rows for people, each beside stock DeepSpeed in float32 at the same link."""
-    base = {row["r"]: row["seconds"] for row in rows if row["line"] == "DeepSpeed FP32"}
+    every = {(row["r"], row["line"]): row["seconds"] for row in rows}
+    against = {line.name: line.against for line in LINES}
     free = {row["line"]: row["seconds"] for row in rows if row["r"] == UNTHROTTLED}
     table = Table(title="Seconds of a training step")
     for heading in (
@@ -272,14 +255,15 @@ def pipeline_table(rows: Sequence[Row]) -> Table:
         "seconds",
         "least",
         "most",
-        "× DeepSpeed FP32",
+        "× DeepSpeed",
         "of unthrottled",
         "in flight",
     ):
         table.add_column(heading, justify="left" if heading == "line" else "right")
     for row in rows:
         mbit = "" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
-        faster = f"{base[row['r']] / row['seconds']:.2f}" if row["r"] in base else ""
+        base = every.get((row["r"], against.get(row["line"], "")))
+        faster = "" if base is None else f"{base / row['seconds']:.2f}"
         share = f"{free[row['line']] / row['seconds']:.2f}" if row["line"] in free else ""
         ahead = "" if row["in_flight"] is None else str(row["in_flight"])
         times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most")]

@@ -28,7 +28,7 @@ LAYERS = [
     {"cli"},
 ]
 MAY_IMPORT = {
-    "deepspeed": {"engine", "reduction", "schedule", "build", "recipe", "doctor", "bench_pipeline", "trainer"},
+    "deepspeed": {"engine", "reduction", "schedule", "build", "recipe", "doctor", "bench_stock", "trainer"},
     "lmdb": {"buffers"},
     "transformers": {"stages", "trainer", "callback", "demo_task", "recipe", "recipe_text", "recipe_encoder"},
 }

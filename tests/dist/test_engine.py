@@ -50,36 +50,15 @@ def messages(engine) -> dict[str, dict[int, tuple[int, str]]]:
 
 
 def stock_and_ours(rank, world, note):
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
+    from pipecomp.bench_stock import stock_engine
     from pipecomp.data import ShardedSampler
-    from pipecomp.stages import default_loss, split
 
     engine, ours = train(2, {"tie": False}, model=gpt2(tied=False), **UNCLIPPED)
     engine.close()
-
-    class First(torch.nn.Module):
-        def __init__(self, stage):
-            super().__init__()
-            self.stage = stage
-
-        def forward(self, input_ids):
-            return self.stage({"input_ids": input_ids})["hidden_states"]
-
-    class Last(First):
-        def forward(self, hidden):
-            return self.stage({"hidden_states": hidden, "attention_mask": None})
-
-    stages = split(gpt2(tied=False), num_stages=2)
-    loss_fn = default_loss(stages[0].config)
-    module = PipelineModule(
-        [First(stages[0]), Last(stages[1])], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
-    )
     config = ds_config(**UNCLIPPED)
     config["optimizer"]["params"]["torch_adam"] = True
     config.pop("pipecomp")
-    stock, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    stock = stock_engine(gpt2(tied=False), 2, config)
     data, sampler = samples(), ShardedSampler(24, 2)
 
     def batches():
@@ -91,7 +70,7 @@ def stock_and_ours(rank, world, note):
 
     iterator = batches()
     theirs = [float(stock.train_batch(iterator)) for _ in range(STEPS)]
-    weights = {n.split(".", 2)[2]: digest(p) for n, p in module.named_parameters()}
+    weights = {n.split(".", 2)[2]: digest(p) for n, p in stock.module.named_parameters()}
     return ours, theirs, weights == {n: digest(p) for n, p in engine.stage.named_parameters()}
 
 
