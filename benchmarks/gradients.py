@@ -52,7 +52,9 @@ def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path)
     if METHODS[name]["method"] in TORCHS:
         import gradients as this  # processes import it by name
 
-        result = run_ranks(n, this.one_rank, task_name, name, n, seed, str(data), str(cache), timeout_s=3000)[0]
+        ranks = run_ranks(n, this.one_rank, task_name, name, n, seed, str(data), str(cache), timeout_s=3000)
+        # the others' models are the same, but each has seen its own part of the batches
+        result = {**ranks[0], "train_loss": sum(r["train_loss"] for r in ranks.values()) / n}
     else:
         result = run(task_name, name, n, seed, data, cache, list(range(n)))
     return {
