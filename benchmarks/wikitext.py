@@ -23,13 +23,14 @@ from pipecomp.errors import DataError
 
 VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128
+WIDTH, HEADS = 128, 4
 PRETRAINING = {"tokens": 800_000, "batch": 16, "epochs": 1, "lr": 2e-3}
 _TITLE = re.compile(r"(?m)^ = [^=\n]+ = $")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Token sequences of equal length, int64 [n, LENGTH]."""
+    """Token sequences of equal length, int64 [n, length]."""
 
     pretraining: torch.Tensor
     training: torch.Tensor
@@ -47,42 +48,43 @@ def articles(path: Path) -> Iterator[str]:
         yield text[start:end]
 
 
-def wikitext_task(data: Path, cache: Path) -> Task:
+def wikitext_task(data: Path, cache: Path, *, length: int = LENGTH, training: int = TRAINING) -> Task:
     """Sequences of the training text for pre-training; of the first validation articles, shuffled, for the rest."""
-    kept = cache / f"tokens-{VOCABULARY}-{LENGTH}-{TRAINING}-{HELD_OUT}.pt"
+    kept = cache / f"tokens-{VOCABULARY}-{length}-{training}-{HELD_OUT}.pt"
     with _one_at_a_time(kept):
-        return _task(data, kept)
+        return _task(data, kept, length, training)
 
 
-def _task(data: Path, kept: Path) -> Task:
+def _task(data: Path, kept: Path, length: int, training: int) -> Task:
     if kept.exists():
         return Task(**torch.load(kept))
     general, special = list(articles(data / "train.txt")), list(articles(data / "valid.txt"))
     tokenizer = train_tokenizer(general, VOCABULARY)
     chosen: list[list[int]] = []
     for article in special:
-        chosen += sequences(tokenizer, [article], LENGTH)
-        if len(chosen) >= TRAINING + HELD_OUT:
+        chosen += sequences(tokenizer, [article], length)
+        if len(chosen) >= training + HELD_OUT:
             break
-    if len(chosen) < TRAINING + HELD_OUT:
-        raise DataError(f"{data / 'valid.txt'} has only {len(chosen)} sequences of {LENGTH} tokens")
-    order = torch.randperm(TRAINING + HELD_OUT, generator=torch.Generator().manual_seed(0))
+    if len(chosen) < training + HELD_OUT:
+        raise DataError(f"{data / 'valid.txt'} has only {len(chosen)} sequences of {length} tokens")
+    order = torch.randperm(training + HELD_OUT, generator=torch.Generator().manual_seed(0))
     pool = torch.tensor(chosen)[order]
     parts = {
-        "pretraining": torch.tensor(sequences(tokenizer, general, LENGTH)),
-        "training": pool[:TRAINING],
-        "held_out": pool[TRAINING:],
+        "pretraining": torch.tensor(sequences(tokenizer, general, length)),
+        "training": pool[:training],
+        "held_out": pool[training:],
     }
     _write(kept, parts)
     return Task(**parts)
 
 
-def new_model(seed: int) -> Any:
+def new_model(seed: int, length: int = LENGTH, width: int = WIDTH) -> Any:
     """GPT-2 with random weights; no dropout, so that methods differ by what they send alone."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=128, n_layer=8, n_head=4, bos_token_id=0, eos_token_id=0,
+        vocab_size=VOCABULARY, n_positions=length, n_embd=width, n_layer=8, n_head=width // WIDTH * HEADS,
+        bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         activation_function="gelu_pytorch_tanh",  # the same function as gelu_new, in one kernel
     )  # fmt: skip
@@ -91,16 +93,17 @@ def new_model(seed: int) -> Any:
         return GPT2LMHeadModel(config)
 
 
-def pretrained_model(task: Task, cache: Path, seed: int) -> tuple[Any, dict[str, float]]:
+def pretrained_model(task: Task, cache: Path, seed: int, *, width: int = WIDTH) -> tuple[Any, dict[str, float]]:
     """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
-    kept = cache / f"pretrained-{seed}.pt"
+    kept = cache / (f"pretrained-{seed}.pt" if width == WIDTH else f"pretrained-{width}-{seed}.pt")
     with _one_at_a_time(kept):
-        return _pretrained(task, kept, seed)
+        return _pretrained(task, kept, seed, width)
 
 
-def _pretrained(task: Task, kept: Path, seed: int) -> tuple[Any, dict[str, float]]:
-    model = new_model(seed)
-    settings = json.dumps([PRETRAINING, LENGTH, VOCABULARY], sort_keys=True)
+def _pretrained(task: Task, kept: Path, seed: int, width: int) -> tuple[Any, dict[str, float]]:
+    length = task.pretraining.shape[1]
+    model = new_model(seed, length, width)
+    settings = json.dumps([PRETRAINING, length, VOCABULARY], sort_keys=True)
     if kept.exists():
         found = torch.load(kept)
         if found["settings"] == settings:
@@ -108,7 +111,7 @@ def _pretrained(task: Task, kept: Path, seed: int) -> tuple[Any, dict[str, float
             return model, found["report"]
     rows = task.pretraining
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    rows = rows[order[: int(PRETRAINING["tokens"]) // LENGTH]]
+    rows = rows[order[: int(PRETRAINING["tokens"]) // length]]
     began = time.perf_counter()
     loss = pretrain(
         model, rows.tolist(), epochs=int(PRETRAINING["epochs"]), batch=int(PRETRAINING["batch"]),
