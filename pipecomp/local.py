@@ -45,11 +45,13 @@ def run_ranks(
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
     may end without a result. threads: torch threads of each rank. Raises RankFailedError.
     """
-    context = mp.get_context("spawn")
+    # A server that has imported torch once forks the ranks: `multiprocessing.set_forkserver_preload` names what more
+    # it shall have imported. Its environment is that of its own start, so the ranks are given the caller's.
+    context = mp.get_context("forkserver")
     results = context.Queue()
     port = free_port()
     workers = [
-        context.Process(target=_main, args=(rank, world, port, threads, function, args, results))
+        context.Process(target=_main, args=(rank, world, port, threads, dict(os.environ), function, args, results))
         for rank in range(world)
     ]
     for worker in workers:
@@ -92,8 +94,11 @@ def _check_alive(workers: list, found: dict, may_die: tuple[int, ...]) -> None:
 
 
 def _main(
-    rank: int, world: int, port: int, threads: int, function: Callable, args: tuple, results: Any
+    rank: int, world: int, port: int, threads: int, environment: dict, function: Callable, args: tuple, results: Any
 ) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
