@@ -114,6 +114,8 @@ def bench_pipeline(
 
     A row: "line", "r", "bits_per_s" (None unthrottled), "seconds" (median step), "least", "most", "wait_s" and
     "in_flight" (of the first stage), "compute_s" (of a micro-batch on one stage, mean over stages), "bytes" a step.
+    "stages", "micro_batches" and "replicas"; "ranks": what each rank's counters say of a mean timed step (not of stock
+    DeepSpeed): see `counted`.
     Raises NetlabError without root.
     """
     model = model or Model()
@@ -167,6 +169,10 @@ def _measure(line: Line, model: Model, stages: int, steps: int, rate: int | None
         "compute_s": statistics.mean(compute) if compute else None,
         "bytes": sent / (steps + _UNCOUNTED + 1),
         "loss": ranks[0]["loss"],
+        "stages": stages,
+        "micro_batches": line.micro_batches,
+        "replicas": line.replicas,
+        "ranks": [ranks[rank]["counted"] for rank in sorted(ranks)],
     }
 
 
@@ -187,9 +193,12 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     engine = start(line, whole, tokens, stages, folder)
     seconds, loss = [], 0.0
     before: dict[str, float] = {}
+    first: Row = {}
     for step in range(steps + _UNCOUNTED):
         if hasattr(engine, "comm_stats"):
-            before = engine.comm_stats()["seconds"]
+            stats = engine.comm_stats()
+            before = stats["seconds"]
+            first = stats if step == _UNCOUNTED else first
         dist.barrier()
         began = time.perf_counter()
         loss = float(engine.train_batch())
@@ -197,13 +206,32 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         if step >= _UNCOUNTED:
             seconds.append(time.perf_counter() - began)
     row: Row = {"steps": seconds, "wait_s": None, "in_flight": None, "compute_s": None, "loss": loss}
+    row["counted"] = None
     if hasattr(engine, "comm_stats"):
         stats = engine.comm_stats()
         spent = {part: stats["seconds"][part] - before[part] for part in before}
         row["wait_s"], row["in_flight"] = spent["wait"], stats["in_flight"]
         row["compute_s"] = (spent["forward"] + spent["backward"]) / line.micro_batches
+        row["counted"] = counted(first, stats, steps)
         engine.close()
     return row
+
+
+def counted(first: Row, last: Row, steps: int) -> Row:
+    """What a rank's `comm_stats` have gained over `steps` steps, for each: "stage", "in_flight", "seconds" by part, and
+    "links": by name the bytes sent "forward" and "backward".
+    """
+
+    def gain(name: str, way: str) -> float:
+        before, after = (stats["links"][name][way]["bytes_sent"] for stats in (first, last))
+        return float(after - before) / steps
+
+    return {
+        "stage": last["stage"],
+        "in_flight": last["in_flight"],
+        "seconds": {part: (last["seconds"][part] - first["seconds"][part]) / steps for part in last["seconds"]},
+        "links": {name: {way: gain(name, way) for way in ("forward", "backward")} for name in last["links"]},
+    }
 
 
 def _config(line: Line, tokens: Any) -> dict[str, Any]:

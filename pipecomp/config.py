@@ -170,8 +170,9 @@ class Transport:
 class Config:
     """The whole section. seed: for shuffling and stochastic rounding. tie: keep weights tied that the model ties.
 
-    in_flight: micro-batches that a stage may run ahead of their backwards, "auto" finds out; the last stage runs none
-    ahead. kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or "auto".
+    in_flight: micro-batches that the first stage may run ahead of their backwards, later ones fewer, the last none;
+    "auto" finds out.
+    kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or "auto".
     """
 
     activations: Activations = field(default_factory=Activations)
@@ -233,7 +234,6 @@ class Config:
         values = dataclasses.asdict(self)
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
-        values.pop("in_flight")  # and this the same results
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

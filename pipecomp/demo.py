@@ -19,7 +19,9 @@ from pipecomp.demo_plot import NAMES, plot
 from pipecomp.demo_task import Sequences, Task, documentation_task, gpt2
 from pipecomp.errors import ConfigError
 from pipecomp.local import run_ranks
-from pipecomp.predict import StepCosts, step_seconds
+from pipecomp.plan.measured import measured_costs, measured_end
+from pipecomp.plan.network import uniform
+from pipecomp.plan.simulation import Step, play
 from pipecomp.stats import total_bytes
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
@@ -182,13 +184,12 @@ def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     backward_raw, backward_sent = total_bytes(links, "backward")
     later = [link["forward"]["bytes_sent"] - sent for link, sent in zip(links, first_epoch, strict=True)]
     micro_batches = first["stats"]["steps"] * MICRO_BATCHES
-    costs = StepCosts(
-        forward_s=[_micro_batch_seconds(r, "forward") for r in ranks],
-        backward_s=[_micro_batch_seconds(r, "backward") for r in ranks],
+    step = Step(
+        stages=[measured_costs(r["stats"], MICRO_BATCHES) for r in ranks],
         forward_bytes=[sent / (micro_batches * (1 - 1 / settings.epochs)) for sent in later],
         backward_bytes=[link["backward"]["bytes_sent"] / micro_batches for link in links],
         micro_batches=MICRO_BATCHES,
-        update_s=max(r["stats"]["seconds"]["update"] / r["stats"]["steps"] for r in ranks),
+        together_s=measured_end([r["stats"] for r in ranks]),
     )
     return {
         "method": first["method"],
@@ -203,13 +204,8 @@ def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "backward_bytes_sent": backward_sent,
         "store_bytes": sum(r["stats"]["store_bytes"] for r in ranks),
         "seconds": first["seconds"],
-        "step_seconds_at": {name: step_seconds(costs, rate) for name, rate in RATES.items()},
+        "step_seconds_at": {name: play(step, uniform(len(ranks), rate)).seconds for name, rate in RATES.items()},
         "losses": first["losses"],
-        "costs": asdict(costs),
+        "costs": asdict(step),
     }
 
-
-def _micro_batch_seconds(rank: dict[str, Any], direction: str) -> float:
-    """Seconds of one micro-batch in one direction: the model, and half of what encoding and decoding took."""
-    seconds, steps = rank["stats"]["seconds"], rank["stats"]["steps"]
-    return (seconds[direction] + (seconds["encode"] + seconds["decode"]) / 2) / (steps * MICRO_BATCHES)

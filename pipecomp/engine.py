@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -104,7 +106,7 @@ class PipelineEngine(ReportingEngine):
         self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
         self._kept: KeptBytes | None = None
         super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
-        self.in_flight = InFlight(pipecomp_config.in_flight, self.num_stages - self.stage_id, self.micro_batches)
+        self.in_flight = InFlight(pipecomp_config.in_flight, self.stage_id, self.num_stages, self.micro_batches)
 
     def open_links(self, links: Links) -> None:
         """Use these links; called once by `initialize`."""
@@ -131,7 +133,7 @@ class PipelineEngine(ReportingEngine):
             began, self._gradient_wait, self._backwards = time.perf_counter(), 0.0, 0
             self.trace.begin_step(self._step_number)
             loss = super().train_batch(data_iter)
-            self.in_flight.observe(self._gradient_wait, time.perf_counter() - began)
+            self._adjust_in_flight(time.perf_counter() - began)
             if data_iter is None:
                 self._batches_taken += self.micro_batches
             if self.links.environment is not None:
@@ -192,6 +194,16 @@ class PipelineEngine(ReportingEngine):
             folder = Path(path) if Path(path).is_dir() else Path(path).parent
             load_memories(self.exchange_states(), folder, self.global_rank, self.device)
         return path, state
+
+    def _adjust_in_flight(self, step_s: float) -> None:
+        """All stages of a pipeline look at the longest wait of any of them, and so come to the same."""
+        waited_s = self._gradient_wait
+        if self.in_flight.observing:
+            seen = torch.tensor([waited_s, step_s, -self.in_flight.limit], device=self.device)
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.grid.get_pipe_parallel_group())
+            waited_s, step_s, limit = seen.tolist()
+            self.in_flight.limit = -int(limit)
+        self.in_flight.observe(waited_s, step_s)
 
     def _train_schedule(self) -> TrainSchedule:
         return TrainSchedule(self.micro_batches, self.num_stages, self.stage_id, self.in_flight.value)

@@ -1,7 +1,7 @@
 """How many micro-batches a stage has under way: forwards that it runs ahead of their backwards.
 
-1F1B holds one for each stage from here to the end, which is enough where messages take no time. On a slow or distant
-link a stage would wait for gradients that are still on their way, so it runs further ahead, as long as that makes it
+1F1B holds one for each stage from here to the end, which is enough where messages take no time. On slow or distant
+links a stage would wait for gradients that are still on their way, so all run further ahead, as long as that makes them
 wait less and memory allows it. The order of additions does not change: results are the same, bit for bit.
 """
 
@@ -20,22 +20,47 @@ _AGAIN = 100  # steps after which a settled number is tried anew: links change
 _MEMORY = 0.25  # of the free memory that running ahead may take
 
 
-class InFlight:
-    """The number for one stage. setting: a fixed number, or "auto". least: 1F1B's; micro_batches: of a step."""
+def numbers(slack: int, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Each stage's number: `slack` more than the next stage's, so that every link has as many under way; 1 is 1F1B.
 
-    def __init__(self, setting: int | str, least: int, micro_batches: int) -> None:
-        self._auto = setting == "auto" and least > 1  # the last stage has nothing to wait for
-        self.least = max(1, min(least, micro_batches))
-        self.limit = micro_batches if self._auto else self.least
-        self.value = self.least
-        if isinstance(setting, int) and least > 1:
-            self.value = max(self.least, min(setting, micro_batches))
+    A stage must not have as many as the one before it, or more: its next forward would come before a backward that is
+    ready, and wait for an activation that its neighbour sends only after that backward.
+    """
+    return tuple(min(micro_batches, 1 + (stages - 1 - k) * slack) for k in range(stages))
+
+
+class InFlight:
+    """The numbers of all stages. setting: a fixed number for the first stage, or "auto"; micro_batches: of a step.
+
+    With "auto" every stage must be told the same in `observe`, so that all change together.
+    """
+
+    def __init__(self, setting: int | str, stage: int, stages: int, micro_batches: int) -> None:
+        self._auto = setting == "auto" and stages > 1
+        self._place = (stage, stages, micro_batches)
+        self.slack = 1
+        self.limit = max(1, -(-(micro_batches - 1) // max(1, stages - 1)))
+        if isinstance(setting, int) and stages > 1:
+            self.slack = min(self.limit, max(1, (setting - 1) // (stages - 1)))
         self._waits: list[float] = []
         self._before: float | None = None
         self._settled_for: int | None = None
 
+    @property
+    def value(self) -> int:
+        """This stage's number."""
+        stage, stages, micro_batches = self._place
+        return numbers(self.slack, stages, micro_batches)[stage]
+
+    @property
+    def observing(self) -> bool:
+        """Whether the next `observe` looks at what it is told; the same on all stages."""
+        return self._auto and self._settled_for is None
+
     def observe(self, waited_s: float, step_s: float) -> None:
-        """After a step: seconds waited for gradients of other micro-batches than the first, and of the whole step."""
+        """After a step: seconds waited for gradients of other micro-batches than the first, and of the whole step; the
+        most of any stage.
+        """
         if not self._auto:
             return
         if self._settled_for is not None:
@@ -49,17 +74,19 @@ class InFlight:
         waited_s = min(self._waits)
         self._waits.clear()
         if self._before is not None and waited_s > _BETTER * self._before:
-            self.value -= 1
+            self.slack -= 1
             self._settled_for = 0
-        elif waited_s > _SHARE * step_s and self.value < self.limit:
-            self.value, self._before = self.value + 1, waited_s
+        elif waited_s > _SHARE * step_s and self.slack < self.limit:
+            self.slack, self._before = self.slack + 1, waited_s
         else:
             self._settled_for = 0
 
     def allow(self, bytes_each: int, free_bytes: int) -> None:
         """Limit the number by memory: what one micro-batch keeps for its backward, and what is free."""
-        if self._auto and bytes_each:
-            self.limit = min(self.limit, self.least + int(_MEMORY * free_bytes / bytes_each))
+        stage, stages, _ = self._place
+        after = stages - 1 - stage
+        if self._auto and bytes_each and after:
+            self.limit = max(1, min(self.limit, (after + int(_MEMORY * free_bytes / bytes_each)) // after))
 
 
 class KeptBytes:

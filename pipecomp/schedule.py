@@ -1,15 +1,11 @@
-"""The order of a stage's work within one training step or evaluation.
-
-1F1B with eager sends: a stage runs as many forwards ahead as there are stages from it to the end (or more, see
-`in_flight`), then one backward and one forward in turn. What is sent leaves as soon as it exists, and a receive waits
-only for what arrives: transports take messages in at any time, so no order of the two ends can block.
+"""The order of a stage's work (`order`) as DeepSpeed's instructions.
 
 K stages, M micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
@@ -26,32 +22,28 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
+from pipecomp.order import Work, forward_work, train_order
+
+_INSTRUCTIONS = {
+    "receive activation": RecvActivation,
+    "load": LoadMicroBatch,
+    "forward": ForwardPass,
+    "send activation": SendActivation,
+    "receive gradient": RecvGrad,
+    "send gradient": SendGrad,
+}
+
 
 class _StageSchedule(PipeSchedule):
-    def _forward(self, micro_batch: int) -> list[PipeInstruction]:
-        place = {"buffer_id": self._buffer(micro_batch), "micro_batch": micro_batch}
-        work: list[PipeInstruction] = []
-        if not self.is_first_stage:
-            work.append(RecvActivation(**place))
-        if self.is_first_stage or self.is_last_stage:
-            work.append(LoadMicroBatch(**place))
-        work.append(ForwardPass(**place))
-        if not self.is_last_stage:
-            work.append(SendActivation(**place))
-        return work
-
-    def _backward(self, micro_batch: int) -> list[PipeInstruction]:
-        place = {"buffer_id": self._buffer(micro_batch), "micro_batch": micro_batch}
-        work: list[PipeInstruction] = []
-        if not self.is_last_stage:
-            work.append(RecvGrad(**place))
-        work.append(BackwardPass(buffer_id=place["buffer_id"]))
-        if not self.is_first_stage:
-            work.append(SendGrad(**place))
-        return work
-
-    def _buffer(self, micro_batch: int) -> int:
-        return micro_batch % self.num_pipe_buffers()
+    def _instructions(self, work: Iterable[Work]) -> list[PipeInstruction]:
+        found: list[PipeInstruction] = []
+        for what, micro_batch in work:
+            buffer_id = micro_batch % self.num_pipe_buffers()
+            if what == "backward":  # DeepSpeed's own, which takes nothing else
+                found.append(BackwardPass(buffer_id=buffer_id))
+            else:
+                found.append(_INSTRUCTIONS[what](buffer_id=buffer_id, micro_batch=micro_batch))
+        return found
 
 
 class TrainSchedule(_StageSchedule):
@@ -70,13 +62,8 @@ class TrainSchedule(_StageSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Lists of instructions, one list for each forward or backward."""
-        ahead = self.num_pipe_buffers()
-        for micro_batch in range(ahead):
-            yield self._forward(micro_batch)
-        for micro_batch in range(self.micro_batches):
-            yield self._backward(micro_batch)
-            if micro_batch + ahead < self.micro_batches:
-                yield self._forward(micro_batch + ahead)
+        for work in train_order(self.stage_id, self.stages, self.micro_batches, self.num_pipe_buffers()):
+            yield self._instructions(work)
         yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
 
@@ -90,4 +77,4 @@ class EvalSchedule(_StageSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Lists of instructions, one list for each forward."""
         for micro_batch in range(self.micro_batches):
-            yield self._forward(micro_batch)
+            yield self._instructions(forward_work(self.stage_id, self.stages, micro_batch))

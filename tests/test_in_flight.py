@@ -1,13 +1,13 @@
-"""How far a stage runs ahead: more where it waits for gradients, not more than helps or memory allows."""
+"""How far stages run ahead: more where they wait for gradients, not more than helps or memory allows."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
 
-from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
-from pipecomp.predict import StepCosts, order_of_work, step_seconds
-from pipecomp.schedule import TrainSchedule
+from pipecomp.in_flight import InFlight, KeptBytes, free_bytes, numbers
 
 
 def run(chosen: InFlight, needed: int, steps: int = 40) -> list[int]:
@@ -21,35 +21,65 @@ def run(chosen: InFlight, needed: int, steps: int = 40) -> list[int]:
 
 @pytest.mark.parametrize("needed", [2, 3, 5, 8])
 def test_auto_finds_what_is_needed(needed):
-    values = run(InFlight("auto", 2, 8), needed)
+    values = run(InFlight("auto", 0, 2, 8), needed)
     assert values[0] == 2
     assert values[-1] == needed
     assert max(values) <= needed + 1
 
 
 def test_auto_goes_back_where_more_does_not_help():
-    chosen = InFlight("auto", 2, 8)
+    chosen = InFlight("auto", 0, 2, 8)
     for _ in range(20):
         chosen.observe(0.5, 1.0)  # the next stage is slow: waiting has nothing to do with the link
     assert chosen.value == 2
 
 
 def test_settled_numbers_are_tried_again():
-    chosen = InFlight("auto", 2, 8)
+    chosen = InFlight("auto", 0, 2, 8)
     run(chosen, 2)
     assert run(chosen, 4, steps=200)[-1] == 4
 
 
+def test_stages_told_the_same_stay_in_step():
+    stages = [InFlight("auto", k, 4, 12) for k in range(4)]
+    seen = set()
+    for step in range(30):
+        assert len({s.observing for s in stages}) == 1
+        waited = max(0.0, 0.6 - 0.2 * stages[0].slack)
+        for s in stages:
+            s.observe(waited, 1.0)
+        seen.add(tuple(s.value for s in stages))
+        assert tuple(s.value for s in stages) in {(4, 3, 2, 1), (7, 5, 3, 1), (10, 7, 4, 1), (12, 9, 5, 1)}, step
+    assert stages[0].value == 10
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("slack", [1, 2, 3, 9])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (5, 20)])
+def test_a_stage_has_fewer_than_the_one_before(slack, stages, micro_batches):
+    found = numbers(slack, stages, micro_batches)
+    assert found[-1] == 1
+    assert all(a > b or a == b == micro_batches for a, b in pairwise(found))
+    assert max(found) <= micro_batches
+
+
 def test_memory_limits_it():
-    chosen = InFlight("auto", 2, 8)
+    chosen = InFlight("auto", 0, 2, 8)
     chosen.allow(bytes_each=100, free_bytes=800)
     assert run(chosen, 8)[-1] == 4  # a quarter of 800 bytes has room for two more
+    middle = InFlight("auto", 1, 4, 20)
+    middle.allow(bytes_each=100, free_bytes=1600)
+    assert middle.limit == 3  # 1 + 2 × 3 in flight, where 1F1B has 1 + 2
 
 
-@pytest.mark.parametrize(("setting", "least", "found"), [(5, 2, 5), (1, 3, 3), (99, 2, 8), (5, 1, 1), ("auto", 1, 1)])
-def test_fixed_numbers_and_the_last_stage(setting, least, found):
-    chosen = InFlight(setting, least, 8)
-    assert run(chosen, 8)[-1] == found
+@pytest.mark.parametrize(
+    ("setting", "stage", "stages", "found"),
+    [(5, 0, 2, 5), (1, 0, 3, 3), (99, 0, 2, 8), (5, 1, 2, 1), (7, 1, 3, 4), ("auto", 1, 2, 1), ("auto", 0, 1, 1)],
+)
+def test_fixed_numbers_and_the_last_stage(setting, stage, stages, found):
+    chosen = InFlight(setting, stage, stages, 8)
+    if stages == 1 or stage == stages - 1 or setting != "auto":
+        assert run(chosen, 8)[-1] == found
 
 
 def test_what_a_forward_keeps_is_counted_once():
@@ -61,25 +91,3 @@ def test_what_a_forward_keeps_is_counted_once():
     assert kept.bytes >= 64 * 32 * 4 + 64 * 16 * 4
     assert kept.bytes <= 2 * (64 * 32 * 4 + 64 * 16 * 4 + 32 * 16 * 4)
     assert free_bytes(torch.device("cpu")) > 0
-
-
-@pytest.mark.parametrize("in_flight", [None, 2, 3, 6, 20])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_prediction_plays_the_engines_order(stage, in_flight):
-    least = 3 - stage
-    value = InFlight("auto" if in_flight is None else in_flight, least, 6).value
-    steps = TrainSchedule(6, 3, stage, value).steps()
-    names = {"ForwardPass": "forward", "BackwardPass": "backward"}
-    kinds = [names[type(i).__name__] for step in steps for i in step if type(i).__name__ in names]
-    assert kinds == [what for what, _ in order_of_work(stage, 3, 6, in_flight)]
-
-
-def test_running_ahead_hides_a_slow_link():
-    """DESIGN: c + T a micro-batch with two in flight at K = 2, max(c, T) with three."""
-    c, T = 1.0, 0.9
-    costs = StepCosts(
-        forward_s=[c / 3] * 2, backward_s=[2 * c / 3] * 2, forward_bytes=[T / 8], backward_bytes=[T / 8],
-        micro_batches=100,
-    )  # fmt: skip
-    assert step_seconds(costs, 1.0) / 100 == pytest.approx(c + T, rel=0.05)
-    assert step_seconds(costs, 1.0, in_flight=4) / 100 == pytest.approx(c, rel=0.05)

@@ -16,11 +16,11 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 
 # An import may point to its own layer or to a lower one.
 LAYERS = [
-    {"errors", "wire", "kernels", "local", "predict"},
-    {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "rotation"},
+    {"errors", "wire", "kernels", "local"},
+    {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation"},
     {"buffers"},
     {"stages", "allreduce", "trace"},
-    {"schedule", "export", "failure", "optim", "replicas", "reduction", "reports", "engine", "build"},
+    {"schedule", "export", "failure", "optim", "plan", "replicas", "reduction", "reports", "engine", "build"},
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
         "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet", "doctor",

@@ -29,6 +29,13 @@ def test_lines_train_alike_over_a_slow_link():
         assert row["bits_per_s"] == rows[0]["bits_per_s"]
         assert row["least"] <= row["seconds"] <= row["most"]
     assert pipeline_table(rows).row_count == 3
+    assert stock["ranks"] == [None, None]
+    for row in (plain, small):
+        for rank in row["ranks"]:
+            sent = sum(rank["links"]["0->1"].values())
+            assert set(rank["seconds"]) == {"forward", "backward", "encode", "decode", "wait", "reduce", "update"}
+            assert sum(rank["seconds"].values()) < row["most"]
+            assert 0 < sent < row["bytes"]
 
 
 def test_what_r_means():

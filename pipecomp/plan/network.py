@@ -1,0 +1,98 @@
+"""What carries messages between stages: rate and latency of every link in each direction, and lines that they share.
+
+K stages, link k between stages k and k + 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipecomp.errors import ConfigError
+from pipecomp.netlab.shape import FRAME, SEGMENT
+
+TCP_SHARE = SEGMENT / FRAME
+"""Of a network's nominal rate, what TCP over Ethernet leaves for content: frames of 1,500 bytes, headers off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One direction. bits_per_s: of content, headers not counted; `math.inf` for no limit. latency_s: one way."""
+
+    bits_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bits_per_s > 0:
+            raise ConfigError("bits_per_s", self.bits_per_s, "a number above 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError("latency_s", self.latency_s, "0 or more")
+
+    def seconds(self, size: float) -> float:
+        """Of a message of `size` bytes that has the line for itself."""
+        return 8 * size / self.bits_per_s + self.latency_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """forward, backward: link k's lines to stage k + 1 and back. shared: whether what a stage sends to both its
+    neighbours passes one line, and what it receives from both another one, as with one network card for each stage.
+    """
+
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.forward) != len(self.backward):
+            raise ConfigError("network", (len(self.forward), len(self.backward)), "as many lines forward as backward")
+
+    @property
+    def latency_s(self) -> float:
+        """The longest of all lines."""
+        return max((line.latency_s for line in (*self.forward, *self.backward)), default=0.0)
+
+    @property
+    def slowest(self) -> float:
+        """Bits per second of the slowest line."""
+        return min((line.bits_per_s for line in (*self.forward, *self.backward)), default=math.inf)
+
+
+def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> Network:
+    """Links that are all alike, in both directions. bits_per_s: of content."""
+    lines = (Line(bits_per_s=bits_per_s, latency_s=latency_s),) * (stages - 1)
+    return Network(forward=lines, backward=lines, shared=shared)
+
+
+def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
+    """Bits per second that each of the `active` directions ("forward" or "backward", link) gets at once.
+
+    Where lines are shared, as TCP connections share them about: everyone gets as much as anyone else, except those
+    that another line holds back (max-min fairness). A stage's line carries what the fastest of its links does.
+    """
+    own = [(network.forward if way == "forward" else network.backward)[k].bits_per_s for way, k in active]
+    if not network.shared:
+        return own
+    room: dict[tuple[str, int], float] = {}
+    passes: list[tuple[tuple[str, int], tuple[str, int]]] = []
+    for way, k in active:
+        source, target = (k, k + 1) if way == "forward" else (k + 1, k)
+        passes.append((("out", source), ("in", target)))
+    for index, lanes in enumerate(passes):
+        for lane in lanes:
+            room[lane] = max(room.get(lane, 0.0), own[index])
+    found = [0.0] * len(active)
+    left = set(range(len(active)))
+    while left:
+        share = {
+            lane: room[lane] / users for lane in room if (users := sum(1 for index in left if lane in passes[index]))
+        }
+        limits = {index: min(own[index], *(share[lane] for lane in passes[index])) for index in left}
+        least = min(limits.values())
+        for index in [index for index, limit in limits.items() if limit <= least * (1 + 1e-12)]:
+            found[index] = least
+            left.remove(index)
+            for lane in passes[index]:
+                room[lane] = max(0.0, room[lane] - least)
+    return found
