@@ -176,6 +176,41 @@ def netlab(
     raise typer.Exit(report["status"])
 
 
+@app.command("plan")
+def plan_run(
+    model: Annotated[str, typer.Option(help="A folder with config.json, or a hub name. Weights are not read.")],
+    nodes: Annotated[int | None, typer.Option(help="Stages × replicas; by default the stages, or 2.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline stages; by default what is fastest.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples of a step, over all replicas.")] = 32,
+    micro_batch: Annotated[int | None, typer.Option(help="Its samples; by default what is fastest.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Of a sample; by default 1024.")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of each node, each way, as in 100mbit; with commas, the plan is for the first.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
+    speed: Annotated[float | None, typer.Option(help="TFLOP/s that a node's machine reaches in training.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Instead: what --measure --json wrote before.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of a node for the model; by default unlimited.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 training.")] = "fp32",
+    tie: Annotated[bool, typer.Option("--tie/--no-tie", help="Weights that the model ties stay tied.")] = True,
+    recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: activation checkpointing.")] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Predict a step's time for each method and bandwidth; say how to cut, how many bits, or that they do not pay.
+
+    pipecomp plan --model FOLDER --stages 4 --bandwidth 100mbit --delay 20ms --speed 30
+    """
+    with _plain_errors():
+        from pipecomp.plan.command import run_plan
+
+        found = run_plan(
+            console, model=model, nodes=nodes, stages=stages, batch=batch, micro_batch=micro_batch, tokens=tokens,
+            bandwidth=bandwidth, delay=delay, speed=speed, profile=profile, memory=memory, dtype=dtype, tie=tie,
+            recompute=recompute,
+        )  # fmt: skip
+        _write_json(json_file, found)
+
+
 @store.command("info")
 def store_info(path: str, json_file: JsonOption = None) -> None:
     """What is kept in a message store: samples, bytes, bits, versions, for every rank and link."""

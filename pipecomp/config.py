@@ -35,7 +35,7 @@ def _require_choice(key: str, got: object, choices: tuple[str, ...]) -> None:
 
 
 def _require_bits(key: str, got: Any) -> None:
-    _require(_is_int(got) and 1 <= got <= 8, key, got, BITS)
+    _require(_is_int(got) and 1 <= got <= 8, key, got, f"{BITS}, or 'auto'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class Activations:
 
     method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
     "aqsgd" quantizes its change since the sample's last visit.
-    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd".
+    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd", or "auto": `pipecomp.initialize` measures
+    and chooses.
     first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8 quantizes it too.
     rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
     whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
@@ -54,8 +55,8 @@ class Activations:
     """
 
     method: str = "none"
-    forward_bits: int = 4
-    backward_bits: int = 8
+    forward_bits: int | str = 4
+    backward_bits: int | str = 8
     first_visit: str | int = "full"
     rounding: str = "nearest"
     scale: str = "max"
@@ -69,8 +70,11 @@ class Activations:
 
     def __post_init__(self) -> None:
         _require_choice("activations.method", self.method, self.METHODS)
-        _require_bits("activations.forward_bits", self.forward_bits)
-        _require_bits("activations.backward_bits", self.backward_bits)
+        for key in ("forward_bits", "backward_bits"):
+            if getattr(self, key) != "auto":
+                _require_bits(f"activations.{key}", getattr(self, key))
+            elif self.method not in self.QUANTIZED:
+                raise ConfigError(f"activations.{key}", "auto", "a number; 'auto' with method 'direct' or 'aqsgd'")
         if self.first_visit != "full":
             ok = _is_int(self.first_visit) and 1 <= int(self.first_visit) <= 8
             _require(ok, "activations.first_visit", self.first_visit, f"'full' or {BITS}")
@@ -100,6 +104,14 @@ class Activations:
                 self.scale,
                 "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)",
             )
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Forward and backward. ConfigError while one of them is "auto"."""
+        for key in ("forward_bits", "backward_bits"):
+            if getattr(self, key) == "auto":
+                raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
+        return int(self.forward_bits), int(self.backward_bits)
 
     def check_given(self, given: Mapping[str, object]) -> None:
         """Refuse the keys in `given` that `method` gives no effect."""

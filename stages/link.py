@@ -78,11 +78,12 @@ class LinkEnd:
         how = (a.rounding, a.scale, a.group_size)
         self._group_size = a.group_size
         whole = Rotated if a.rotation else Quantized  # for activations themselves
-        self._forward = (whole if a.method == "direct" else Quantized)(a.forward_bits, *how)
+        forward_bits, backward_bits = a.bits
+        self._forward = (whole if a.method == "direct" else Quantized)(forward_bits, *how)
         self._first = None if a.first_visit == "full" else whole(int(a.first_visit), *how)
-        self._backward: Codec = Quantized(a.backward_bits, *how)
+        self._backward: Codec = Quantized(backward_bits, *how)
         if a.backward_top_k is not None:
-            self._backward = TopK(a.backward_bits, a.backward_top_k, *how)
+            self._backward = TopK(backward_bits, a.backward_top_k, *how)
 
     # -- sending and receiving whole messages
 

@@ -20,10 +20,10 @@ LAYERS = [
     {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation"},
     {"buffers"},
     {"stages", "allreduce", "trace"},
-    {"schedule", "export", "failure", "optim", "plan", "replicas", "reduction", "reports", "engine", "build"},
+    {"schedule", "export", "failure", "optim", "plan", "doctor", "replicas", "reduction", "reports", "engine", "build"},
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
-        "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet", "doctor",
+        "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet",
     },
     {"cli"},
 ]

@@ -1,0 +1,212 @@
+"""What one configuration takes: bytes of its messages, seconds of a step, memory of every stage.
+
+K stages, M micro-batches of B samples with S tokens, R replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pipecomp.allreduce import predict as predict_average
+from pipecomp.config import Config
+from pipecomp.in_flight import numbers
+from pipecomp.plan.messages import activation_bytes, gradient_bytes
+from pipecomp.plan.network import Network
+from pipecomp.plan.profile import Profile
+from pipecomp.plan.simulation import Played, StageCosts, Step, play
+from pipecomp.stages.planning import SplitPlan
+
+_WORTH = 0.99  # running further ahead must shorten a step to this
+# Bytes of a parameter: weight, gradient, and Adam's two moments in float32; with half precision a float32 copy too.
+_STATE = {torch.float32: 16, torch.bfloat16: 18, torch.float16: 18}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What a machine does besides the model. Values (of activations) a second: encode and decode of quantized messages,
+    cast of others. disk_bytes_s: of the message store, reading and writing each. average: seconds of quantizing,
+    reducing and decoding a gradient value. `math.inf` and nothing where they are not known: they count as no time.
+    """
+
+    encode_values_s: float = math.inf
+    decode_values_s: float = math.inf
+    cast_values_s: float = math.inf
+    disk_bytes_s: float = math.inf
+    average: Mapping[str, float] = field(default_factory=dict)
+    update_s_per_parameter: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained. plan: the cuts. tied: values of each tied weight, in the order of `plan.tied`."""
+
+    profile: Profile
+    plan: SplitPlan
+    samples: int
+    micro_batches: int
+    replicas: int = 1
+    dtype: torch.dtype = torch.float32
+    tied: tuple[int, ...] = ()
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.samples * self.micro_batches * self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one step. step_s; first_epoch_s: while every sample is new. forward_bytes, backward_bytes: of a message.
+
+    average_s: of its gradients over replicas, the slowest stage. slack: forwards in flight that each stage has more
+    than the next. wait_s: of each stage, for messages. store_s: what the disk needs for the messages of a step; the
+    step takes no less.
+    """
+
+    job: Job
+    config: Config
+    step_s: float
+    first_epoch_s: float
+    forward_bytes: int
+    first_visit_bytes: int
+    backward_bytes: int
+    average_s: float
+    slack: int
+    wait_s: tuple[float, ...]
+    store_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.job.batch / self.step_s
+
+    def memory_bytes(self) -> list[float]:
+        """Of each stage: weights, gradients and Adam's state, and what it keeps of the micro-batches in flight."""
+        ahead = numbers(self.slack, self.job.plan.num_stages, self.job.micro_batches)
+        kept = self.job.profile.kept_bytes(self.job.plan, self.job.samples)
+        state = _STATE[self.job.dtype]
+        return [
+            state * values + flying * each
+            for values, flying, each in zip(self.job.plan.parameters, ahead, kept, strict=True)
+        ]
+
+
+def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Prediction:
+    """Play a step of this job under a configuration. ConfigError for what does not fit together."""
+    speeds = speeds or Speeds()
+    counts = [job.profile.tokens] * job.samples
+    hidden = job.profile.hidden
+    values = sum(counts) * hidden
+    forward = activation_bytes(config, counts, hidden, job.dtype)
+    first = activation_bytes(config, counts, hidden, job.dtype, first_visit=True)
+    backward = gradient_bytes(config, counts, hidden, job.dtype)
+    average, tied = _averages(job, config, network, speeds)
+    links = job.plan.num_stages - 1
+    step = Step(
+        stages=_costs(job, config, speeds, values, average), micro_batches=job.micro_batches,
+        forward_bytes=[forward] * links, backward_bytes=[backward] * links, together_s=tied + _together(job, network),
+    )  # fmt: skip
+    slack, played = best_in_flight(step, network, config.in_flight)
+    store_s = 0.0
+    if config.activations.method == "aqsgd" and links:
+        ends = 2 if links > 1 else 1  # a middle stage keeps both its links' messages
+        store_s = ends * job.micro_batches * values * config.store.bits / 8 / speeds.disk_bytes_s
+    first_epoch_s = played.seconds
+    if first != forward:
+        whole = replace(step, forward_bytes=[first] * links)
+        first_epoch_s = best_in_flight(whole, network, config.in_flight)[1].seconds
+    return Prediction(
+        job=job, config=config, step_s=max(played.seconds, store_s), first_epoch_s=max(first_epoch_s, store_s),
+        forward_bytes=forward, first_visit_bytes=first, backward_bytes=backward, average_s=max(average, default=0.0),
+        slack=slack, wait_s=played.waits, store_s=store_s,
+    )  # fmt: skip
+
+
+def best_in_flight(step: Step, network: Network, setting: str | int = "auto") -> tuple[int, Played]:
+    """How far ahead the stages run, and the step with it: as long as each link having one more shortens it."""
+    K, M = len(step.stages), step.micro_batches
+    if K == 1:
+        return 1, play(step, network)
+    if isinstance(setting, int):
+        slack = max(1, (setting - 1) // (K - 1))
+        return slack, play(replace(step, in_flight=numbers(slack, K, M)), network)
+    slack, best = 1, play(replace(step, in_flight=numbers(1, K, M)), network)
+    while numbers(slack, K, M)[0] < M:
+        more = play(replace(step, in_flight=numbers(slack + 1, K, M)), network)
+        if more.seconds > _WORTH * best.seconds:
+            break
+        slack, best = slack + 1, more
+    return slack, best
+
+
+def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[float]) -> list[StageCosts]:
+    quantized = config.activations.method in config.activations.QUANTIZED
+    encode_s = values / (speeds.encode_values_s if quantized else speeds.cast_values_s)
+    decode_s = values / (speeds.decode_values_s if quantized else speeds.cast_values_s)
+    compute = job.profile.stage_seconds(job.plan, job.samples)
+    return [
+        StageCosts(
+            forward_s=forward_s, backward_s=backward_s, encode_s=encode_s, decode_s=decode_s, reduce_s=reduce_s,
+            update_s=parameters * speeds.update_s_per_parameter,
+        )
+        for (forward_s, backward_s), reduce_s, parameters in zip(compute, average, job.plan.parameters, strict=True)
+    ]  # fmt: skip
+
+
+def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> tuple[list[float], float]:
+    """Seconds of averaging each stage's gradients over replicas, and of tied weights' over all that hold them."""
+    in_groups = dict(zip(job.plan.tied, job.tied, strict=True))
+    left = list(job.plan.parameters)
+    for group, values in in_groups.items():
+        for stage in group.stages:
+            left[stage] -= values
+    found = [average_seconds(config, d, job.replicas, network, speeds) for d in left]
+    tied = sum(
+        average_seconds(config, values, job.replicas * len(group.stages), network, speeds)
+        for group, values in in_groups.items()
+    )
+    return found, tied
+
+
+def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> float:
+    """Of averaging d float32 values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
+
+    The slowest of the network's lines carries it. "quantized_adam" is taken as what exchanges its momentum.
+    """
+    if n == 1 or d == 0:
+        return 0.0
+    given = {k: v for k, v in asdict(config.gradients).items() if v is not None}
+    if config.gradients.exchanges_in_optimizer:
+        given = {"method": "double_squeeze", "bits": given["bits"], "group_size": given["group_size"]}
+    kernels = {part: d * s for part, s in speeds.average.items()} if given["method"] != "none" else {}
+    bits_per_s = min(network.slowest, 1e15)
+    found = predict_average(
+        d=d, n=n, bandwidth_bit_per_s=bits_per_s, latency_s=network.latency_s, kernel_seconds=kernels, **given
+    )
+    return float(found.total_s)
+
+
+def _together(job: Job, network: Network) -> float:
+    """The global norm is summed in a ring over the stages, and the loss is told to all, each a small message."""
+    hops = 2 * (job.plan.num_stages - 1) + 1 if job.plan.num_stages > 1 else 0
+    return hops * network.latency_s
+
+
+def as_row(prediction: Prediction) -> dict[str, Any]:
+    """For JSON and tables."""
+    p, a = prediction, prediction.config.activations
+    quantized = a.method in a.QUANTIZED
+    return {
+        "stages": p.job.plan.num_stages, "replicas": p.job.replicas, "micro_batch": p.job.samples,
+        "micro_batches": p.job.micro_batches, "method": a.method,
+        "forward_bits": a.forward_bits if quantized else None, "backward_bits": a.backward_bits if quantized else None,
+        "gradients": p.config.gradients.method, "step_s": p.step_s, "first_epoch_s": p.first_epoch_s,
+        "samples_per_s": p.samples_per_s, "forward_bytes": p.forward_bytes, "first_visit_bytes": p.first_visit_bytes,
+        "backward_bytes": p.backward_bytes, "average_s": p.average_s, "wait_s": list(p.wait_s), "store_s": p.store_s,
+        "in_flight": list(numbers(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
+        "memory_bytes": p.memory_bytes(),
+    }  # fmt: skip

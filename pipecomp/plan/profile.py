@@ -1,0 +1,213 @@
+"""What a model asks of a stage, block by block: operations, seconds and memory for one sample of S tokens.
+
+Counted on shapes alone, with Hugging Face's own code and no memory for a weight: a 70B model is profiled on a laptop.
+All blocks count as much as one from the middle. Attention is counted as if each token saw all others and the matrix
+were kept; fused kernels keep less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipecomp.errors import ConfigError
+from pipecomp.stages.architectures import architecture_of, default_loss
+from pipecomp.stages.loading import Source, resolve, skeleton
+from pipecomp.stages.planning import SplitPlan, plan_model
+from pipecomp.stages.splitting import Stage, take_stage
+
+BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one part of the model on one sample. flops: of its forward (a multiply-add is two). kept_bytes: what the
+    forward keeps for the backward. forward_s, backward_s: None where nothing was measured.
+    """
+
+    flops: float
+    kept_bytes: float
+    forward_s: float | None = None
+    backward_s: float | None = None
+
+    def __sub__(self, other: Cost) -> Cost:
+        """What one part has more than another; never less than nothing."""
+
+        def less(a: float | None, b: float | None) -> float | None:
+            return None if a is None or b is None else max(0.0, a - b)
+
+        return Cost(
+            flops=max(0.0, self.flops - other.flops), kept_bytes=max(0.0, self.kept_bytes - other.kept_bytes),
+            forward_s=less(self.forward_s, other.forward_s), backward_s=less(self.backward_s, other.backward_s),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model's blocks, and what its first and last stage have besides (embeddings; head and loss).
+
+    hidden: H. tokens: S. call_s: seconds of a stage's forward that do not depend on the number of samples, and of its
+    backward. measured: where the seconds come from, for people.
+    """
+
+    hidden: int
+    tokens: int
+    blocks: tuple[Cost, ...]
+    first: Cost
+    last: Cost
+    call_s: tuple[float, float] = (0.0, 0.0)
+    measured: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Profile:
+        """What `as_dict` gave. ConfigError if it is anything else."""
+        try:
+            parts = {name: Cost(**values[name]) for name in ("first", "last")}
+            blocks = tuple(Cost(**block) for block in values["blocks"])
+            return cls(**{**values, **parts, "blocks": blocks, "call_s": tuple(values["call_s"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigError("profile", str(error), "the profile that pipecomp plan --measure --json wrote") from error
+
+    def estimated(self, flops_per_s: float, *, recompute: bool = False) -> Profile:
+        """With seconds from a speed. recompute: blocks do their forward once more in the backward."""
+        if not flops_per_s > 0:
+            raise ConfigError("speed", flops_per_s, "a number above 0")
+        back = BACKWARD + (1.0 if recompute else 0.0)
+
+        def timed(cost: Cost) -> Cost:
+            forward_s = cost.flops / flops_per_s
+            return replace(cost, forward_s=forward_s, backward_s=back * forward_s)
+
+        return replace(
+            self, blocks=tuple(map(timed, self.blocks)), first=timed(self.first), last=timed(self.last),
+            measured=f"estimated for {flops_per_s / 1e12:g} TFLOP/s",
+        )  # fmt: skip
+
+    def block_seconds(self) -> list[float]:
+        """Forward and backward of each block, to balance stages by."""
+        return [seconds(block) for block in self.blocks]
+
+    def stage_seconds(self, plan: SplitPlan, samples: int) -> list[tuple[float, float]]:
+        """Forward and backward of each stage on a micro-batch of so many samples."""
+        found = []
+        for k, (lo, hi) in enumerate(pairwise(plan.cuts)):
+            parts = [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)]
+            forward, backward = (sum(getattr(p, name) for p in parts) for name in ("forward_s", "backward_s"))
+            found.append((self.call_s[0] + samples * forward, self.call_s[1] + samples * backward))
+        return found
+
+    def kept_bytes(self, plan: SplitPlan, samples: int) -> list[float]:
+        """What each stage keeps of one micro-batch in flight."""
+        return [
+            samples * sum(p.kept_bytes for p in [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)])
+            for k, (lo, hi) in enumerate(pairwise(plan.cuts))
+        ]  # fmt: skip
+
+
+def _ends(profile: Profile, stage: int, stages: int) -> list[Cost]:
+    return [part for at, part in ((0, profile.first), (stages - 1, profile.last)) if at == stage]
+
+
+def seconds(cost: Cost) -> float:
+    """Forward and backward."""
+    if cost.forward_s is None or cost.backward_s is None:
+        raise ConfigError("profile", None, "seconds for every part: measure, or give a speed")
+    return cost.forward_s + cost.backward_s
+
+
+def without_weights(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The model, config, folder or hub name as a Hugging Face model on the meta device."""
+    found = resolve(model)
+    return skeleton(Source(config=found.config, model_class=found.model_class), dtype)
+
+
+def cut_apart(model: Any) -> tuple[SplitPlan, list[int]]:
+    """A plan with a stage for every block, and the stages that stand for all: first, middle, last."""
+    blocks = plan_model(model, 1).blocks
+    middle = 1 if blocks > 2 else 0
+    return plan_model(model, cuts=list(range(blocks))), sorted({0, middle, blocks - 1})
+
+
+def assemble(found: Mapping[int, Cost], plan: SplitPlan, *, hidden: int, tokens: int, **more: Any) -> Profile:
+    """A profile from the costs of the stages that `cut_apart` names."""
+    blocks = plan.blocks
+    block = found[1 if blocks > 2 else 0]
+    return Profile(
+        hidden=hidden, tokens=tokens, blocks=(block,) * blocks, first=found[0] - block,
+        last=found[blocks - 1] - block, **more,
+    )  # fmt: skip
+
+
+def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profile:
+    """A model's operations and memory for samples of `tokens` tokens; no seconds.
+
+    model: as for `pipecomp.stages.plan`; only its config is looked at. Raises SplitError for unknown architectures.
+    """
+    longest = getattr(resolve(model).config, "max_position_embeddings", None)
+    if tokens < 1 or (longest is not None and tokens > longest):
+        raise ConfigError("tokens", tokens, f"1 to {longest or 'any number'}, the model's positions")
+    # The model's code looks into tensors that are on the meta device, but not into ones that it sees are fake.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        whole = without_weights(model, dtype)
+        plan, chosen = cut_apart(whole)
+        found = {k: _count_stage(take_stage(whole, plan, k), tokens, dtype) for k in chosen}
+    return assemble(found, plan, hidden=int(whole.config.hidden_size), tokens=tokens)
+
+
+def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> Cost:
+    kept = _Kept(stage)
+    with FlopCounterMode(display=False) as operations, kept.counting():
+        logits = stage(example(stage, 1, tokens, dtype, "meta"))
+        if stage.is_last and architecture_of(stage.config).heads[stage.plan.model_class].per_token:
+            default_loss(stage.config)(logits.float(), torch.zeros((1, tokens), dtype=torch.int64, device="meta"))
+    return Cost(flops=float(operations.get_total_flops()), kept_bytes=float(kept.bytes))
+
+
+def example(stage: Stage, samples: int, tokens: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """Inputs of a stage, without padding."""
+    if stage.is_first:
+        ids = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
+        return {"input_ids": ids, "attention_mask": None}
+    x_BSH = torch.zeros((samples, tokens, stage.hidden_size), dtype=dtype, device=device, requires_grad=True)
+    return {"hidden_states": x_BSH, "attention_mask": None}
+
+
+class _Kept:
+    """Bytes that autograd saves, each storage once, parameters left out. Fake storages have no address."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.bytes = 0
+        self._seen = {p.untyped_storage()._cdata for p in stage.parameters()}
+        self._alive: list[Any] = []  # so that no number is given twice
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(storage)
+            self.bytes += storage.nbytes()
+        return tensor
+
+    @contextmanager
+    def counting(self) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+
+def balanced(model: Any, profile: Profile | None, stages: int | Sequence[int], *, tie: bool = True) -> SplitPlan:
+    """Where to cut a model (on the meta device) into so many stages, or at given blocks; by seconds where there are."""
+    by = None if profile is None or profile.blocks[0].forward_s is None else profile.block_seconds()
+    if isinstance(stages, int):
+        return plan_model(model, stages, block_seconds=by, tie=tie)
+    return plan_model(model, cuts=list(stages), block_seconds=by, tie=tie)

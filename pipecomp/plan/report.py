@@ -1,0 +1,120 @@
+"""A plan for people: stages, links, methods at each bandwidth, and what to take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from pipecomp.doctor.peers import bits_per_second, milliseconds
+from pipecomp.plan.network import Network
+from pipecomp.plan.prediction import Prediction
+from pipecomp.plan.search import Choice
+
+
+def stage_table(prediction: Prediction) -> Table:
+    """What each stage holds and does."""
+    job = prediction.job
+    table = Table(title=f"Stages ({job.profile.measured})")
+    for heading in ("stage", "blocks", "M parameters", "forward ms", "backward ms", "memory GB"):
+        table.add_column(heading, justify="right")
+    compute = job.profile.stage_seconds(job.plan, job.samples)
+    for k, (lo, hi) in enumerate(pairwise(job.plan.cuts)):
+        forward_s, backward_s = compute[k]
+        table.add_row(
+            str(k), f"{lo}–{hi - 1}", f"{job.plan.parameters[k] / 1e6:.1f}", f"{1e3 * forward_s:.1f}",
+            f"{1e3 * backward_s:.1f}", f"{prediction.memory_bytes()[k] / 1e9:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def link_table(network: Network, prediction: Prediction, plain: Prediction, bits: Sequence[tuple[int, int]]) -> Table:
+    """Each link's rates and what a micro-batch sends over it. bits: that would hide on each link alone."""
+    table = Table(title="Links, for each micro-batch")
+    for heading in ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits that hide"):
+        table.add_column(heading, justify="right")
+    for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True)):
+        sizes = (plain.forward_bytes, prediction.first_visit_bytes, prediction.forward_bytes, prediction.backward_bytes)
+        table.add_row(
+            f"{k}→{k + 1}", rate(out.bits_per_s), rate(back.bits_per_s), milliseconds(out.latency_s),
+            *(f"{size / 1e3:.1f}" for size in sizes), f"fw{bits[k][0]} bw{bits[k][1]}",
+        )  # fmt: skip
+    return table
+
+
+def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequence[str]) -> Table:
+    """Seconds of a step, and of one while all samples are new, by method and network; names: of the networks."""
+    table = Table(title="Predicted seconds of a step (in the first epoch)")
+    table.add_column("method")
+    for name in names:
+        table.add_column(name, justify="right")
+    for method, predictions in rows:
+        table.add_row(method, *(_seconds(p) for p in predictions))
+    return table
+
+
+def _seconds(p: Prediction) -> str:
+    text = f"{p.step_s:.3g}"
+    return text if abs(p.first_epoch_s - p.step_s) < 0.005 * p.step_s else f"{text} ({p.first_epoch_s:.3g})"
+
+
+def rate(bits_per_s: float) -> str:
+    """For people."""
+    return "unlimited" if bits_per_s == float("inf") else bits_per_second(bits_per_s)
+
+
+def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
+    """Sentences. averages: as `search.choose_average`, empty with one replica."""
+    p, plain = choice.prediction, choice.plain
+    said = []
+    if p.job.plan.num_stages > 1:
+        gain = plain.step_s / p.step_s
+        bits = f"AQ-SGD with {choice.forward_bits} bits forward and {choice.backward_bits} back"
+        if not choice.pays:
+            said.append(
+                f"Compressing activations does not pay on these links: a step takes {plain.step_s:.3g} s without, "
+                f"{p.step_s:.3g} s with {bits}."
+            )
+        else:
+            limit = "computing" if choice.fits else "the slowest link"
+            said.append(
+                f"Take {bits}: {p.step_s:.3g} s a step instead of {plain.step_s:.3g} s ({gain:.2f}×), "
+                f"{p.samples_per_s:.3g} samples/s; the limit is {limit}."
+            )
+        if p.store_s >= p.step_s:
+            said.append(f"The message store's disk is what limits this: {p.store_s:.3g} s a step; store.bits 8 helps.")
+    if averages:
+        (method, seconds), *rest = averages
+        plain_s = seconds if method == "none" else dict(rest)["none"]
+        if method == "none":
+            said.append(f"Compressing gradients does not pay: averaging them takes {plain_s:.3g} s a step.")
+        else:
+            said.append(f"Average gradients with {method}: {seconds:.3g} s a step instead of {plain_s:.3g} s.")
+    return said
+
+
+def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """What to write into DeepSpeed's configuration."""
+    job = choice.prediction.job
+    section: dict[str, Any] = {}
+    if choice.pays and job.plan.num_stages > 1:
+        section["activations"] = {
+            "method": "aqsgd", "forward_bits": choice.forward_bits, "backward_bits": choice.backward_bits,
+        }  # fmt: skip
+    if averages and averages[0][0] != "none":
+        section["gradients"] = {"method": averages[0][0]}
+    if not job.plan.tie:
+        section["tie"] = False
+    return {
+        "train_micro_batch_size_per_gpu": job.samples, "gradient_accumulation_steps": job.micro_batches,
+        "pipecomp": section,
+    }  # fmt: skip
+
+
+def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:
+    """For people."""
+    call = f"pipecomp.initialize(..., cuts={list(prediction.job.plan.cuts)})"
+    return f"{call}, with\n{json.dumps(found, indent=2)}"

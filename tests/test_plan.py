@@ -1,0 +1,320 @@
+"""Plans: bytes as links send them, operations of known models, choices of bits and layouts, the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipecomp.allreduce import predict as predict_average
+from pipecomp.buffers import MemoryStore
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError
+from pipecomp.plan.command import networks_of
+from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
+from pipecomp.plan.network import TCP_SHARE, Line, Network, uniform
+from pipecomp.plan.prediction import Job, Speeds, average_seconds, best_in_flight, predict
+from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
+from pipecomp.plan.search import bits_for_links, choose, choose_average, choose_bits, layouts, shares
+from pipecomp.plan.simulation import StageCosts, Step
+from pipecomp.stages.boundary import Layout
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.link import Position
+from pipecomp.stages.loopback import loopback_pair
+from pipecomp.stages.upstream import UpstreamEnd
+
+SECTIONS = [
+    {"method": "none"},
+    {"method": "fp16"},
+    {"method": "bf16"},
+    {"method": "direct", "forward_bits": 3, "backward_bits": 5},
+    {"method": "direct", "forward_bits": 2, "group_size": 10, "rotation": True},
+    {"method": "aqsgd", "forward_bits": 2, "backward_bits": 8},
+    {"method": "aqsgd", "forward_bits": 4, "first_visit": 8, "rotation": True},
+    {"method": "aqsgd", "forward_bits": 1, "backward_bits": 8, "backward_top_k": 0.2, "group_size": 16},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: "-".join(map(str, s.values())))
+def test_bytes_are_those_that_links_send(section, dtype):
+    """Two visits of padded samples over a real link; what its ends counted."""
+    config = Config.from_dict({"activations": section})
+    stores = [MemoryStore("link-0") if section["method"] == "aqsgd" else None for _ in "ab"]
+    a, b = loopback_pair(timeout_s=5)
+    up, down = UpstreamEnd(0, config, a, stores[0]), DownstreamEnd(0, config, b, stores[1])
+    counts, H = (7, 3, 5), 37
+    where = Layout((1, 2, 3), (0, 0, 0), counts, 7)
+    sent = []
+    for visit in range(2):
+        x_BSH = torch.randn(3, 7, H).to(dtype)
+        up.send_activation(x_BSH, where, Position(visit, 0))
+        down.recv_activation(Position(visit, 0))
+        down.send_gradient(x_BSH, where, Position(visit, 0))
+        up.recv_gradient(where, Position(visit, 0))
+        sent.append((up.stats.forward.bytes_sent, up.stats.backward.bytes_sent))
+    (first, gradient), (both, _) = sent
+    assert activation_bytes(config, counts, H, dtype, first_visit=True) == first
+    assert activation_bytes(config, counts, H, dtype) == both - first
+    assert gradient_bytes(config, counts, H, dtype) == gradient
+
+
+def llama(layers=4, width=64, tied=False):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=3 * width, vocab_size=200, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+class TestProfile:
+    def test_operations_by_hand(self):
+        """Llama, D wide: q and o have D², k and v half of it each, the MLP 3 × 3 D²; attention 2 S D twice."""
+        D, S, V = 64, 32, 200
+        found = count(llama(), S)
+        assert found.blocks[0].flops == 2 * S * (3 * D * D + 9 * D * D) + 4 * S * S * D
+        assert found.first.flops == 0
+        assert found.last.flops == 2 * S * V * D
+        assert len(found.blocks) == 4
+        assert found.last.kept_bytes > S * V * 4  # logits
+
+    def test_a_model_that_no_machine_here_could_hold(self):
+        """Llama-8B's shape: 32 blocks of 218 M weights; nothing is allocated."""
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(
+            hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+            intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=8192,
+        )  # fmt: skip
+        found = count(config, 2048, torch.bfloat16)
+        weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+        assert found.blocks[0].flops == 2 * 2048 * weights + 4 * 2048 * 2048 * 4096
+        plan = balanced(without_weights(config), found.estimated(1e13), 4)
+        assert sum(plan.parameters) == 8_030_261_248
+        seconds = [sum(pair) for pair in found.estimated(1e13).stage_seconds(plan, 1)]
+        assert max(seconds) < 1.15 * min(seconds)
+        assert plan.cuts[-1] - plan.cuts[-2] < 8  # the head takes the place of blocks
+
+    @pytest.mark.parametrize("layers", [1, 2, 3])
+    def test_short_models(self, layers):
+        found = count(llama(layers), 16)
+        assert len(found.blocks) == layers
+        whole = sum(b.flops for b in found.blocks) + found.first.flops + found.last.flops
+        block = 2 * 16 * 12 * 64 * 64 + 4 * 16 * 16 * 64
+        assert whole == layers * block + 2 * 16 * 200 * 64
+
+    def test_recomputing_takes_one_forward_more(self):
+        found = count(llama(), 16)
+        plain, again = found.estimated(1e9), found.estimated(1e9, recompute=True)
+        assert plain.blocks[0].backward_s == pytest.approx(2 * plain.blocks[0].forward_s)
+        assert again.blocks[0].backward_s == pytest.approx(3 * plain.blocks[0].forward_s)
+
+    def test_it_is_kept_as_json(self):
+        found = count(llama(), 16).estimated(1e9)
+        assert Profile.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+        with pytest.raises(ConfigError, match="profile"):
+            Profile.from_dict({"blocks": []})
+        with pytest.raises(ConfigError, match="profile"):
+            Profile.from_dict(None)
+
+    def test_too_many_tokens(self):
+        with pytest.raises(ConfigError, match="tokens: got 65, allowed: 1 to 64"):
+            count(llama(), 65)
+
+
+def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False) -> Job:
+    """Two equal blocks for each stage, forward block_s / 3; the cuts and parameters of a small Llama."""
+    model = without_weights(llama(2 * K, tied=tied))
+    block = Cost(flops=1.0, kept_bytes=1e6, forward_s=block_s / 3, backward_s=2 * block_s / 3)
+    nothing = Cost(flops=0.0, kept_bytes=0.0, forward_s=0.0, backward_s=0.0)
+    profile = Profile(hidden=H, tokens=S, blocks=(block,) * (2 * K), first=nothing, last=nothing)
+    plan = balanced(model, profile, list(range(0, 2 * K + 1, 2)))
+    sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+    return Job(
+        profile=profile, plan=plan, samples=samples, micro_batches=M, replicas=replicas,
+        tied=tuple(sizes[g.name] for g in plan.tied),
+    )  # fmt: skip
+
+
+AQSGD = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}})
+
+
+class TestPrediction:
+    def test_without_a_network_it_is_compute(self):
+        found = predict(job(K=4, M=10), Config(), uniform(4, float("inf")))
+        assert found.step_s == pytest.approx(13 * 0.02)
+        assert found.samples_per_s == pytest.approx(10 / found.step_s)
+        assert found.slack == 1
+        assert found.first_epoch_s == found.step_s
+
+    def test_first_epoch_sends_whole_activations(self):
+        found = predict(job(), with_bits(AQSGD, 2, 4), uniform(2, 1e7))
+        assert found.first_visit_bytes > 15 * found.forward_bytes
+        assert found.first_epoch_s > 2 * found.step_s
+
+    def test_kernels_and_updates_count(self):
+        made = job(K=1, M=4)
+        plain = predict(made, Config(), uniform(1, 1e9))
+        speeds = Speeds(update_s_per_parameter=1e-6, cast_values_s=1.0)
+        assert predict(made, Config(), uniform(1, 1e9), speeds).step_s == pytest.approx(
+            plain.step_s + 1e-6 * made.plan.parameters[0]
+        )
+        two = job(K=2, M=1)
+        values = 64 * 1000
+        speeds = Speeds(encode_values_s=values / 0.1, decode_values_s=values / 0.2)
+        slow = predict(two, with_bits(AQSGD, 2, 4), uniform(2, float("inf")), speeds)
+        assert slow.step_s == pytest.approx(0.04 + 2 * (0.1 + 0.2))
+
+    def test_a_slow_disk_is_the_limit(self):
+        found = predict(job(M=8), with_bits(AQSGD, 2, 4), uniform(2, 1e9), Speeds(disk_bytes_s=1e5))
+        assert found.step_s == found.store_s == pytest.approx(8 * 64 * 1000 * 4 / 1e5)
+        eight = replace(with_bits(AQSGD, 2, 4), store=replace(AQSGD.store, bits=8))
+        assert predict(job(M=8), eight, uniform(2, 1e9), Speeds(disk_bytes_s=1e5)).store_s == found.store_s / 4
+
+    def test_replicas_average_and_tied_weights_are_shared(self):
+        alone, pair = job(K=1), job(K=1, replicas=2)
+        found = predict(pair, Config(), uniform(1, 1e6))
+        assert found.average_s == average_seconds(Config(), pair.plan.parameters[0], 2, uniform(1, 1e15), Speeds())
+        slow = Network(forward=(Line(bits_per_s=1e6),), backward=(Line(bits_per_s=1e7),))
+        d = pair.plan.parameters[0]
+        expected = predict_average("none", d, 2, bandwidth_bit_per_s=1e6).total_s
+        assert average_seconds(Config(), d, 2, slow, Speeds()) == pytest.approx(expected)
+        assert average_seconds(Config(), d, 1, slow, Speeds()) == 0
+        assert alone.batch * 2 == pair.batch
+        tied, untied = (predict(job(tied=t), Config(), uniform(2, 1e7)).step_s for t in (True, False))
+        assert tied == pytest.approx(untied + predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e7).total_s)
+
+    def test_memory_counts_what_is_in_flight(self):
+        made = job(K=2, M=8)
+        found = predict(made, Config(), uniform(2, float("inf")))
+        assert found.memory_bytes() == [16 * made.plan.parameters[0] + 2 * 2e6, 16 * made.plan.parameters[1] + 2e6]
+
+    def test_stages_run_ahead_as_far_as_it_helps(self):
+        stages = [StageCosts(forward_s=1, backward_s=2)] * 2
+        step = Step(stages=stages, micro_batches=40, forward_bytes=[2], backward_bytes=[2])
+        assert best_in_flight(step, uniform(2, float("inf")))[0] == 1
+        # 2 s each way: 2 + 3 + 2 until the gradient is back, and 3 more of its own; four in flight are 12 s of work.
+        slack, played = best_in_flight(step, uniform(2, 8))
+        assert slack == 3
+        assert played.seconds == pytest.approx(40 * 3, rel=0.1)
+        assert best_in_flight(step, uniform(2, 8), 6)[0] == 5
+
+
+class TestChoices:
+    def test_bits_are_the_most_that_hide(self):
+        def predicted(limit):
+            return lambda f, b: max(1.0, (f + b) / limit)
+
+        assert choose_bits(predicted(16)) == (8, 8, True)
+        assert choose_bits(predicted(12)) == (4, 8, True)
+        assert choose_bits(predicted(9)) == (3, 6, True)
+        assert choose_bits(predicted(5)) == (2, 4, False)
+        assert choose_bits(predicted(12), 3) == (3, 8, True)
+        assert choose_bits(predicted(12), "auto", 6) == (6, 6, True)
+        assert choose_bits(predicted(1), 7, 7)[:2] == (7, 7)
+
+    def test_a_fast_link_needs_no_compression(self):
+        found = choose(job(), AQSGD, uniform(2, 1e12))
+        assert (found.forward_bits, found.backward_bits) == (8, 8)
+        assert not found.pays
+
+    def test_a_slow_link_gets_few_bits(self):
+        found = choose(job(), AQSGD, uniform(2, 1e5))
+        assert (found.forward_bits, found.backward_bits, found.fits) == (2, 4, False)
+        assert found.pays
+
+    def test_between_them_messages_are_as_long_as_compute(self):
+        """20 ms for a micro-batch; 64,000 values of 8 bits take 19.7 ms at 26 Mbit/s, of 6 bits 18.3 ms at 21 Mbit/s."""
+        found = choose(job(M=64), AQSGD, uniform(2, 26e6))
+        assert (found.forward_bits, found.backward_bits) in {(8, 8), (7, 8), (6, 8), (5, 8), (4, 8)}
+        half = choose(job(M=64), AQSGD, uniform(2, 21e6))
+        assert (half.forward_bits, half.backward_bits) == (3, 6)
+
+    def test_each_link_has_its_own(self):
+        lines = (Line(bits_per_s=1e12), Line(bits_per_s=21e6))
+        found = bits_for_links(job(K=3, M=64), AQSGD, Network(forward=lines, backward=lines))
+        assert found[0] == (8, 8)
+        assert found[1] in {(3, 6), (4, 8)}
+
+    def test_averages(self):
+        slow, fast = uniform(2, 1e6), uniform(2, 1e15)
+        method, *_ = choose_average(Config(), 10**6, 2, slow, Speeds())[0]
+        assert method == "double_squeeze"
+        kernels = Speeds(average={"quantize": 1e-8, "reduce": 1e-8, "decode": 1e-8})
+        assert choose_average(Config(), 10**6, 2, fast, kernels)[0][0] == "none"
+        assert len(choose_average(Config(), 10**6, 2, slow, Speeds())) == 4
+
+    def test_layouts_and_shares(self):
+        assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
+        assert layouts(4, 2, 12) == [(2, 2)]
+        assert layouts(6, None, 2) == [(1, 6), (2, 3)]
+        with pytest.raises(ConfigError, match="divisor of 4"):
+            layouts(4, 3, 12)
+        assert shares(12, 2, None) == [(6, 1), (3, 2), (2, 3), (1, 6)]
+        assert shares(12, 2, 3) == [(3, 2)]
+        with pytest.raises(ConfigError, match="batch"):
+            shares(12, 2, 4)
+
+
+def test_rates_of_the_command():
+    assert networks_of("100mbit, 1gbit", "20ms") == {
+        "100 Mbit/s": (1e8 * TCP_SHARE, 0.02), "1 Gbit/s": (1e9 * TCP_SHARE, 0.02),
+    }  # fmt: skip
+    assert len(networks_of(None, None)) == 5
+
+
+def pipecomp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipecomp.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    config = {**llama(8, 256).to_dict(), "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.timeout(300)
+def test_the_command(folder):
+    """Given numbers: tables, a recommendation, and the same as JSON."""
+    out = folder / "plan.json"
+    done = pipecomp(
+        "plan", "--model", str(folder / "model"), "--stages", "4", "--tokens", "64", "--micro-batch", "1", "--batch",
+        "8", "--speed", "0.05", "--bandwidth", "10mbit,1gbit", "--delay", "1ms", "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "Stages (estimated for 0.05 TFLOP/s)" in text
+    assert "AQ-SGD fw2 bw4" in text
+    assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples a step, 64 tokens each." in text
+    found = json.loads(out.read_text())
+    assert found["cuts"][0] == 0
+    assert found["cuts"][-1] == 8
+    assert found["pays"]
+    assert f"Take AQ-SGD with {found['chosen']['forward_bits']} bits forward" in text
+    assert found["config"]["pipecomp"]["activations"]["method"] == "aqsgd"
+    assert len(found["methods"]) == 7 * 2
+    at = {(row["name"], row["network"]): row["step_s"] for row in found["methods"]}
+    assert at["AQ-SGD fw2 bw4", "10 Mbit/s"] < at["AQ-SGD fw4 bw8", "10 Mbit/s"] < at["none", "10 Mbit/s"]
+    assert at["none", "1 Gbit/s"] < at["none", "10 Mbit/s"]
+    Config.from_dict(found["config"]["pipecomp"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "speed: got None, allowed: TFLOP/s"),
+    (("--speed", "1", "--bandwidth", "fast"), "bandwidth: got 'fast', allowed: a number and bit"),
+    (("--speed", "1", "--nodes", "3", "--stages", "2"), "stages: got 2, allowed: a divisor of 3 nodes"),
+])  # fmt: skip
+def test_errors_are_one_line(folder, arguments, message):
+    done = pipecomp("plan", "--model", str(folder / "model"), "--tokens", "16", *arguments)
+    assert done.returncode == 1
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
