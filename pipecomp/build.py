@@ -37,6 +37,7 @@ from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine import PipelineEngine
 from pipecomp.kernels import dispatch
+from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
 from pipecomp.replicas import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
 from pipecomp.stages import build_stage, default_loss, plan
 from pipecomp.stages.downstream import DownstreamEnd
@@ -84,6 +85,8 @@ def initialize(
     settings = Config.from_dict(ds_config.get(SECTION, {}))
     join_processes()
     split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
+    if isinstance(model, Modules) and wants_auto(settings):
+        raise ConfigError("activations", "bits 'auto'", "numbers for plain modules: only language models are measured")
     if isinstance(model, Modules) and loss_fn is None:
         raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
     stages, world = split_plan.num_stages, dist.get_world_size()
@@ -116,7 +119,12 @@ def initialize(
             dist_init_required=False,
         )
     dispatch.prefer(settings.kernels, engine.device.type)
-    engine.open_links(_open_links(engine, settings))
+    transports = _open_transports(engine, settings.transport.timeout_s)
+    if wants_auto(settings):
+        tokens = sample_length(training_data, engine.stage)
+        batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
+        engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)
+    engine.open_links(_open_links(engine, settings, transports))
     _at_exit(engine)
     if training_data is not None:
         sampler = ShardedSampler(
@@ -297,12 +305,23 @@ def _quantized_adam(settings: Config, section: dict[str, Any], module: PipelineM
     )
 
 
-def _open_links(engine: PipelineEngine, settings: Config) -> Links:
+def _open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooTransport]:
+    """To the stages before and after this one, where there are any."""
     grid, stage = engine.grid, engine.stage_id
-    timeout_s = settings.transport.timeout_s
     pipelines = _pipelines(grid)
     groups = neighbour_groups(pipelines, timeout_s)
     ranks = pipelines[grid.data_parallel_id]
+    links = {"to_previous": stage - 1, "to_next": stage}
+    return {
+        name: GlooTransport(groups[ranks[index], ranks[index + 1]], timeout_s=timeout_s)
+        for name, index in links.items()
+        if 0 <= index < grid.pipe_parallel_size - 1
+    }
+
+
+def _open_links(engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport]) -> Links:
+    """given: with "auto" where bits are measured at every start, as messages do not depend on them."""
+    grid, stage, settings = engine.grid, engine.stage_id, engine.pipecomp_config
     environment = None
     if settings.activations.method == "aqsgd":
         store = settings.store
@@ -317,10 +336,10 @@ def _open_links(engine: PipelineEngine, settings: Config) -> Links:
         )
     ends: dict[str, Any] = {}
     for name, kind, index in (("to_previous", DownstreamEnd, stage - 1), ("to_next", UpstreamEnd, stage)):
-        if 0 <= index < grid.pipe_parallel_size - 1:
+        if name in transports:
             crossing = engine.stage.crossing(index)
             described = {
-                **settings.link_settings(),
+                **given.link_settings(),
                 **crossing.settings,
                 "hidden_size": crossing.width,
                 "replicas": grid.data_parallel_size,
@@ -328,7 +347,7 @@ def _open_links(engine: PipelineEngine, settings: Config) -> Links:
             ends[name] = kind(
                 index,
                 settings,
-                GlooTransport(groups[ranks[index], ranks[index + 1]], timeout_s=timeout_s),
+                transports[name],
                 None if environment is None else environment.link(f"link-{index}", described),
                 replica=grid.data_parallel_id,
                 device=engine.device,

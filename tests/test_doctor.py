@@ -603,10 +603,9 @@ class FakePeer:
 def test_measuring_a_known_link(out, back, delay, ahead):
     peer = FakePeer(out, back, delay, ahead)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_Peer", lambda rank, limit_s: peer)
         patch.setattr(measure, "time", peer)
         patch.setattr(measure, "_MOST_BYTES", 2**22)
-        measured = measure.lead(1, limit_s=1.0)
+        measured = measure.lead_peer(peer)
     assert measured.round_trip_s == pytest.approx(2 * delay, abs=1e-6)
     assert measured.clock_ahead_s == pytest.approx(ahead, abs=1e-6)
     assert measured.clock_error_s == pytest.approx(delay, abs=1e-6)

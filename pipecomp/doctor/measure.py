@@ -1,4 +1,4 @@
-"""Bandwidth, round trip and clock difference between two ranks, over gloo point-to-point like a pipeline's link.
+"""Bandwidth, round trip and clock difference between two ranks, over gloo point-to-point or over a pipeline's link.
 
 The lower rank of a pair leads: it sends commands, the other one answers them.
 """
@@ -9,7 +9,7 @@ import statistics
 import time
 from datetime import timedelta
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,19 @@ class _Command(IntEnum):
     PING, TAKE, GIVE, END = range(4)
 
 
-class _Peer:
-    """The other rank. RuntimeError from any call if nothing comes for limit_s seconds."""
+class Peer(Protocol):
+    """The other rank: takes tensors in order. `receive` fills the tensor or returns another one with what came.
+
+    command: sends int64 [2], which the other rank's `receive` returns.
+    """
+
+    def send(self, tensor: Tensor) -> None: ...
+    def receive(self, tensor: Tensor) -> Tensor: ...
+    def command(self, command: int, size: int = 0) -> None: ...
+
+
+class _Gloo:
+    """Over the world group. RuntimeError from any call if nothing comes for limit_s seconds."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank, self._limit = rank, timedelta(seconds=limit_s)
@@ -55,7 +66,7 @@ class _Peer:
         work.wait(self._limit)
         return tensor
 
-    def command(self, command: _Command, size: int = 0) -> None:
+    def command(self, command: int, size: int = 0) -> None:
         self.send(torch.tensor([command, size]))
 
 
@@ -64,7 +75,11 @@ def lead(rank: int, *, limit_s: float) -> Measured:
 
     limit_s: silence after which the other rank counts as lost. Raises RuntimeError, torch's own, for that.
     """
-    peer = _Peer(rank, limit_s)
+    return lead_peer(_Gloo(rank, limit_s))
+
+
+def lead_peer(peer: Peer) -> Measured:
+    """Measure between this rank and another, which must call `follow_peer`; takes some two seconds."""
     round_trip_s, ahead_s, error_s = _ping(peer)
     out = _rate(peer, _Command.TAKE, round_trip_s)
     back = _rate(peer, _Command.GIVE, round_trip_s)
@@ -74,7 +89,11 @@ def lead(rank: int, *, limit_s: float) -> Measured:
 
 def follow(rank: int, *, limit_s: float) -> None:
     """Answer the leading rank until it is done; see `lead`."""
-    peer = _Peer(rank, limit_s)
+    follow_peer(_Gloo(rank, limit_s))
+
+
+def follow_peer(peer: Peer) -> None:
+    """Answer the leading rank until it is done; see `lead_peer`."""
     while True:
         command, size = peer.receive(torch.empty(2, dtype=torch.int64)).tolist()
         arrived = time.time_ns()
@@ -89,7 +108,7 @@ def follow(rank: int, *, limit_s: float) -> None:
             return
 
 
-def _ping(peer: _Peer) -> tuple[float, float, float]:
+def _ping(peer: Peer) -> tuple[float, float, float]:
     """Round trip, how far the other clock is ahead, and how far off that may be; in seconds."""
     trips: list[float] = []
     clocks: list[tuple[float, float]] = []
@@ -109,7 +128,7 @@ def _ping(peer: _Peer) -> tuple[float, float, float]:
     return statistics.median(trips[1:]), ahead_s, error_s
 
 
-def _rate(peer: _Peer, command: _Command, round_trip_s: float) -> float:
+def _rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
     """Bits per second, from transfers that grow until one takes long enough."""
     size = _FIRST_BYTES
     buffer = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)

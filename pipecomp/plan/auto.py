@@ -1,0 +1,132 @@
+""""auto" bits: what every rank measures when a run begins, and the decision that rank 0 makes for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipecomp.config import Config
+from pipecomp.doctor.measure import Measured
+from pipecomp.doctor.peers import bits_per_second
+from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
+from pipecomp.plan.network import Network
+from pipecomp.plan.prediction import best_in_flight
+from pipecomp.plan.probe import measure_links, network_of
+from pipecomp.plan.search import PAYS, choose_bits
+from pipecomp.plan.simulation import StageCosts, Step
+from pipecomp.plan.timing import time_link, time_stage
+from pipecomp.stages.splitting import Stage
+from pipecomp.stages.transport import Transport
+
+_TOKENS = 512
+_LOOKED_AT = 32  # samples
+_log = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """What one rank measured. link: to the next stage, None on the last one."""
+
+    stage: int
+    forward_s: float
+    backward_s: float
+    encode_s: float
+    decode_s: float
+    link: Measured | None
+
+
+class Batch(NamedTuple):
+    """A step of one replica: micro-batches of so many samples with so many tokens each."""
+
+    samples: int
+    tokens: int
+    micro_batches: int
+
+
+class Decision(NamedTuple):
+    """forward_bits, backward_bits; reason: a sentence with the predictions behind them."""
+
+    forward_bits: int
+    backward_bits: int
+    reason: str
+
+
+def wants_auto(config: Config) -> bool:
+    """Whether bits are to be settled."""
+    return "auto" in (config.activations.forward_bits, config.activations.backward_bits)
+
+
+def look(
+    config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None
+) -> Seen:  # fmt: skip
+    """Measure this rank's links, then its stage and what messages cost it; all ranks must call it together."""
+    link = measure_links(stage.index, to_previous, to_next)
+    spent = time_stage(stage, batch.samples, batch.tokens)
+    parameter = next(stage.parameters())
+    encode_s, decode_s = time_link(
+        with_bits(config, 4, 8), batch.samples, batch.tokens, stage.hidden_size, parameter.dtype, parameter.device
+    )
+    return Seen(stage.index, spent.forward_s, spent.backward_s, encode_s, decode_s, link)
+
+
+def settle(
+    config: Config, stage: Stage, batch: Batch, to_previous: Transport | None = None, to_next: Transport | None = None
+) -> Config:
+    """The configuration with numbers in place of "auto": all ranks measure, rank 0 decides for all and says so."""
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, look(config, stage, batch, to_previous, to_next))
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found = [decide(config, seen, batch, stage.hidden_size, next(stage.parameters()).dtype)]
+        _log.warning("%s", found[0].reason)  # the level that Python shows where nobody has set up logging
+    dist.broadcast_object_list(found, src=0)
+    return with_bits(config, found[0].forward_bits, found[0].backward_bits)
+
+
+def sample_length(data: Any, stage: Stage) -> int:
+    """Tokens of the longest of the first samples. Without data 512: compute and bytes grow alike with the length."""
+    try:
+        return max(len(data[i]["input_ids"]) for i in range(min(_LOOKED_AT, len(data))))
+    except (TypeError, KeyError, IndexError, ValueError):
+        return min(_TOKENS, getattr(stage.config, "max_position_embeddings", _TOKENS))
+
+
+def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtype: torch.dtype) -> Decision:
+    """The bits for what all ranks have seen; of replicas the slowest counts. Bits that are numbers stay."""
+    K = 1 + max(s.stage for s in seen)
+    by_stage = [[s for s in seen if s.stage == k] for k in range(K)]
+    network = network_of([[s.link for s in by_stage[k] if s.link is not None] for k in range(K - 1)])
+    stages = [
+        StageCosts(
+            forward_s=max(s.forward_s for s in found), backward_s=max(s.backward_s for s in found),
+            encode_s=max(s.encode_s for s in found), decode_s=max(s.decode_s for s in found),
+        )
+        for found in by_stage
+    ]  # fmt: skip
+
+    def predicted(made: Config) -> float:
+        counts = [batch.tokens] * batch.samples
+        step = Step(
+            stages=stages, micro_batches=batch.micro_batches,
+            forward_bytes=[activation_bytes(made, counts, hidden, dtype)] * (K - 1),
+            backward_bytes=[gradient_bytes(made, counts, hidden, dtype)] * (K - 1),
+        )  # fmt: skip
+        return best_in_flight(step, network, config.in_flight)[1].seconds
+
+    a = config.activations
+    f, b, fits = choose_bits(lambda f, b: predicted(with_bits(config, f, b)), a.forward_bits, a.backward_bits)
+    return Decision(f, b, _reason(f, b, fits, predicted(with_bits(config, f, b)), predicted(Config()), network))
+
+
+def _reason(f: int, b: int, fits: bool, step_s: float, plain_s: float, network: Network) -> str:
+    compared = f"predicted {step_s:.3g} s a step, {plain_s:.3g} s without compression"
+    if plain_s <= PAYS * step_s:
+        why = "these links are so fast that method 'none' would do"
+    elif fits:
+        why = "the most that hide behind computing"
+    else:
+        why = "the fewest that are taken by themselves: the slowest link is the limit"
+    return f"bits 'auto': {f} forward, {b} back ({why}; {compared}; slowest link {bits_per_second(network.slowest)})"

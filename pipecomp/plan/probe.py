@@ -1,0 +1,67 @@
+"""Rates and latencies of the links between stages, measured over the links' own transports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipecomp.doctor.measure import Measured, follow_peer, lead_peer
+from pipecomp.errors import LinkError
+from pipecomp.plan.network import Line, Network
+from pipecomp.stages.transport import Transport
+
+
+class _Over:
+    """The other end of a transport, as `doctor.measure` wants it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def send(self, tensor: Tensor) -> None:
+        self._transport.send(tensor.contiguous().view(torch.uint8).numpy())
+
+    def command(self, command: int, size: int = 0) -> None:
+        self.send(torch.tensor([command, size]))
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        data = self._transport.recv()
+        if data.size != tensor.numel() * tensor.element_size():
+            raise LinkError(f"rank {self._transport.peer} sent {data.size} bytes while the link was measured")
+        return torch.from_numpy(np.ascontiguousarray(data)).view(tensor.dtype)
+
+
+def measure_links(
+    stage: int, to_previous: Transport | None, to_next: Transport | None
+) -> Measured | None:  # fmt: skip
+    """Measure this stage's links; all stages must call it together. Returns the link to the next stage.
+
+    Every other link at a time, so that a stage measures one link at once: some two seconds for each half. LinkError
+    and what the transports raise.
+    """
+    found = None
+    for turn in (0, 1):
+        if to_next is not None and stage % 2 == turn:
+            found = lead_peer(_Over(to_next))
+        elif to_previous is not None and stage % 2 != turn:
+            follow_peer(_Over(to_previous))
+    return found
+
+
+def network_of(links: Sequence[Sequence[Measured]], *, shared: bool = True) -> Network:
+    """The network of what was measured, by link, of one replica or several: the slowest counts.
+
+    One way takes half of the way there and back: without clocks that agree nobody can tell more.
+    """
+
+    def line(rates: list[float], trips: list[float]) -> Line:
+        return Line(bits_per_s=min(rates), latency_s=max(trips) / 2)
+
+    trips = [[m.round_trip_s for m in found] for found in links]
+    return Network(
+        forward=tuple(line([m.out_bit_s for m in found], t) for found, t in zip(links, trips, strict=True)),
+        backward=tuple(line([m.back_bit_s for m in found], t) for found, t in zip(links, trips, strict=True)),
+        shared=shared,
+    )
