@@ -121,6 +121,7 @@ def initialize(
     dispatch.prefer(settings.kernels, engine.device.type)
     transports = _open_transports(engine, settings.transport.timeout_s)
     if wants_auto(settings):
+        assert isinstance(engine.stage, Stage), "plain modules were refused"
         tokens = sample_length(training_data, engine.stage)
         batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)

@@ -127,7 +127,9 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
     calls: list[tuple[float, float]] = []
     several = max(_SEVERAL, samples)
     for index in chosen:
-        stage = build_stage(config_only, plan, index, dtype=dtype).to(device)
+        stage = build_stage(config_only, plan, index, dtype=dtype)
+        assert isinstance(stage, Stage), "a language model's"
+        stage.to(device)
         one, more = (time_stage(stage, n, tokens) for n in (1, several))
         each_f = max(0.0, (more.forward_s - one.forward_s) / (several - 1))
         each_b = max(0.0, (more.backward_s - one.backward_s) / (several - 1))
