@@ -141,7 +141,7 @@ struct LinearArgs {
     int64_t d;
     uint64_t seed, start;
     float norm;
-    int32_t dtype, offset, bits;
+    int32_t dtype, offset, bits, count;  // count: of levels
 };
 
 // Sums of `parts` workers' codes, each of `bits` bits, in `sum_bits` bits.
@@ -158,7 +158,7 @@ struct LinearDecodeArgs {
     const float* factors;
     float* out;
     int64_t d;
-    int32_t bits, offset, add;
+    int32_t bits, offset, add, count;  // count: of factors
 };
 
 struct ExponentialArgs {
@@ -179,6 +179,24 @@ struct ReduceArgs {
     int32_t bits;
 };
 
+// x + e with a memory e, in groups: scales is written by measuring and read by quantizing.
+struct FeedbackArgs {
+    const void* x;
+    float* e;
+    uint8_t* codes;
+    float* scales;
+    int64_t d, group;
+    int32_t dtype, bits, mean;
+};
+
+struct MeanArgs {
+    const uint8_t* const* codes;
+    const float* const* scales;
+    float* out;
+    int64_t d, group;
+    int32_t parts, bits;
+};
+
 // The k-th largest of v[0] ... v[n - 1], which it reorders. Outside the per-instruction-set code, because the standard
 // library's templates would otherwise be compiled for one set and used by all.
 uint32_t kth_largest(uint32_t* v, int64_t n, int64_t k);
@@ -197,6 +215,9 @@ struct Table {
     void (*exponential_encode)(const ExponentialArgs&, int64_t begin, int64_t end);
     void (*exponential_decode)(const ExponentialArgs&, int64_t begin, int64_t end);
     void (*exponential_reduce)(const ReduceArgs&, int64_t begin, int64_t end);
+    float (*feedback_scale)(const FeedbackArgs&, const Layout::Unit&);
+    void (*feedback_quantize)(const FeedbackArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit);
+    void (*mean)(const MeanArgs&, const Layout&, const Layout::Unit&);
     void (*kmeans_assign)(uint8_t* out, const void* x, int dtype, const float* bounds, int count, int64_t begin,
                           int64_t end);
     void (*pack)(uint8_t* out, const void* values, int value_bytes, int64_t n, int bits);

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipecomp.errors import KernelError
 from pipecomp.kernels import layout, native_library, reference, topk
 from pipecomp.kernels.layout import Options
+from pipecomp.kernels.native_feedback import FeedbackKernels
 from pipecomp.kernels.native_gradient import GradientKernels
 from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, QuantizeArgs
 from pipecomp.kernels.rng import MASK64
@@ -57,7 +58,7 @@ def rows_of(shape: Sequence[int]) -> int:
     return rows
 
 
-class Backend(GradientKernels):
+class Backend(GradientKernels, FeedbackKernels):
     """The native kernels under the names that `dispatch` looks for, on one instruction set; see Library."""
 
     def quantize(self, x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:

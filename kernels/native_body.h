@@ -5,9 +5,10 @@
 #include "native_gradient.h"
 #include "native_select.h"
 #include "native_linear.h"
+#include "native_feedback.h"
 
 const Table table = {
     measure,       sum_squares, quantize,           dequantize,         linear_encode,      linear_reduce,
-    linear_decode, scale_index, exponential_encode, exponential_decode, exponential_reduce, kmeans_assign,
-    pack,          unpack,      select,
+    linear_decode, scale_index, exponential_encode, exponential_decode, exponential_reduce, feedback_scale,
+    feedback_quantize, mean,    kmeans_assign,      pack,               unpack,             select,
 };

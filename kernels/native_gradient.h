@@ -44,23 +44,48 @@ INLINE void encode(const Code& code, const T* g, uint8_t* codes, int bits, int64
     __builtin_memcpy(out, part, size_t(limit - out));
 }
 
-// One level count for all (INDEXED false), or one a value.
+// One number for all values (INDEXED false), or one of `count` for each.
+template <bool INDEXED>
+struct Choice {
+    const float* numbers;
+    const uint8_t* index;
+    int count;
+    F8 table;
+
+    Choice(const float* numbers_, int count_, const uint8_t* index_)
+        : numbers(numbers_), index(index_), count(count_), table(splat(numbers_[0])) {
+        if (INDEXED) {
+            float first[8] = {};
+            for (int i = 0; i < 8 && i < count; i++) first[i] = numbers[i];
+            table = load8(first);
+        }
+    }
+
+    // Of the values from `at` on, of which there are n.
+    __attribute__((always_inline)) F8 at(int64_t at, int64_t n) const {
+        if (!INDEXED) return table;
+        I8 which = load_index(index + at, n);
+        if (count <= 8) return look_up(table, which);
+        F8 v;
+        for (int t = 0; t < 8; t++) v[t] = numbers[which[t]];
+        return v;
+    }
+};
+
 template <bool INDEXED>
 struct LinearCode {
     const LinearArgs& a;
     int64_t end;
-    F8 divisor, levels;
+    F8 divisor;
+    Choice<INDEXED> levels;
     I8 offset;
 
     LinearCode(const LinearArgs& a_, int64_t end_)
-        : a(a_), end(end_), divisor(splat(a.norm > 0 ? a.norm : 1.0f)), levels(splat(a.levels[0])),
+        : a(a_), end(end_), divisor(splat(a.norm > 0 ? a.norm : 1.0f)), levels(a.levels, a.count, a.index),
           offset(splat(a.offset)) {}
 
     __attribute__((always_inline)) I8 operator()(F8 v, int64_t at, U8 random) const {
-        F8 s = levels;
-        if (INDEXED)
-            for (int64_t t = 0; t < 8 && at + t < end; t++) s[t] = a.levels[a.index[at + t]];
-        F8 y = relative(v, divisor) * s;
+        F8 y = relative(v, divisor) * levels.at(at, end - at);
         I8 whole = to_int(y);
         I8 up = uniform(random) < y - to_float(whole);  // -1 where true
         I8 level = minimum(whole - up, offset);
@@ -97,16 +122,15 @@ static void linear_encode(const LinearArgs& a, int64_t begin, int64_t end) {
 static void scale_index(uint8_t* out, const void* g, int dtype, float norm, const float* levels, int count,
                         int64_t begin, int64_t end) {
     const F8 divisor = splat(norm > 0 ? norm : 1.0f);
-    for (int64_t i = begin; i < end; i += 8) {
-        F8 v{};
-#define CALL(T) v = bucket8(static_cast<const T*>(g), i, end)
-        BY_DTYPE(dtype, CALL)
-#undef CALL
+    auto finest = [divisor, levels, count](F8 v, int64_t, U8) __attribute__((always_inline)) {
         F8 y = relative(v, divisor);
         I8 best{};
         for (int j = 1; j < count; j++) best = y * splat(levels[j]) <= splat(levels[0]) ? splat(int32_t(j)) : best;
-        for (int64_t t = 0; t < 8 && i + t < end; t++) out[i + t] = uint8_t(best[t]);
-    }
+        return best;
+    };
+#define CALL(T) encode<T, 8>(finest, static_cast<const T*>(g), out, 8, begin, end, NoRandom{})
+    BY_DTYPE(dtype, CALL)
+#undef CALL
 }
 
 template <int BITS>

@@ -51,6 +51,7 @@ class GradientKernels(Library):
             dtype=DTYPES[g_d.dtype],
             offset=min(levels),
             bits=bits,
+            count=len(levels),
         )
         self.library.pipecomp_linear_encode(ctypes.byref(args), self.isa_index, self.threads)
         return codes
@@ -91,6 +92,7 @@ class GradientKernels(Library):
             bits=bits,
             offset=workers * min(levels),
             add=add,
+            count=len(levels),
         )
         self.library.pipecomp_linear_decode(ctypes.byref(args), self.isa_index, self.threads)
         return out_d

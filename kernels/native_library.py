@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 3
+ABI = 4
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -48,7 +48,7 @@ class LinearArgs(ctypes.Structure):
         ("d", c_int64),
         *((name, c_uint64) for name in ("seed", "start")),
         ("norm", c_float),
-        *((name, c_int32) for name in ("dtype", "offset", "bits")),
+        *((name, c_int32) for name in ("dtype", "offset", "bits", "count")),
     )
 
 
@@ -68,7 +68,7 @@ class LinearDecodeArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "index", "factors", "out")),
         ("d", c_int64),
-        *((name, c_int32) for name in ("bits", "offset", "add")),
+        *((name, c_int32) for name in ("bits", "offset", "add", "count")),
     )
 
 
@@ -95,6 +95,26 @@ class ReduceArgs(ctypes.Structure):
     )
 
 
+class FeedbackArgs(ctypes.Structure):
+    """`FeedbackArgs` of native.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "e", "codes", "scales")),
+        *((name, c_int64) for name in ("d", "group")),
+        *((name, c_int32) for name in ("dtype", "bits", "mean")),
+    )
+
+
+class MeanArgs(ctypes.Structure):
+    """`MeanArgs` of native.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "out")),
+        *((name, c_int64) for name in ("d", "group")),
+        *((name, c_int32) for name in ("parts", "bits")),
+    )
+
+
 PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "abi": (c_int32, []),
     "best_isa": (c_int32, []),
@@ -107,6 +127,9 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "exponential_encode": (None, [c_void_p, c_int32, c_int32]),
     "exponential_decode": (None, [c_void_p, c_int32, c_int32]),
     "exponential_reduce": (None, [c_void_p, c_int32, c_int32]),
+    "feedback_scales": (None, [c_void_p, c_int32, c_int32]),
+    "feedback_quantize": (None, [c_void_p, c_int32, c_int32]),
+    "dequantize_mean": (None, [c_void_p, c_int32, c_int32]),
     "kmeans_assign": (None, [c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]),
     "pack": (None, [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32, c_int32]),
     "unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),

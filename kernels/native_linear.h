@@ -33,15 +33,13 @@ static void linear_reduce(const LinearReduceArgs& a, int64_t begin, int64_t end)
 template <bool INDEXED, bool ADD>
 static void linear_decode_values(const LinearDecodeArgs& a, int64_t begin, int64_t end) {
     const I8 offset = splat(a.offset);
-    F8 factor = splat(a.factors[0]);
+    const Choice<INDEXED> factors(a.factors, a.count, a.index);
     const int bits = a.bits;
     const uint8_t* in = a.codes + begin / 8 * bits;
     const uint8_t* limit = a.codes + (a.d * bits + 7) / 8;
     float* const out = a.out;
     auto value = [&](I8 c, int64_t at, int64_t n) __attribute__((always_inline)) {
-        if (INDEXED)
-            for (int64_t t = 0; t < n; t++) factor[t] = a.factors[a.index[at + t]];
-        return to_float(c - offset) * factor;
+        return to_float(c - offset) * factors.at(at, n);
     };
     int64_t i = begin;
     if (bits <= 16) {

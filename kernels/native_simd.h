@@ -222,7 +222,13 @@ INLINE void put_wide(I8 c, int bits, uint8_t* out, const uint8_t* limit) {
         word[0] |= word[1] << (4 * bits);
         word[1] >>= 64 - 4 * bits;
     }
-    __builtin_memcpy(out, word, limit - out >= 16 ? 16 : size_t(bits));
+    if (__builtin_expect(limit - out < 16, 0)) {
+        __builtin_memcpy(out, word, size_t(bits));
+        return;
+    }
+    // One by one: a load of both right after their stores would have to wait for them to leave the store buffer.
+    __builtin_memcpy(out, &word[0], 8);
+    __builtin_memcpy(out + 8, &word[1], 8);
 }
 
 // Unpacks 8 codes of `bits` bits, 1 to 16, from READS bytes of which the first `bits` count.
@@ -283,6 +289,20 @@ struct Unpacker {
         return get(u, part);
     }
 };
+
+// The indices of eight values, one a byte; zeros beyond n.
+INLINE I8 load_index(const uint8_t* p, int64_t n) {
+    uint8_t part[8] = {};
+    if (n >= 8) __builtin_memcpy(part, p, 8);
+    else __builtin_memcpy(part, p, size_t(n));
+#if PC_AVX2
+    return I8(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(part))));
+#else
+    I8 v;
+    for (int i = 0; i < 8; i++) v[i] = part[i];
+    return v;
+#endif
+}
 
 INLINE F8 look_up(F8 table, I8 index) {  // by the low three bits of each lane
 #if PC_AVX2

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pipecomp.kernels import dithering, layout, native, reference, rng, topk
+from pipecomp.kernels import dithering, feedback, layout, native, reference, rng, topk
 from pipecomp.kernels import triton_gradient as gradient
 from pipecomp.kernels import triton_quantize as quantizer
 from pipecomp.kernels.layout import Options
@@ -214,6 +214,33 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
             values, index, x, stride, s.H, s.group, s.groups, K, kept, kept_last, BLOCK=block, num_warps=warps(block)
         )
     return values, index
+
+
+def feedback_scales(x_d: Tensor, e_d: Tensor, group_size: int, mean: bool) -> Tensor:
+    """As `feedback.feedback_scales`, which takes torch's own operations."""
+    return feedback.feedback_scales(x_d, e_d, group_size, mean)
+
+
+def feedback_quantize_(x_d: Tensor, e_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> Tensor:
+    """As `feedback.feedback_quantize_`: the quantizer's kernels on the sum."""
+    sum_d, s = x_d.to(torch.float32) + e_d, Shape(tuple(e_d.shape), bits, group_size)
+    codes = torch.empty(s.row_bytes, dtype=torch.uint8, device=e_d.device)
+    keys, _ = key_table(0, 0, s.H, e_d.device)
+    quantizer.quantize_kernel[s.grid(8 * OCT)](
+        sum_d, sum_d, codes, scale_G.contiguous(), codes, keys, s.H, s.H, s.H, s.group, s.groups, s.group_bytes,
+        s.row_bytes, BITS=bits, DELTA=False, MEASURE=False, STOCHASTIC=False, BF16_SCALE=False, OCT=OCT,
+        num_warps=warps(8 * OCT), enable_fp_fusion=False,
+    )  # fmt: skip
+    launch_dequantize(codes, scale_G, bits, e_d, group_size, "nearest", False)
+    torch.sub(sum_d, e_d, out=e_d)
+    return codes
+
+
+def dequantize_mean(codes: list[Tensor], scales: list[Tensor], bits: int, group_size: int, out_d: Tensor) -> Tensor:
+    """As `feedback.dequantize_mean`."""
+    for i, (packed, scale_G) in enumerate(zip(codes, scales, strict=True)):
+        launch_dequantize(packed.contiguous(), scale_G.contiguous(), bits, out_d, group_size, "nearest", i > 0)
+    return out_d.div_(len(codes))
 
 
 def flat_grid(d: int, chunk: int) -> tuple[int]:

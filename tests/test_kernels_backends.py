@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dithering, native, native_library, reference, topk
+from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, reference, topk
 from pipecomp.kernels.layout import Options
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -158,13 +158,13 @@ def test_linear_dithering(backend, case, levels, start, workers, add):
     before = m.reshape(-1).clone()
     decoded = dithering.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add)
     assert same(backend.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add), decoded)
-    several = (levels, levels + 5, 1000)
-    index = dithering.scale_index(g, norm, several)
-    assert same(backend.scale_index(g, norm, several), index)
-    codes = dithering.linear_encode(g, norm, several, index, bits, o.seed, start)
-    assert same(backend.linear_encode(g, norm, several, index, bits, o.seed, start), codes)
-    decoded = dithering.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add)
-    assert same(backend.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add), decoded)
+    for several in ((levels, levels + 5, 1000), tuple(range(levels, levels + 12))):
+        index = dithering.scale_index(g, norm, several)
+        assert same(backend.scale_index(g, norm, several), index)
+        codes = dithering.linear_encode(g, norm, several, index, bits, o.seed, start)
+        assert same(backend.linear_encode(g, norm, several, index, bits, o.seed, start), codes)
+        decoded = dithering.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add)
+        assert same(backend.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add), decoded)
 
 
 @anywhere
@@ -189,6 +189,28 @@ def test_exponential_dithering(backend, case, bits, depth, start):
         before = m.reshape(-1).clone()
         decoded = dithering.exponential_decode(want, norm, bits, depth, 3, before.clone(), add)
         assert same(backend.exponential_decode(want, norm, bits, depth, 3, before.clone(), add), decoded)
+
+
+@anywhere
+@given(case=quantizer_cases(), mean=st.booleans(), workers=st.integers(1, 5), odd=st.sampled_from([None, -120, 101]))
+def test_error_feedback(backend, case, mean, workers, odd):
+    x, m, o = case
+    x, e = x.reshape(-1), m.reshape(-1)
+    d, bits = x.numel(), o.bits
+    group = o.group_size or d
+    scale = feedback.feedback_scales(x, e, group, mean)
+    assert same(backend.feedback_scales(x, e, group, mean), scale)
+    e_want, e_got = e.clone(), e.clone()
+    codes = feedback.feedback_quantize_(x, e_want, scale, bits, group)
+    assert same(backend.feedback_quantize_(x, e_got, scale, bits, group), codes)
+    assert same(e_got, e_want)
+    other_scale = feedback.feedback_scales(x.flip(0), e, group, mean)
+    other = feedback.feedback_quantize_(x.flip(0), e.clone(), other_scale, bits, group)
+    if odd is not None:  # scales that no quantizer makes decode as the table says
+        other_scale[-1] = 2.0**odd
+    parts, scales = ([codes, other] * 3)[:workers], ([scale, other_scale] * 3)[:workers]
+    want = feedback.dequantize_mean(parts, scales, bits, group, torch.empty(d))
+    assert same(backend.dequantize_mean(parts, scales, bits, group, torch.empty(d)), want)
 
 
 @anywhere
@@ -254,6 +276,23 @@ else:
                 m_got = m.clone()
                 got = backend.delta_quantize_(x, m_got, o)
                 assert all(map(same, (*got, m_got), (*want, m_want)))
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    @pytest.mark.parametrize("group", [200_003, 70_000, 512, 3])
+    def test_large_sums_are_shared_among_threads_without_a_difference(group):
+        x, e = torch.randn(200_003), torch.randn(200_003)
+        for bits, mean in ((1, True), (4, False), (5, False), (8, False)):
+            scale = feedback.feedback_scales(x, e, group, mean)
+            e_want = e.clone()
+            codes = feedback.feedback_quantize_(x, e_want, scale, bits, group)
+            for backend in BACKENDS.values():
+                e_got = e.clone()
+                assert same(backend.feedback_scales(x, e, group, mean), scale)
+                assert same(backend.feedback_quantize_(x, e_got, scale, bits, group), codes)
+                assert same(e_got, e_want)
+                if group >= x.numel():  # the codes are one stream
+                    sums = dithering.linear_reduce([codes] * 3, x.numel(), bits, bits + 2)
+                    assert same(backend.linear_reduce([codes] * 3, x.numel(), bits, bits + 2), sums)
 
     @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
     def test_reduce_where_the_random_stream_passes_a_block():

@@ -15,25 +15,24 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.dense import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
-from pipecomp.allreduce.feedback import with_memory
 from pipecomp.allreduce.memory import ErrorMemory
-from pipecomp.errors import NonFiniteError
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 
-LARGEST = 2.0**100  # what the quantizer takes
 
+class SqueezedCode:
+    """Groups of values as codes and float32 scales, nearest rounding; `encode` and `reduce` change the memories.
 
-class NearestCode:
-    """Groups of values as codes and float32 scales, nearest rounding; the owner's memory is changed by `reduce`.
-
-    owner_e: the memory of the chunks that this rank owns, one after the other. starts: where in it the chunk that
-    begins at a value of the bucket lies.
+    e_d: the worker's memory of the bucket. owner_e: the memory of the chunks that this rank owns, one after the other.
+    starts: where in it the chunk that begins at a value of the bucket lies.
     """
 
-    def __init__(self, bits: int, group_size: int, owner_e: Tensor, starts: dict[int, int]) -> None:
-        self._bits, self._group_size = bits, group_size
+    def __init__(self, bits: int, group_size: int, e_d: Tensor, owner_e: Tensor, starts: dict[int, int]) -> None:
+        self._bits, self._group_size, self._e_d = bits, group_size, e_d
         self._owner_e, self._starts = owner_e, starts
+        self._kind = "mean" if bits == 1 else "max"
+        self._scales: dict[int, Tensor] = {}  # of the chunk that begins at a value of the bucket
+        self._mean = torch.empty(0)
 
     def encoded_bytes(self, count: int) -> int:
         """Codes, then scales."""
@@ -46,54 +45,43 @@ class NearestCode:
     def _code_bytes(self, count: int) -> int:
         return ops.row_bytes(count, self._bits, self._group_size)
 
-    def quantize(self, x: Tensor) -> Tensor:
-        """x to bytes, where x is."""
-        if not x.numel():
-            return torch.empty(0, dtype=torch.uint8)
-        if self._bits == 1:
-            codes, scale = self._signs(x)
-        else:
-            codes, scale = ops.quantize(x, self._bits, group_size=self._group_size)
-        return torch.cat([codes, scale.view(torch.uint8)])
-
-    def _signs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """One-bit codes decode to ± half their scale: twice the mean magnitude is the scale."""
-        whole = x.numel() // self._group_size * self._group_size
-        means = [x[:whole].view(-1, self._group_size).abs().mean(dim=1)]
-        if whole < x.numel():
-            means.append(x[whole:].abs().mean().reshape(1))
-        scale = 2 * torch.cat(means)
-        codes, _ = ops.quantize(x, 1, group_size=self._group_size)
-        return codes, scale
-
-    def dequantize(self, data: Tensor, count: int, *, add_to: Tensor | None = None, out: Tensor | None = None) -> None:
-        """Add the values of `quantize`'s bytes to a tensor, or write them."""
-        if not count:
-            return
-        split = self._code_bytes(count)
-        # scales need not start at a multiple of four bytes
-        scale = data[split:].clone().view(torch.float32)
-        ops.dequantize(data[:split], scale, self._bits, (count,), group_size=self._group_size, add_to=add_to, out=out)
+    def measure(self, x_d: Tensor, chunk: Span) -> Tensor:
+        """The largest scale of a chunk with its memory, a number on x's device: inf if a value is not usable."""
+        e = chunk.of(self._e_d)
+        scale = ops.feedback_scales(chunk.of(x_d), e, group_size=self._group_size, scale=self._kind)
+        self._scales[chunk.start] = scale
+        return scale.max()
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values."""
-        return on_host(self.quantize(x))
+        """This rank's values, measured before; the memory becomes what is missing in them."""
+        if not x.numel():
+            return torch.empty(0, dtype=torch.uint8)
+        e = Span(start, start + x.numel()).of(self._e_d)
+        return on_host(self._squeeze(x, e, self._scales.pop(start)))
+
+    def _squeeze(self, x: Tensor, e: Tensor, scale: Tensor) -> Tensor:
+        codes = ops.feedback_quantize_(x, e, scale, self._bits, group_size=self._group_size)
+        return torch.cat([codes, scale.view(torch.uint8)])
+
+    def _split(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales; the latter need not start at a multiple of four bytes."""
+        at = self._code_bytes(count)
+        return data[:at], data[at:].clone().view(torch.float32)
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """The quantized mean and memory of the owner, which keeps the rest."""
-        mean = torch.empty(count)
-        self.dequantize(parts[0], count, out=mean)
-        for data in parts[1:]:
-            self.dequantize(data, count, add_to=mean)
+        if not count:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._mean.numel() < count:
+            self._mean = torch.empty(count)
+        codes, scales = zip(*(self._split(data, count) for data in parts), strict=True)
+        size = self._group_size
+        mean = ops.dequantize_mean(codes, scales, self._bits, count, group_size=size, out=self._mean[:count])
         e = self._owner_e[self._starts[start] : self._starts[start] + count]
-        mean.div_(len(parts)).add_(e)
-        try:
-            reduced = self.quantize(mean)
-        except NonFiniteError:  # the memory on top of values near the limit
+        scale = ops.feedback_scales(mean, e, group_size=size, scale=self._kind)
+        if not bool(scale.isfinite().all()):  # the memory on top of values near the limit
             return self._not_a_number(count)
-        self.dequantize(reduced, count, out=e)
-        torch.sub(mean, e, out=e)
-        return reduced
+        return self._squeeze(mean, e, scale)
 
     def _not_a_number(self, count: int) -> Tensor:
         """What every rank decodes to NaN."""
@@ -102,7 +90,9 @@ class NearestCode:
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean that every rank gets."""
-        self.dequantize(on_device(reduced, out), out.numel(), out=out)
+        if out.numel():
+            codes, scale = self._split(on_device(reduced, out), out.numel())
+            ops.dequantize(codes, scale, self._bits, (out.numel(),), group_size=self._group_size, out=out)
 
 
 class DoubleSqueeze:
@@ -116,34 +106,22 @@ class DoubleSqueeze:
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """See Method. With NaN or Inf on any rank all get NaN, and no memory changes."""
         d, n = x_d.numel(), call.group.size
-        found = with_memory(x_d, out_d, self._memory, call, LARGEST)
-        if found is None:
-            return
-        e_d, sum_d = found
-        owned = [chunks(piece, n)[call.group.rank] for piece in spans(0, d, piece_length(n))]
+        every = [chunks(piece, n) for piece in spans(0, d, piece_length(n))]
         starts, total = {}, 0
-        for chunk in owned:
+        for chunk in (owned[call.group.rank] for owned in every):
             starts[chunk.start] = total
             total += chunk.count
-        owner_e = self._memory.owner(call.key, call.parts, total)
-        code = _Remembering(self._bits, self._group_size, owner_e, starts, sum_d, e_d)
-        reduce_bucket(sum_d, out_d, code, call)
-        call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
-
-
-class _Remembering(NearestCode):
-    """Also keeps what the worker's own codes left out: e ← x − deq."""
-
-    def __init__(
-        self, bits: int, group_size: int, owner_e: Tensor, starts: dict[int, int], x_d: Tensor, e_d: Tensor
-    ) -> None:
-        super().__init__(bits, group_size, owner_e, starts)
-        self._x_d, self._e_d = x_d, e_d
-
-    def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values; the memory becomes what is missing in them."""
-        data = self.quantize(x)
-        e = Span(start, start + x.numel()).of(self._e_d)
-        self.dequantize(data, x.numel(), out=e)
-        torch.sub(x, e, out=e)
-        return on_host(data)
+        with call.counters.part("quantize"):
+            e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
+            owner_e = self._memory.owner(call.key, call.parts, total)
+            code = SqueezedCode(self._bits, self._group_size, e_d, owner_e, starts)
+            # Every scale is known before anything is sent: no memory may change unless all ranks' values are usable.
+            largest = torch.stack([code.measure(x_d, chunk) for owned in every for chunk in owned if chunk.count]).max()
+            sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
+        with call.counters.part("wait"):
+            rows = call.group.gather_numbers([float(largest)])
+        if not all(math.isfinite(row[0]) for row in rows):
+            out_d.fill_(math.nan)
+            return
+        reduce_bucket(x_d, out_d, code, call)
+        call.counters.add_error(sample, sample - e_d[:SAMPLE])
