@@ -36,8 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "NUQSGD, 4 bits": {"method": "nuqsgd", "bits": 4},
     "CASQ, 4 bits, every 100 steps": {"method": "casq", "bits": 4},
     "CASQ, 4 bits, every 10 steps": {"method": "casq", "bits": 4, "interval": 10},
-    "DoubleSqueeze, 4 bits": {"method": "double_squeeze", "bits": 4},
-    "DoubleSqueeze, 1 bit": {"method": "double_squeeze", "bits": 1},
+    "DoubleSqueeze, 4 bits": {"method": "double_squeeze", "bits": 4, "group_size": 128},
+    "DoubleSqueeze, 1 bit": {"method": "double_squeeze", "bits": 1, "group_size": 128},
     "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
     "fp16": {"method": "fp16"},
 }

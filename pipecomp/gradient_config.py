@@ -25,8 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "terngrad": {},
     "nuqsgd": {"bits": 4},
     "casq": {"bits": 4, "buckets": 0.005, "interval": 100},
-    "double_squeeze": {"bits": 4, "group_size": 512},
-    "quantized_adam": {"bits": 4, "group_size": 512, "freeze_step": REQUIRED},
+    "double_squeeze": {"bits": 4, "group_size": 128},
+    "quantized_adam": {"bits": 4, "group_size": 128, "freeze_step": REQUIRED},
     "powersgd": {"rank": 1},
     "fp16": {},
 }

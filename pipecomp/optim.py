@@ -79,7 +79,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         *,
         freeze_step: int,
         bits: int = 4,
-        group_size: int = 512,
+        group_size: int = 128,
         group: Any = None,
         seed: int = 0,
         tied: Iterable[Tensor] = (),

@@ -174,7 +174,7 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
     assert sent({"method": "qsgd_mn_ts", "bits": [4, 8]}) == own * (4 + width + 2) // 8 + norm
     assert sent({"method": "qsgd", "bits": 4}) == (n - 1) * d // 2 + norm
     assert sent({"method": "terngrad"}) == (n - 1) * d // 4 + norm
-    scales = 4 * -(-(d // n) // 512) * n  # a scale for 512 values of a chunk
+    scales = 2 * -(-(d // n) // 128) * n  # a scale for 128 values of a chunk
     assert sent({"method": "double_squeeze"}) == (n - 1) * d // n + 2 * (n - 1) * scales // n + norm
 
 

@@ -2,7 +2,9 @@
 
 Each worker quantizes g + e and sends chunks to their owners; the owner averages, adds its own memory, quantizes again
 and sends to all. Nearest rounding with a scale for each group of values: the memories stay bounded by the largest value
-over 2^b − 1. One bit: the sign times the group's mean magnitude.
+over 2^b − 1. One bit: the sign times the group's mean magnitude. Groups are small, because a group's small values are
+lost beside its large ones, and Adam makes much of small values (benchmarks/results/replicas.md); so scales are
+bfloat16, rounded up.
 Source: arXiv:1905.05957 (DoubleSqueeze); as 1-bit Adam exchanges its momentum, arXiv:2102.02888.
 """
 
@@ -19,9 +21,16 @@ from pipecomp.allreduce.memory import ErrorMemory
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 
+SCALE_BYTES = 2
+
+
+def rounded_up(scale: Tensor) -> Tensor:
+    """float32 scales as the next larger bfloat16 number, still float32; inf stays inf."""
+    return ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
 
 class SqueezedCode:
-    """Groups of values as codes and float32 scales, nearest rounding; `encode` and `reduce` change the memories.
+    """Groups of values as codes and bfloat16 scales, nearest rounding; `encode` and `reduce` change the memories.
 
     e_d: the worker's memory of the bucket. owner_e: the memory of the chunks that this rank owns, one after the other.
     starts: where in it the chunk that begins at a value of the bucket lies.
@@ -38,7 +47,7 @@ class SqueezedCode:
         """Codes, then scales."""
         if not count:
             return 0
-        return self._code_bytes(count) + 4 * ops.groups(count, self._group_size)
+        return self._code_bytes(count) + SCALE_BYTES * ops.groups(count, self._group_size)
 
     reduced_bytes = encoded_bytes
 
@@ -48,7 +57,7 @@ class SqueezedCode:
     def measure(self, x_d: Tensor, chunk: Span) -> Tensor:
         """The largest scale of a chunk with its memory, a number on x's device: inf if a value is not usable."""
         e = chunk.of(self._e_d)
-        scale = ops.feedback_scales(chunk.of(x_d), e, group_size=self._group_size, scale=self._kind)
+        scale = rounded_up(ops.feedback_scales(chunk.of(x_d), e, group_size=self._group_size, scale=self._kind))
         self._scales[chunk.start] = scale
         return scale.max()
 
@@ -61,12 +70,12 @@ class SqueezedCode:
 
     def _squeeze(self, x: Tensor, e: Tensor, scale: Tensor) -> Tensor:
         codes = ops.feedback_quantize_(x, e, scale, self._bits, group_size=self._group_size)
-        return torch.cat([codes, scale.view(torch.uint8)])
+        return torch.cat([codes, scale.to(torch.bfloat16).view(torch.uint8)])
 
     def _split(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales; the latter need not start at a multiple of four bytes."""
+        """Codes and scales; the latter need not start at a multiple of two bytes."""
         at = self._code_bytes(count)
-        return data[:at], data[at:].clone().view(torch.float32)
+        return data[:at], data[at:].clone().view(torch.bfloat16).to(torch.float32)
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """The quantized mean and memory of the owner, which keeps the rest."""
@@ -78,7 +87,7 @@ class SqueezedCode:
         size = self._group_size
         mean = ops.dequantize_mean(codes, scales, self._bits, count, group_size=size, out=self._mean[:count])
         e = self._owner_e[self._starts[start] : self._starts[start] + count]
-        scale = ops.feedback_scales(mean, e, group_size=size, scale=self._kind)
+        scale = rounded_up(ops.feedback_scales(mean, e, group_size=size, scale=self._kind))
         if not bool(scale.isfinite().all()):  # the memory on top of values near the limit
             return self._not_a_number(count)
         return self._squeeze(mean, e, scale)
@@ -86,7 +95,8 @@ class SqueezedCode:
     def _not_a_number(self, count: int) -> Tensor:
         """What every rank decodes to NaN."""
         codes = torch.zeros(self._code_bytes(count), dtype=torch.uint8)
-        return torch.cat([codes, torch.full((ops.groups(count, self._group_size),), math.nan).view(torch.uint8)])
+        scale = torch.full((ops.groups(count, self._group_size),), math.nan, dtype=torch.bfloat16)
+        return torch.cat([codes, scale.view(torch.uint8)])
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean that every rank gets."""

@@ -107,11 +107,11 @@ def _packed(bits: int) -> Bytes:
 
 
 def _nearest(options: Gradients) -> Bytes:
-    """Codes and a float32 scale for each group."""
+    """Codes and a bfloat16 scale for each group."""
     bits, group_size = _one(options), options.group_size
 
     def size(count: int) -> int:
-        return ops.row_bytes(count, bits, group_size) + FLOAT * ops.groups(count, group_size) if count else 0
+        return ops.row_bytes(count, bits, group_size) + 2 * ops.groups(count, group_size) if count else 0
 
     return size
 
