@@ -114,8 +114,8 @@ def bench_pipeline(
 
     A row: "line", "r", "bits_per_s" (None unthrottled), "seconds" (median step), "least", "most", "wait_s" and
     "in_flight" (of the first stage), "compute_s" (of a micro-batch on one stage, mean over stages), "bytes" a step.
-    "stages", "micro_batches" and "replicas"; "ranks": what each rank's counters say of a mean timed step (not of stock
-    DeepSpeed): see `counted`.
+    "stages", "micro_batches", "replicas" and "delay" (as given); "ranks": what each rank's counters say of a mean timed
+    step (not of stock DeepSpeed): see `counted`.
     Raises NetlabError without root.
     """
     model = model or Model()
@@ -172,6 +172,7 @@ def _measure(line: Line, model: Model, stages: int, steps: int, rate: int | None
         "stages": stages,
         "micro_batches": line.micro_batches,
         "replicas": line.replicas,
+        "delay": delay,
         "ranks": [ranks[rank]["counted"] for rank in sorted(ranks)],
     }
 

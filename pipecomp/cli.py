@@ -194,11 +194,17 @@ def plan_run(
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 training.")] = "fp32",
     tie: Annotated[bool, typer.Option("--tie/--no-tie", help="Weights that the model ties stay tied.")] = True,
     recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: activation checkpointing.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time blocks, kernels and the disk here; under a launcher the links too.")
+    ] = False,
+    store_path: Annotated[Path, typer.Option("--store", help="With --measure: the store's folder.")] = Path("messages"),
     json_file: JsonOption = None,
 ) -> None:
     """Predict a step's time for each method and bandwidth; say how to cut, how many bits, or that they do not pay.
 
     pipecomp plan --model FOLDER --stages 4 --bandwidth 100mbit --delay 20ms --speed 30
+
+    On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
     with _plain_errors():
         from pipecomp.plan.command import run_plan
@@ -206,9 +212,10 @@ def plan_run(
         found = run_plan(
             console, model=model, nodes=nodes, stages=stages, batch=batch, micro_batch=micro_batch, tokens=tokens,
             bandwidth=bandwidth, delay=delay, speed=speed, profile=profile, memory=memory, dtype=dtype, tie=tie,
-            recompute=recompute,
+            recompute=recompute, measure=measure, store=store_path,
         )  # fmt: skip
-        _write_json(json_file, found)
+        if found is not None:
+            _write_json(json_file, found)
 
 
 @store.command("info")

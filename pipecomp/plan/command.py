@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 
 from pipecomp.config import Config
+from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.errors import ConfigError
 from pipecomp.netlab.shape import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.plan.network import TCP_SHARE, Line, Network, uniform
@@ -27,6 +29,7 @@ from pipecomp.plan.report import (
     stage_table,
 )
 from pipecomp.plan.search import Choice, bits_for_links, choose, choose_average, gentlest, layouts, shares
+from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
 from pipecomp.stages.planning import SplitPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,25 +75,43 @@ class Found:
 def run_plan(
     console: Console, *, model: str, nodes: int | None, stages: int | None, batch: int, micro_batch: int | None,
     tokens: int | None, bandwidth: str | None, delay: str | None, speed: float | None, profile: Path | None,
-    memory: float | None, dtype: str, tie: bool, recompute: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """What the command does with its options; prints the plan and returns it for JSON. ConfigError for the options."""
+    memory: float | None, dtype: str, tie: bool, recompute: bool, measure: bool, store: Path,
+) -> dict[str, Any] | None:  # fmt: skip
+    """What the command does with its options; prints the plan and returns it for JSON; None on ranks other than 0.
+
+    ConfigError for the options.
+    """
     _check(dtype in DTYPES, "dtype", dtype, ", ".join(DTYPES))
     for key, number in (("nodes", nodes), ("stages", stages), ("batch", batch), ("micro-batch", micro_batch)):
         _check(number is None or number >= 1, key, number, "a whole number of at least 1")
     _check(memory is None or memory > 0, "memory", memory, "GB above 0")
+    launch = read_launch(os.environ) if measure else Launch()
+    if launch.started:
+        for key, value in (("nodes", nodes), ("bandwidth", bandwidth), ("delay", delay)):
+            _check(value is None, key, value, "nothing where a launcher's ranks are measured")
+    world = launch.world if launch.started and launch.world else None
     wanted = Wanted(
-        model=model, nodes=nodes or stages or 2, stages=stages, batch=batch, micro_batch=micro_batch, tie=tie,
-        dtype=DTYPES[dtype], memory_bytes=math.inf if memory is None else memory * 1e9,
+        model=model, nodes=world or nodes or stages or 2, stages=stages or world, batch=batch, micro_batch=micro_batch,
+        tie=tie, dtype=DTYPES[dtype], memory_bytes=math.inf if memory is None else memory * 1e9,
     )  # fmt: skip
     networks = networks_of(bandwidth, delay)
-    found_profile = profile_of(
-        model, tokens=tokens, dtype=wanted.dtype, speed=speed, file=profile, recompute=recompute
-    )  # fmt: skip
-    found = plan(wanted, found_profile, list(networks.values()), Speeds(), None)
-    network = uniform(found.choice.prediction.job.plan.num_stages, *next(iter(networks.values())))
+    if measure:
+        for key, option in (("speed", speed), ("profile", profile), ("recompute", recompute or None)):
+            _check(option is None, key, option, "nothing beside --measure")
+        size = (model, tokens or 1024, wanted.dtype, micro_batch or 1, store)
+        seen = survey_ranks(*size, stages) if launch.started else survey_machine(*size)
+        if seen is None:
+            return None
+    else:
+        read = profile_of(model, tokens=tokens, dtype=wanted.dtype, speed=speed, file=profile, recompute=recompute)
+        seen = Survey(profile=read, speeds=Speeds())
+    if launch.started:
+        networks = {"measured": (math.inf, 0.0)}
+    found = plan(wanted, seen.profile, list(networks.values()), seen.speeds, seen.network)
+    K = found.choice.prediction.job.plan.num_stages
+    network = seen.network or uniform(K, *next(iter(networks.values())))
     show(found, network, list(networks), console)
-    return as_json(found, network, list(networks))
+    return {**as_json(found, network, list(networks)), "speeds": speeds_as_dict(seen.speeds)}
 
 
 def _check(right: bool, key: str, got: object, allowed: str) -> None:
@@ -141,7 +162,7 @@ def plan(
     if not choices:
         raise ConfigError("memory", wanted.memory_bytes / 1e9, f"at least {too_large / 1e9:.1f} GB for each node")
     choice = gentlest(choices, lambda c: c.prediction.step_s if c.pays else c.plain.step_s)
-    return _around(choice, config, network, speeds, 1 if measured is not None else len(rates))
+    return _around(choice, config, network, speeds, len(rates))
 
 
 def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networks: int) -> Found:

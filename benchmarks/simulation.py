@@ -1,0 +1,265 @@
+"""The simulation of `pipecomp plan` against measured steps, and what it predicts beyond this machine.
+
+    pipecomp bench pipeline --rates 0,0.3,1,3,5.8,12 --rounds 3 --json pipeline.json
+    python benchmarks/simulation.py [--measured pipeline.json] [--markdown benchmarks/results/simulation.md]
+
+1. Every line that `pipecomp bench pipeline` measured with pipecomp's engine, predicted from its own counters (seconds
+   of forward, backward, encoding and decoding, bytes, micro-batches in flight) and from those of the same line without
+   a slow link. Nothing is fitted.
+2. GPT2-1.5B on 8 stages at the bandwidths of the AQ-SGD paper, beside what it measured; Llama-8B over 4 sites.
+
+K stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.config import Config
+from pipecomp.in_flight import numbers
+from pipecomp.netlab.shape import MAX_DELAY_S, parse_time
+from pipecomp.plan.measured import measured_costs, measured_end
+from pipecomp.plan.messages import activation_bytes, gradient_bytes
+from pipecomp.plan.network import TCP_SHARE, Network, uniform
+from pipecomp.plan.prediction import Job, Prediction, best_in_flight, predict
+from pipecomp.plan.profile import balanced, count, without_weights
+from pipecomp.plan.simulation import StageCosts, Step, play
+
+Row = dict[str, Any]
+MBIT = (10_000, 1_000, 500, 300, 100)
+METHODS = {
+    "FP32": {"method": "none"},
+    "BF16": {"method": "bf16"},
+    "AQ-SGD fw4 bw8": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8},
+    "AQ-SGD fw3 bw6": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
+    "AQ-SGD fw2 bw4": {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4},
+}
+
+# arXiv:2206.01299, Table 2 (sequences a second, by Mbit/s) and Table 3 (seconds of a micro-batch on one of 8 stages).
+PAPER = {
+    "FP32": dict(zip(MBIT, (3.8, 3.2, 2.7, 1.8, 0.5), strict=True)),
+    "AQ-SGD fw4 bw8": dict(zip(MBIT, (4.0, 3.9, 3.9, 3.8, 3.0), strict=True)),
+    "AQ-SGD fw3 bw6": dict(zip(MBIT, (4.0, 4.0, 3.9, 3.8, 3.4), strict=True)),
+}
+GPT2_FORWARD_S, GPT2_BACKWARD_S, GPT2_STAGES, GPT2_BATCH = 0.045, 0.135, 8, 32
+GPT2_TOKENS, GPT2_HIDDEN = 1024, 1600
+# What the paper's quantized runs at 10 Gbit/s (4.05 a second) take beyond that.
+GPT2_UPDATE_S = GPT2_BATCH / 4.05 - (GPT2_BATCH + GPT2_STAGES - 1) * (GPT2_FORWARD_S + GPT2_BACKWARD_S)
+
+LLAMA = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+SITES, SITE_FLOPS, SITE_DELAY_S, LLAMA_BATCH, LLAMA_TOKENS = 4, 100e12, 0.02, 32, 2048
+
+
+# -- 1. what was measured
+
+
+def step_of(row: Row, counters: Sequence[Row]) -> Step:
+    """A row's step: seconds from `counters` (of each rank, see `bench_pipeline.counted`), bytes and order from the row.
+
+    Of replicas the slowest counts.
+    """
+    K, M = row["stages"], row["micro_batches"]
+    stats = [{"seconds": rank["seconds"], "links": rank["links"], "steps": 1} for rank in counters]
+    every = [(rank["stage"], measured_costs(s, M)) for rank, s in zip(counters, stats, strict=True)]
+    stages = []
+    for k in range(K):
+        mine = [costs for stage, costs in every if stage == k]
+        names = ("forward_s", "backward_s", "encode_s", "decode_s")
+        stages.append(StageCosts(**{name: max(getattr(c, name) for c in mine) for name in names}))
+
+    def size(k: int, way: str) -> float:
+        return max(rank["links"][f"{k}->{k + 1}"][way] for rank in row["ranks"] if rank["stage"] == k) / M
+
+    return Step(
+        stages=stages, micro_batches=M, together_s=measured_end(stats),
+        forward_bytes=[size(k, "forward") for k in range(K - 1)],
+        backward_bytes=[size(k, "backward") for k in range(K - 1)],
+        in_flight=[max(rank["in_flight"] for rank in row["ranks"] if rank["stage"] == k) for k in range(K)],
+    )  # fmt: skip
+
+
+def network_of(row: Row) -> Network:
+    """The lab's links: nominal rates and delays, as they were set."""
+    rate = math.inf if row["bits_per_s"] is None else row["bits_per_s"] * TCP_SHARE
+    delay = row.get("delay")
+    return uniform(row["stages"], rate, 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S))
+
+
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """For each measured row of pipecomp's engine: seconds measured and predicted, from its own counters ("own") and,
+    on a slow link, from those without one ("free"; None where that was not measured).
+    """
+    free = {row["line"]: row["ranks"] for row in rows if row["bits_per_s"] is None}
+    found = []
+    for row in rows:
+        if any(rank is None for rank in row["ranks"]):
+            continue  # stock DeepSpeed
+        predicted: Row = {"own": play(step_of(row, row["ranks"]), network_of(row)).seconds, "free": None}
+        if row["bits_per_s"] is not None and row["line"] in free:
+            predicted["free"] = play(step_of(row, free[row["line"]]), network_of(row)).seconds
+        found.append({"line": row["line"], "r": row["r"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"],
+                      **predicted})  # fmt: skip
+    return found
+
+
+def measured_page(compared: Sequence[Row]) -> list[str]:
+    """The comparison as Markdown."""
+    lines = ["| line | r | Mbit/s | measured s | from its own counters | from those without a slow link |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for row in compared:
+        cells = [f"{row[key]:.2f} ({_off(row[key], row['seconds'])})" if row[key] else "" for key in ("own", "free")]
+        mbit = "unlimited" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
+        lines.append(f"| {row['line']} | {row['r']:g} | {mbit} | {row['seconds']:.2f} | {cells[0]} | {cells[1]} |")
+    said = []
+    for key, name in (("own", "their own counters"), ("free", "those without a slow link")):
+        errors = [abs(row[key] / row["seconds"] - 1) for row in compared if row[key]]
+        if errors:
+            within = sum(error <= 0.1 for error in errors)
+            said.append(f"From {name}: {within} of {len(errors)} within 10 %, median {statistics.median(errors):.1%}, "
+                        f"most {max(errors):.1%}.")  # fmt: skip
+    return [*said, "", *lines]
+
+
+def _off(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.0%}"
+
+
+# -- 2. beyond this machine
+
+
+def gpt2(mbit: int, activations: dict[str, Any], *, first_visit: bool = False) -> float:
+    """Sequences a second of GPT2-1.5B on 8 stages, with this project's messages and schedule."""
+    config, counts = Config.from_dict({"activations": activations}), [GPT2_TOKENS]
+    forward = activation_bytes(config, counts, GPT2_HIDDEN, torch.float32, first_visit=first_visit)
+    backward = gradient_bytes(config, counts, GPT2_HIDDEN, torch.float32)
+    links = GPT2_STAGES - 1
+    step = Step(
+        stages=[StageCosts(forward_s=GPT2_FORWARD_S, backward_s=GPT2_BACKWARD_S)] * GPT2_STAGES,
+        micro_batches=GPT2_BATCH, forward_bytes=[forward] * links, backward_bytes=[backward] * links,
+        in_flight=numbers(1, GPT2_STAGES, GPT2_BATCH), together_s=GPT2_UPDATE_S,
+    )  # fmt: skip
+    return GPT2_BATCH / best_in_flight(step, uniform(GPT2_STAGES, mbit * 1e6 * TCP_SHARE))[1].seconds
+
+
+def llama() -> dict[tuple[str, int], Prediction]:
+    """Llama-8B over 4 sites, by method and Mbit/s."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**LLAMA)
+    profile = count(config, LLAMA_TOKENS, torch.bfloat16).estimated(SITE_FLOPS, recompute=True)
+    plan = balanced(without_weights(config, torch.bfloat16), profile, SITES)
+    job = Job(profile=profile, plan=plan, samples=1, micro_batches=LLAMA_BATCH, dtype=torch.bfloat16)
+    return {
+        (name, mbit): predict(
+            job, Config.from_dict({"activations": activations}), uniform(SITES, mbit * 1e6 * TCP_SHARE, SITE_DELAY_S)
+        )
+        for name, activations in METHODS.items()
+        if name != "FP32"  # training in bfloat16 sends bfloat16
+        for mbit in MBIT
+    }
+
+
+def gpt2_page() -> list[str]:
+    """The first prediction as Markdown."""
+    lines = [f"| method | {' | '.join(f'{mbit:,} Mbit/s' for mbit in MBIT)} |", "|---" * (len(MBIT) + 1) + "|"]
+    for name, activations in METHODS.items():
+        cells = []
+        for mbit in MBIT:
+            found = gpt2(mbit, activations)
+            paper = PAPER.get(name, {}).get(mbit)
+            cells.append(f"{found:.2f}" if paper is None else f"{found:.2f} (paper {paper}, {_off(found, paper)})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    cells = [f"{gpt2(mbit, METHODS['AQ-SGD fw3 bw6'], first_visit=True):.2f}" for mbit in MBIT]
+    return [*lines, f"| AQ-SGD fw3 bw6, first epoch | {' | '.join(cells)} |"]
+
+
+def llama_page() -> list[str]:
+    """The second one."""
+    found = llama()
+    names = [name for name in METHODS if name != "FP32"]
+    plan = next(iter(found.values())).job.plan
+    blocks = [hi - lo for lo, hi in zip(plan.cuts, plan.cuts[1:], strict=False)]
+    compute = next(iter(found.values())).job.profile.stage_seconds(plan, 1)
+    lines = [
+        f"{'/'.join(map(str, blocks))} blocks on the {SITES} sites, cut at {list(plan.cuts)}; a micro-batch computes "
+        f"{', '.join(f'{f + b:.2f}' for f, b in compute)} s on them.",
+        "",
+        f"| method | {' | '.join(f'{mbit:,} Mbit/s' for mbit in MBIT)} | MB a micro-batch, both ways |",
+        "|---" * (len(MBIT) + 2) + "|",
+    ]
+    for name in names:
+        row = [found[name, mbit] for mbit in MBIT]
+        cells = [f"{p.step_s:.1f} s ({row[0].job.batch * LLAMA_TOKENS / p.step_s:,.0f} tokens/s)" for p in row]
+        size = (row[0].forward_bytes + row[0].backward_bytes) / 1e6
+        lines.append(f"| {name} | {' | '.join(cells)} | {size:.2f} |")
+    first = [f"{found['AQ-SGD fw2 bw4', mbit].first_epoch_s:.1f} s" for mbit in MBIT]
+    return [*lines, f"| AQ-SGD fw2 bw4, first epoch | {' | '.join(first)} | |"]
+
+
+def page(measured: Path | None) -> str:
+    """The whole page."""
+    said = [
+        "# The simulation, and what it predicts",
+        "",
+        f"`python benchmarks/simulation.py{'' if measured is None else f' --measured {measured.name}'}`; "
+        "`pipecomp/plan/simulation.py` plays the engine's own order of work over given links.",
+        "",
+        "## Against measured steps",
+        "",
+    ]
+    if measured is None:
+        said += ["Not measured yet: needs what `pipecomp bench pipeline --json FILE` writes."]
+    else:
+        said += measured_page(compare(json.loads(measured.read_text())))
+    return "\n".join([
+        *said,
+        "",
+        "## GPT2-1.5B on 8 stages: a prediction",
+        "",
+        f"Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} values. Compute "
+        f"is the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and {1e3 * GPT2_BACKWARD_S:.0f} ms a "
+        f"micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. Messages, "
+        "schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card for each "
+        "stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own system measured "
+        "(Table 2), and how far this is from it. The quantized runs are near. Where FP32's messages are the limit, the "
+        "paper's system was slower than its links allow with this schedule.",
+        "",
+        *gpt2_page(),
+        "",
+        f"## Llama-8B over {SITES} sites: a prediction",
+        "",
+        f"Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not measured: "
+        f"{SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing, "
+        f"{1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. "
+        "Operations are counted from the model's code.",
+        "",
+        *llama_page(),
+        "",
+    ])  # fmt: skip
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, default=None, help="what pipecomp bench pipeline --json wrote")
+    parser.add_argument("--markdown", type=Path, default=None)
+    options = parser.parse_args()
+    text = page(options.measured)
+    print(text)
+    if options.markdown is not None:
+        options.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

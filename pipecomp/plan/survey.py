@@ -1,0 +1,143 @@
+"""What `pipecomp plan --measure` measures: this machine; under a launcher, all machines and the links between them.
+
+Rank r is stage r // R of replica r mod R, as in training. K stages, R replicas.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipecomp.config import Config
+from pipecomp.doctor.launch import Launch, read_launch
+from pipecomp.doctor.storage import measure_speed, nearest
+from pipecomp.errors import ConfigError
+from pipecomp.plan.messages import with_bits
+from pipecomp.plan.network import Network
+from pipecomp.plan.prediction import Speeds
+from pipecomp.plan.probe import measure_links, network_of
+from pipecomp.plan.profile import Cost, Profile
+from pipecomp.plan.timing import time_average, time_link, time_model, time_update
+from pipecomp.stages.gloo import GlooTransport, neighbour_groups
+
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher."""
+
+    profile: Profile
+    speeds: Speeds
+    network: Network | None = None
+
+
+def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
+    """This machine alone. store: where the message store would be; nothing is left there."""
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    profile = time_model(model, tokens, dtype, device, samples=samples)
+    quantized = Config.from_dict({"activations": {"method": "aqsgd"}})
+    size = (samples, tokens, profile.hidden, dtype, device)
+    encode_s, decode_s = time_link(with_bits(quantized, 4, 8), *size)
+    cast_s = sum(time_link(Config(), *size)) / 2
+    with tempfile.TemporaryDirectory(dir=nearest(store), prefix=".pipecomp-plan-") as folder:
+        disk = measure_speed(Path(folder))
+    values = samples * tokens * profile.hidden
+    # Every message is read once and written once: both together at this rate, each counted by its bytes.
+    speeds = Speeds(
+        encode_values_s=values / encode_s, decode_values_s=values / decode_s, cast_values_s=values / cast_s,
+        disk_bytes_s=1 / (1 / disk.read + 1 / disk.write), average=time_average(device),
+        update_s_per_parameter=time_update(device),
+    )  # fmt: skip
+    return Survey(profile=profile, speeds=speeds)
+
+
+def survey_ranks(
+    model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, stages: int | None
+) -> Survey | None:  # fmt: skip
+    """All ranks of a launcher together, on each; the survey on rank 0, None on the others.
+
+    stages: K, by default one for each rank. ConfigError if the ranks cannot make so many.
+    """
+    launch = read_launch(os.environ)
+    assert launch.rank is not None, "started by a launcher"
+    assert launch.world is not None, "started by a launcher"
+    K = stages or launch.world
+    if launch.world % K:
+        raise ConfigError("stages", K, f"a divisor of the {launch.world} processes of this run")
+    dist.init_process_group("gloo")
+    try:
+        mine = (_links(launch, K), survey_machine(model, tokens, dtype, samples, store))
+        seen: list[Any] = [None] * launch.world
+        dist.all_gather_object(seen, mine)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    if launch.rank != 0:
+        return None
+    R = launch.world // K
+    links = [[seen[k * R + r][0] for r in range(R)] for k in range(K - 1)]
+    machines = [survey for _, survey in seen]
+    return Survey(
+        profile=slowest_profile([m.profile for m in machines]), speeds=slowest_speeds([m.speeds for m in machines]),
+        network=network_of(links) if K > 1 else None,
+    )  # fmt: skip
+
+
+def _links(launch: Launch, K: int) -> Any:
+    """This rank's link to the next stage, measured with all others."""
+    rank, world = launch.rank, launch.world
+    assert rank is not None, "started by a launcher"
+    assert world is not None, "started by a launcher"
+    R = world // K
+    groups = neighbour_groups([[k * R + r for k in range(K)] for r in range(R)], _TIMEOUT_S)
+    ends = [
+        GlooTransport(groups[pair], timeout_s=_TIMEOUT_S) if pair in groups else None
+        for pair in ((rank - R, rank), (rank, rank + R))
+    ]
+    found = measure_links(rank // R, *ends)
+    dist.barrier()
+    for end in ends:
+        if end is not None:
+            end.close()
+    return found
+
+
+def slowest_profile(profiles: Sequence[Profile]) -> Profile:
+    """Part by part the slowest machine's seconds."""
+
+    def slowest(costs: Sequence[Cost]) -> Cost:
+        return max(costs, key=lambda cost: (cost.forward_s or 0.0) + (cost.backward_s or 0.0))
+
+    first = profiles[0]
+    return replace(
+        first, first=slowest([p.first for p in profiles]), last=slowest([p.last for p in profiles]),
+        blocks=tuple(slowest(costs) for costs in zip(*(p.blocks for p in profiles), strict=True)),
+        call_s=max(p.call_s for p in profiles),
+        measured=first.measured if len(profiles) == 1 else f"{first.measured}, the slowest of {len(profiles)}",
+    )  # fmt: skip
+
+
+def slowest_speeds(speeds: Sequence[Speeds]) -> Speeds:
+    """Each speed of the machine that is slowest in it."""
+    parts = speeds[0].average
+    return Speeds(
+        encode_values_s=min(s.encode_values_s for s in speeds), decode_values_s=min(s.decode_values_s for s in speeds),
+        cast_values_s=min(s.cast_values_s for s in speeds), disk_bytes_s=min(s.disk_bytes_s for s in speeds),
+        average={part: max(s.average.get(part, 0.0) for s in speeds) for part in parts},
+        update_s_per_parameter=max(s.update_s_per_parameter for s in speeds),
+    )  # fmt: skip
+
+
+def speeds_as_dict(speeds: Speeds) -> dict[str, Any]:
+    """For JSON: None where nothing limits."""
+    found = dict(vars(speeds), average=dict(speeds.average))
+    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in found.items()}

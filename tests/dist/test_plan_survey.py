@@ -1,0 +1,78 @@
+"""`pipecomp plan --measure`: on one machine, and by two ranks with the link between them."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from pipecomp.errors import ConfigError
+from pipecomp.local import run_ranks
+from pipecomp.plan.command import run_plan
+from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan.profile import Profile
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+OPTIONS = {
+    "nodes": None, "stages": None, "batch": 4, "micro_batch": 1, "tokens": 16, "bandwidth": None, "delay": None,
+    "speed": None, "profile": None, "memory": None, "dtype": "fp32", "tie": True, "recompute": False, "measure": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def planned(rank, world, note, model, options):
+    out = io.StringIO()
+    options = {**OPTIONS, "model": str(model), "store": model / "messages", **options}
+    try:
+        return run_plan(Console(file=out, width=140), **options), out.getvalue()
+    except ConfigError as error:
+        return None, str(error)
+
+
+def test_two_ranks_measure_what_connects_them(model):
+    ranks = run_ranks(2, planned, model, {}, timeout_s=250)
+    found, text = ranks[0]
+    assert ranks[1] == (None, "")
+    assert "the slowest of 2" in " ".join(text.split())
+    assert "measured" in {row["network"] for row in found["methods"]}
+    assert found["cuts"][0] == 0
+    assert len(found["cuts"]) == 3
+    (link,) = found["links"]
+    for way in ("forward", "backward"):
+        assert link[way]["bits_per_s"] > 1e6
+        assert 0 < link[way]["latency_s"] < 1
+    for key in ("encode_values_s", "decode_values_s", "disk_bytes_s"):
+        assert found["speeds"][key] > 0
+    assert set(found["speeds"]["average"]) == {"quantize", "reduce", "decode"}
+    assert list(model.iterdir()) == [model / "config.json"]
+
+
+def test_options_that_ranks_measure_are_refused(model):
+    ranks = run_ranks(2, planned, model, {"bandwidth": "1gbit"}, timeout_s=200)
+    assert "bandwidth: got '1gbit'" in ranks[0][1]
+    ranks = run_ranks(1, planned, model, {"speed": 1.0}, timeout_s=200)
+    assert "speed: got 1.0, allowed: nothing beside --measure" in ranks[0][1]
+
+
+def test_one_machine_and_its_profile_again(model, tmp_path):
+    options = {"nodes": 2, "stages": 2, "bandwidth": "10mbit"}
+    found, _ = planned(0, 1, None, model, options)
+    assert found["links"][0]["forward"]["bits_per_s"] == pytest.approx(1e7 * TCP_SHARE)
+    assert Profile.from_dict(found["profile"]).measured.startswith("measured")
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(found))
+    again, _ = planned(0, 1, None, model, {**options, "measure": False, "profile": file, "tokens": None})
+    assert again["stage_s"] == found["stage_s"]
+    assert again["cuts"] == found["cuts"]

@@ -1,0 +1,49 @@
+"""benchmarks/simulation.py: measured rows predicted from their own counters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import simulation
+
+from pipecomp.plan.network import TCP_SHARE
+
+
+def row(line="FP32", bits_per_s=None, C=1.0, seconds=10.0):
+    """K = 2, M = 3: forward C, backward 2 C, encode 0.1 and decode 0.2 for each message; 100 bytes each way."""
+
+    def rank(stage, update):
+        parts = {"forward": 3 * C, "backward": 6 * C, "encode": 0.3, "decode": 0.6, "reduce": 0.5, "update": update}
+        links = {"0->1": {"forward": 300.0, "backward": 300.0}}
+        return {"stage": stage, "in_flight": 2 - stage, "seconds": {**parts, "wait": 9.0}, "links": links}
+
+    return {
+        "line": line, "r": 0 if bits_per_s is None else 1, "bits_per_s": bits_per_s, "seconds": seconds, "stages": 2,
+        "micro_batches": 3, "delay": None, "ranks": [rank(0, 1.0), rank(1, 4.0)],
+    }  # fmt: skip
+
+
+def test_steps_are_predicted_from_counters():
+    """The last stage waits in its update for the first: 0.5 + 1 s is what the end takes."""
+    stock = {**row("DeepSpeed FP32"), "ranks": [None, None]}
+    slow = row(bits_per_s=800 / TCP_SHARE, C=2.0)  # 1 s a message
+    found = simulation.compare([row(), slow, stock])
+    assert [f["line"] for f in found] == ["FP32", "FP32"]
+    step = 3.3  # of a stage and micro-batch: encode and decode once each
+    assert found[0]["own"] == pytest.approx(step * 4 + 1.5, abs=0.7)
+    assert found[0]["free"] is None
+    assert found[1]["own"] > found[1]["free"] > found[0]["own"] + 2
+    text = "\n".join(simulation.measured_page(found))
+    assert "of 2 within 10 %" in text
+    assert "| FP32 | 0 | unlimited | 10.00 |" in text
+
+
+def test_what_the_paper_measured_is_near_for_quantized_runs():
+    for name in ("AQ-SGD fw3 bw6", "AQ-SGD fw4 bw8"):
+        for mbit in (10_000, 300, 100):
+            paper = simulation.PAPER[name][mbit]
+            assert simulation.gpt2(mbit, simulation.METHODS[name]) == pytest.approx(paper, rel=0.06)
