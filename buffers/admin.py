@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.budget import sample_hash
+from pipecomp.buffers.identity import FORMAT_KEY, RUN_KEY, configuration, link_key, read_run
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
 from pipecomp.buffers.lmdb_file import ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
@@ -31,11 +32,14 @@ _COPY_BYTES = 32 << 20  # values in one transaction while a file is copied
 class LinkInfo:
     """One link of one rank. sizes in bytes; versions: lowest and highest, None without samples; settings: as given.
 
+    run: the id of the run whose messages these are, None if no run has used the store; configuration: hash of settings.
     file_bytes is the size of the rank's file, which its links share.
     """
 
     rank: int | None
     link: str
+    run: str | None
+    configuration: str
     folder: str
     samples: int
     stored_bytes: int
@@ -96,12 +100,14 @@ def info(path: str | os.PathLike[str]) -> list[LinkInfo]:
             for name in file.table_names():
                 rows = file.scan(file.table(name, create=False))
                 headers = [read_header(row.head, f"store of {name}, sample {row.sample}") for row in rows]
-                settings = json.loads(file.meta(b"link:" + name.encode()) or b"{}")
+                settings = json.loads(file.meta(link_key(name)) or b"{}")
                 versions = [header.version for header in headers]
                 found.append(
                     LinkInfo(
                         rank=rank,
                         link=name,
+                        run=read_run(file),
+                        configuration=configuration(settings),
                         folder=str(folder),
                         samples=len(headers),
                         stored_bytes=sum(map(stored_size, headers)),
@@ -185,7 +191,7 @@ def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[l
     try:
         target.mkdir(exist_ok=True)
         with _readable(folder) as old, _writable(target) as new:
-            for key in (b"format", *(b"link:" + name.encode() for name in old.table_names() if name != link)):
+            for key in (FORMAT_KEY, RUN_KEY, *(link_key(name) for name in old.table_names() if name != link)):
                 remark = old.meta(key)
                 if remark is not None:
                     new.set_meta(key, remark)

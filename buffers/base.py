@@ -7,6 +7,7 @@ Shapes: n tokens of the sample, H hidden size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -72,6 +73,10 @@ class MessageStore(Protocol):
         """Every sample held, sorted by id."""
         ...
 
+    def held(self, samples: Sequence[int]) -> list[Held | None]:
+        """The inventory's line of each of these samples, None where it is not held."""
+        ...
+
     def drop(self, samples: Iterable[int]) -> None:
         """Forget these samples; the next visit sends them whole."""
         ...
@@ -91,6 +96,23 @@ class MessageStore(Protocol):
 
 class StoreEnvironment(Protocol):
     """All message stores of one rank."""
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run whose messages these are; None if no run has used the store, or it is in memory."""
+        ...
+
+    def bind(self, run: str) -> None:
+        """From now on the store belongs to this run."""
+        ...
+
+    def save(self, folder: str | os.PathLike[str]) -> bool:
+        """Copy everything committed into `folder`; call it between steps. False where nothing is on disk."""
+        ...
+
+    def restore(self, folder: str | os.PathLike[str]) -> bool:
+        """Hold what `save` wrote to `folder`, in the stores that are open; False if there is nothing."""
+        ...
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MessageStore:
         """The store of one link end. StoreError if `settings` (JSON values) differ from what is kept there."""

@@ -87,6 +87,13 @@ class LinkStore:
             entries = sorted(self._entries.values(), key=lambda entry: entry.sample)
         return [Held(entry.sample, entry.version, self._digest(entry)) for entry in entries]
 
+    def held(self, samples: Sequence[int]) -> list[Held | None]:
+        """The inventory's lines of these samples; see MessageStore."""
+        self._check()
+        with self._lock:
+            entries = [self._entries.get(sample) for sample in samples]
+        return [None if e is None else Held(e.sample, e.version, self._digest(e)) for e in entries]
+
     def stats(self) -> dict[str, float]:
         """Counters; see MessageStore."""
         with self._lock:
@@ -136,6 +143,16 @@ class LinkStore:
         for sample in self._budget.load({s: entry.size for s, entry in self._entries.items()}):
             self._replace(sample, None)
             self._counts["evictions"] += 1
+
+    def _start_anew(self, entries: Iterable[Entry]) -> None:
+        """Forget everything, changes that were not committed too, and hold these."""
+        with self._lock:
+            before = list(self._entries)
+            self._changed = {}
+            self._budget = Budget(self._budget.max_bytes)
+            self._start_with(entries)
+            for sample in {*before, *self._entries}:
+                self._prefetcher.invalidate(sample)
 
     def _waited(self, seconds: float) -> None:
         with self._lock:

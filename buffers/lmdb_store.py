@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
 import threading
@@ -13,15 +12,15 @@ from typing import Any
 
 from pipecomp.buffers.core import LinkStore
 from pipecomp.buffers.entry import Entry
+from pipecomp.buffers.identity import RUN_KEY, check_format, check_settings, read_run
 from pipecomp.buffers.lmdb_check import unsound
 from pipecomp.buffers.lmdb_file import MAP_BYTES, META, Place, Table, ValueFile
-from pipecomp.buffers.lmdb_folder import DATA_FILE, Folder
+from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, Folder
+from pipecomp.buffers.snapshot import copy_file
 from pipecomp.buffers.value import ValueFormat, read_header, stored_size
 from pipecomp.buffers.writer import Writer
 from pipecomp.errors import ConfigError, StoreError
 
-FORMAT_KEY = b"format"
-FORMAT = b"1"
 LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -71,6 +70,11 @@ class LmdbStore(LinkStore):
     def _load_value(self, entry: Entry) -> bytearray | None:
         return self._environment.file.read(self._table, entry.sample)
 
+    def _reload(self, table: Table) -> None:
+        """The file under this store was replaced; `table` is its own there."""
+        self._table = table
+        self._start_anew(self._scan())
+
     def _has_changes(self) -> bool:
         return bool(self._changed)
 
@@ -113,6 +117,7 @@ class LmdbEnvironment:
         LinkStore("check", self._format, **self._options)  # a wrong option is an error before any file is made
         self._lock = threading.RLock()
         self._stores: dict[str, LmdbStore] = {}
+        self._described: dict[str, dict[str, Any]] = {}
         self._ended: dict[LmdbStore, dict[int, Entry | None]] = {}  # ended by their link, not yet written
         self._pid = os.getpid()
         self._closed = False
@@ -121,7 +126,7 @@ class LmdbEnvironment:
             self._prove_sound()
             self.file = ValueFile(self.path, map_bytes=map_bytes)
             try:
-                self._check_format()
+                check_format(self.file)
             except BaseException:
                 self.file.close()
                 raise
@@ -130,6 +135,46 @@ class LmdbEnvironment:
             raise
         self.writer = Writer(f"message store {self.path}")
         atexit.register(self.close)
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run whose messages these are; None if no run has used the store."""
+        self.check()
+        return read_run(self.file)
+
+    def bind(self, run: str) -> None:
+        """From now on the store belongs to this run."""
+        self.check()
+        if read_run(self.file) != run:
+            self.file.set_meta(RUN_KEY, run.encode())
+
+    def save(self, folder: str | os.PathLike[str]) -> bool:
+        """Copy everything committed into `folder`, for `restore`; call it between steps. True: there is something."""
+        self.flush()
+        copy_file(self.path / DATA_FILE, Path(folder) / DATA_FILE)
+        return True
+
+    def restore(self, folder: str | os.PathLike[str]) -> bool:
+        """Hold what `save` wrote to `folder` in place of all else, in the stores that are open; False if it is not
+        there. StoreError if its links' settings differ; then the environment is of no use any more."""
+        saved = Path(folder) / DATA_FILE
+        if not saved.is_file():
+            return False
+        self.check()
+        with self._lock:
+            self._ended = {}
+            self.writer.drain()
+            self.file.close()
+            self._folder.mark_unsynced()
+            (self.path / LOCK_FILE).unlink(missing_ok=True)
+            copy_file(saved, self.path / DATA_FILE)
+            self.file = ValueFile(self.path)
+            check_format(self.file)
+            for store in self._stores.values():
+                if not store._closed:
+                    check_settings(self.file, store.link, self._described[store.link])
+                    store._reload(self.file.table(store.link))
+        return True
 
     def link(self, name: str, settings: Mapping[str, Any]) -> LmdbStore:
         """The store of one link end, kept in the named database `name`.
@@ -142,7 +187,9 @@ class LmdbEnvironment:
         with self._lock:
             if name in self._stores and not self._stores[name]._closed:
                 raise StoreError(f"{self.path}: store of {name}: is open already")
-            self._check_settings(name, settings)
+            described = {**settings, "bits": self._format.bits, "grouping": self._format.grouping}
+            check_settings(self.file, name, described)
+            self._described[name] = described
             self._stores[name] = LmdbStore(self, self.file.table(name), self._format, **self._options)
             return self._stores[name]
 
@@ -239,37 +286,4 @@ class LmdbEnvironment:
                 f"{self.path}: the machine stopped before everything was on disk, and the message store is damaged: "
                 f"{problem}. `pipecomp store prune {self.path}` keeps what is whole, with --everything nothing; what "
                 "is missing is sent in full precision once"
-            )
-
-    def _check_format(self) -> None:
-        found = self.file.meta(FORMAT_KEY)
-        if found is None:
-            self.file.set_meta(FORMAT_KEY, FORMAT)
-        elif found != FORMAT:
-            raise StoreError(
-                f"{self.path}: message store of format {found.decode(errors='replace')}, this program reads "
-                f"{FORMAT.decode()}: give another store.path, or remove it with `pipecomp store prune --everything`"
-            )
-
-    def _check_settings(self, name: str, settings: Mapping[str, Any]) -> None:
-        try:
-            mine = json.loads(json.dumps({**settings, "bits": self._format.bits, "grouping": self._format.grouping}))
-        except (TypeError, ValueError) as error:
-            raise ConfigError("settings", dict(settings), f"JSON values: {error}") from error
-        key = b"link:" + name.encode()
-        found = self.file.meta(key)
-        if found is None:
-            self.file.set_meta(key, json.dumps(mine, sort_keys=True).encode())
-            return
-        theirs = json.loads(found)
-        if theirs != mine:
-            differs = [
-                f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
-                for k in sorted({*mine, *theirs})
-                if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
-            ]
-            raise StoreError(
-                f"{self.path}: the messages of {name} were made with other settings ({'; '.join(differs)}). Go on with "
-                f"the stored settings, give another store.path, or remove the messages with `pipecomp store prune "
-                f"{self.path} --link {name}`"
             )

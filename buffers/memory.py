@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +60,22 @@ class MemoryEnvironment:
         MemoryStore(**self._options).close()  # a wrong option is an error here, not at the first link
         self._stores: dict[str, MemoryStore] = {}
         self._closed = False
+
+    @property
+    def run(self) -> str | None:
+        """None: what is in memory belongs to this process."""
+        return None
+
+    def bind(self, run: str) -> None:
+        """Nothing to remember."""
+
+    def save(self, folder: str | os.PathLike[str]) -> bool:
+        """False: messages in memory are not saved."""
+        return False
+
+    def restore(self, folder: str | os.PathLike[str]) -> bool:
+        """False: there is never anything to restore."""
+        return False
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MemoryStore:
         """The store of one link end. `settings` cannot differ from anything: nothing survives the process."""

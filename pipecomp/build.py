@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import os
-import socket
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,31 +22,25 @@ import torch
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+from pipecomp.join import join_processes  # isort: skip (before deepspeed, which asks it for its accelerator)
 
-import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.utils import logger as deepspeed_logger
 
-from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine import PipelineEngine
+from pipecomp.handshake import Together, settings_of
 from pipecomp.kernels import dispatch
+from pipecomp.linking import open_links, open_transports, pipelines, tied_groups
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
 from pipecomp.replicas import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
 from pipecomp.stages import build_stage, default_loss, plan
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.gloo import GlooTransport, neighbour_groups
-from pipecomp.stages.links import Links
 from pipecomp.stages.modules import Modules, ModuleStage
 from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages.resume import agree
 from pipecomp.stages.splitting import Stage
-from pipecomp.stages.upstream import UpstreamEnd
 
 SECTION = "pipecomp"
 
@@ -81,21 +74,27 @@ def initialize(
     Raises ConfigError for settings, SplitError for the model, LinkError where ranks are configured differently,
     DataError for the data.
     """
-    ds_config = _read_config(config)
-    settings = Config.from_dict(ds_config.get(SECTION, {}))
     join_processes()
-    split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
-    if isinstance(model, Modules) and wants_auto(settings):
-        raise ConfigError("activations", "bits 'auto'", "numbers for plain modules: only language models are measured")
-    if isinstance(model, Modules) and loss_fn is None:
-        raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
-    stages, world = split_plan.num_stages, dist.get_world_size()
-    if world % stages:
-        raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
-    if stages == 1 and settings.activations.method != "none":
-        raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
-    check_gradients(settings.gradients, ds_config, split_plan, world // stages)
-    _complete(ds_config)
+    all_ranks = Together()
+    with all_ranks.failing():
+        ds_config = _read_config(config)
+        settings = Config.from_dict(ds_config.get(SECTION, {}))
+        split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
+        if isinstance(model, Modules) and wants_auto(settings):
+            raise ConfigError(
+                "activations", "bits 'auto'", "numbers for plain modules: only language models are measured"
+            )
+        if isinstance(model, Modules) and loss_fn is None:
+            raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
+        stages, world = split_plan.num_stages, dist.get_world_size()
+        if world % stages:
+            raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
+        if stages == 1 and settings.activations.method != "none":
+            method = settings.activations.method
+            raise ConfigError("activations.method", method, "'none' with one stage: it has no links")
+        check_gradients(settings.gradients, ds_config, split_plan, world // stages)
+        _complete(ds_config)
+    all_ranks.check_alike({**settings_of(ds_config, SECTION, settings.shared()), **_facts(split_plan, model)})
 
     with _without_noise():
         module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
@@ -106,7 +105,7 @@ def initialize(
         engine = PipelineEngine(
             pipecomp_config=settings,
             plan=split_plan,
-            tied_groups=_tied_groups(split_plan, module.mpu()),
+            tied_groups=tied_groups(split_plan, module.mpu()),
             exchange=_exchange(settings, split_plan, module.mpu()),
             args=None,
             model=module,
@@ -119,13 +118,13 @@ def initialize(
             dist_init_required=False,
         )
     dispatch.prefer(settings.kernels, engine.device.type)
-    transports = _open_transports(engine, settings.transport.timeout_s)
+    transports = open_transports(engine, settings.transport.timeout_s)
     if wants_auto(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"
         tokens = sample_length(training_data, engine.stage)
         batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)
-    engine.open_links(_open_links(engine, settings, transports))
+    engine.open_links(*open_links(engine, settings, transports, all_ranks))
     _at_exit(engine)
     if training_data is not None:
         sampler = ShardedSampler(
@@ -138,6 +137,18 @@ def initialize(
         )
         engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
     return engine
+
+
+def _facts(split_plan: SplitPlan, model: Any) -> dict[str, Any]:
+    """What of the model must be the same on all ranks."""
+    facts: dict[str, Any] = {
+        "model": split_plan.model_class,
+        "cuts of the model": split_plan.cuts,
+        "parameters of its stages": split_plan.parameters,
+    }
+    if isinstance(model, torch.nn.Module):
+        facts["dtype of the model"] = str(next(model.parameters()).dtype)
+    return facts
 
 
 def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
@@ -179,28 +190,6 @@ def _without_noise() -> Iterator[None]:
         deepspeed_logger.removeFilter(wanted)
 
 
-def ranks_here() -> int | None:
-    """How many ranks share this machine, as the launcher says; torchrun and deepspeed name it differently."""
-    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(found) if found else None
-
-
-def join_processes() -> None:
-    """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless."""
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
-    accelerator = get_accelerator()
-    local = ranks_here() or int(os.environ["WORLD_SIZE"])
-    shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
-    backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
-
-
 class _StageSpec(LayerSpec):
     """Builds a stage only on the rank that owns it."""
 
@@ -237,35 +226,15 @@ def _trainable(stage: Stage | ModuleStage) -> list[Any]:
     return [p for p in stage.parameters() if p.requires_grad]
 
 
-def _pipelines(grid: Any) -> list[list[int]]:
-    """For each replica the global ranks of its stages."""
-    return [
-        [grid._topo.get_rank(pipe=stage, data=replica) for stage in range(grid.pipe_parallel_size)]
-        for replica in range(grid.data_parallel_size)
-    ]
-
-
-def _tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
-    """A process group for each tied weight of this rank; made by all ranks in the same order."""
-    mine = {}
-    for tied in split_plan.tied:
-        for ranks in _pipelines(grid):
-            members = [ranks[stage] for stage in tied.stages]
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                mine[tied.name] = group
-    return mine
-
-
 def _exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:
     """What averages this rank's gradients, if they are compressed."""
     if settings.gradients.method == "none":
         return None
-    pipelines = _pipelines(grid)
+    replicas = pipelines(grid)
     stage = grid.get_stage_id()
     in_optimizer = settings.gradients.exchanges_in_optimizer
     # Momentum is what replicas exchange then; stages still sum their gradients of tied weights.
-    holders = [pipelines[grid.data_parallel_id]] if in_optimizer else pipelines
+    holders = [replicas[grid.data_parallel_id]] if in_optimizer else replicas
     tied = {
         group.name: TiedRanks(tuple(ranks[s] for ranks in holders for s in group.stages), len(group.stages))
         for group in split_plan.tied
@@ -273,7 +242,7 @@ def _exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExc
     }
     return GradientExchange(
         settings.gradients,
-        [ranks[stage] for ranks in pipelines],
+        [ranks[stage] for ranks in replicas],
         tied,
         seed=settings.seed,
         timeout_s=settings.transport.timeout_s,
@@ -300,63 +269,10 @@ def _quantized_adam(settings: Config, section: dict[str, Any], module: PipelineM
         freeze_step=g.freeze_step,
         bits=g.bits,
         group_size=g.group_size,
-        group=[ranks[grid.get_stage_id()] for ranks in _pipelines(grid)],
+        group=[ranks[grid.get_stage_id()] for ranks in pipelines(grid)],
         seed=settings.seed,
         tied=tuple(module.forward_funcs[0].tied_parameters().values()),
     )
-
-
-def _open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooTransport]:
-    """To the stages before and after this one, where there are any."""
-    grid, stage = engine.grid, engine.stage_id
-    pipelines = _pipelines(grid)
-    groups = neighbour_groups(pipelines, timeout_s)
-    ranks = pipelines[grid.data_parallel_id]
-    links = {"to_previous": stage - 1, "to_next": stage}
-    return {
-        name: GlooTransport(groups[ranks[index], ranks[index + 1]], timeout_s=timeout_s)
-        for name, index in links.items()
-        if 0 <= index < grid.pipe_parallel_size - 1
-    }
-
-
-def _open_links(engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport]) -> Links:
-    """given: with "auto" where bits are measured at every start, as messages do not depend on them."""
-    grid, stage, settings = engine.grid, engine.stage_id, engine.pipecomp_config
-    environment = None
-    if settings.activations.method == "aqsgd":
-        store = settings.store
-        environment = open_environment(
-            store.backend,
-            store.path,
-            engine.global_rank,
-            bits=store.bits,
-            group_size=settings.activations.group_size,
-            max_bytes=store.max_bytes,
-            prefetch=store.prefetch,
-        )
-    ends: dict[str, Any] = {}
-    for name, kind, index in (("to_previous", DownstreamEnd, stage - 1), ("to_next", UpstreamEnd, stage)):
-        if name in transports:
-            crossing = engine.stage.crossing(index)
-            described = {
-                **given.link_settings(),
-                **crossing.settings,
-                "hidden_size": crossing.width,
-                "replicas": grid.data_parallel_size,
-            }
-            ends[name] = kind(
-                index,
-                settings,
-                transports[name],
-                None if environment is None else environment.link(f"link-{index}", described),
-                replica=grid.data_parallel_id,
-                device=engine.device,
-                pass_nonfinite=engine.fp16_enabled(),
-                frame=crossing.frame,
-            )
-            agree(ends[name], {**described, "settings": settings.digest()})
-    return Links(environment=environment, **ends)
 
 
 def _at_exit(engine: PipelineEngine) -> None:

@@ -220,18 +220,18 @@ def plan_run(
 
 @store.command("info")
 def store_info(path: str, json_file: JsonOption = None) -> None:
-    """What is kept in a message store: samples, bytes, bits, versions, for every rank and link."""
+    """What is kept in a message store, for every rank and link: whose it is, samples, bytes, bits, versions."""
     with _plain_errors():
         from pipecomp.buffers.admin import info
 
         found = info(path)
         _write_json(json_file, [dataclasses.asdict(line) for line in found])
-        out = Table("rank", "link", "samples", "bits", "stored MB", "file MB", "versions")
+        out = Table("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
         for line in found:
             versions = "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}"
             out.add_row(
-                str(line.rank), line.link, str(line.samples), str(line.bits), f"{line.stored_bytes / 1e6:.2f}",
-                f"{line.file_bytes / 1e6:.2f}", versions,
+                str(line.rank), line.link, line.run or "–", line.configuration, str(line.samples), str(line.bits),
+                f"{line.stored_bytes / 1e6:.2f}", f"{line.file_bytes / 1e6:.2f}", versions,
             )  # fmt: skip
         console.print(out)
 

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 
 BITS = "a whole number from 1 to 8"
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def _is_int(value: object) -> bool:
@@ -130,7 +132,11 @@ class Store:
 
     backend: "lmdb" (on disk, survives restarts) or "memory". path: folder for "lmdb"; each rank writes below it.
     bits: 2, 4, 8, 16 or 32 bits a stored value (paper, H.5). max_bytes: budget per link end, None for no limit.
-    prefetch: micro-batches whose messages are loaded ahead, 0 for none.
+    prefetch: micro-batches whose messages are loaded ahead, 0 for none. drift_check: every so many steps both ends of a
+    link compare digests of the messages that changed, None for never. in_checkpoints: copy the store into every
+    checkpoint, so that training goes on with the same losses; it takes as much space again. run: a name for the run; a
+    store that has messages of a run with another name is refused. None: a random one, which a run that goes on from a
+    checkpoint takes from there.
     """
 
     backend: str = "lmdb"
@@ -138,6 +144,9 @@ class Store:
     bits: int = 32
     max_bytes: int | None = None
     prefetch: int = 2
+    drift_check: int | None = 10
+    in_checkpoints: bool = False
+    run: str | None = None
 
     def __post_init__(self) -> None:
         _require_choice("store.backend", self.backend, ("lmdb", "memory"))
@@ -148,11 +157,20 @@ class Store:
             _require(ok, "store.max_bytes", self.max_bytes, "null or a number of bytes above 0")
         ok = _is_int(self.prefetch) and 0 <= self.prefetch <= 64
         _require(ok, "store.prefetch", self.prefetch, "a whole number from 0 to 64")
+        if self.drift_check is not None:
+            ok = _is_int(self.drift_check) and self.drift_check >= 1
+            _require(ok, "store.drift_check", self.drift_check, "null or a number of steps of at least 1")
+        _require(isinstance(self.in_checkpoints, bool), "store.in_checkpoints", self.in_checkpoints, "true or false")
+        if self.run is not None:
+            ok = isinstance(self.run, str) and RUN_NAME.fullmatch(self.run) is not None
+            _require(ok, "store.run", self.run, "null or a name of letters, digits, '.', '_' and '-', at most 64")
 
     def check_given(self, given: Mapping[str, object]) -> None:
-        """Refuse a path for the memory backend."""
+        """Refuse what only files have for the memory backend."""
         if self.backend == "memory":
-            _require_unset("store", "path", given, "only with backend 'lmdb', not 'memory'")
+            for key in ("path", "run", "in_checkpoints"):
+                if given.get(key) is not False:
+                    _require_unset("store", key, given, "only with backend 'lmdb', not 'memory'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +260,15 @@ class Config:
         }
 
     def digest(self) -> str:
-        """Short hash of all settings but the store's place and the kernels, equal on ranks configured alike."""
+        """Short hash of `shared`, equal on ranks configured alike."""
+        return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def shared(self) -> dict[str, Any]:
+        """All settings, with their defaults, that must be equal on all ranks."""
         values = dataclasses.asdict(self)
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        return values
 
 
 def _require_unset(section: str, key: str, given: Mapping[str, object], allowed: str) -> None:

@@ -13,7 +13,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,24 +22,22 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
+from pipecomp.checkpointing import CheckpointingEngine
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
-from pipecomp.errors import ConfigError, DataError, LinkError, PeerLostError, PipecompError, SplitError
+from pipecomp.errors import DataError, LinkError, SplitError
 from pipecomp.export import save_pretrained
-from pipecomp.failure import find_lost, report_stopped
 from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.reduction import ReducingEngine
-from pipecomp.replicas import GradientExchange, load_memories, save_memories
-from pipecomp.reports import ReportingEngine
+from pipecomp.replicas import GradientExchange
+from pipecomp.runs import Run
 from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links
 from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.planning import SplitPlan
-
-_STATE_KEY = "pipecomp"
-_FIND_LOST_S = 15.0  # for the other ranks to notice that one is gone
+from pipecomp.watch import Watch
 
 
 @dataclass(slots=True)
@@ -76,7 +73,7 @@ def _counting(part: str, instruction: Callable[..., None]) -> Callable[..., None
     return run
 
 
-class PipelineEngine(ReportingEngine):
+class PipelineEngine(CheckpointingEngine):
     """Train with `train_batch`, evaluate with `eval_batch`; made by `pipecomp.initialize`.
 
     DeepSpeed's own signatures hold: see `deepspeed.runtime.pipe.engine.PipelineEngine`.
@@ -97,20 +94,18 @@ class PipelineEngine(ReportingEngine):
         """
         self.pipecomp_config, self.plan = pipecomp_config, plan
         self._slots: dict[int, _Slot] = {}
-        self._loader: TrainLoader | None = None
         self._step_number = 0
-        self._evaluations = 0
         self._on_logits: Callable[[Tensor, Tensor | None], Tensor] | None = None
-        self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
         self._backwards = 0  # in this step
         self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
         self._kept: KeptBytes | None = None
         super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
         self.in_flight = InFlight(pipecomp_config.in_flight, self.stage_id, self.num_stages, self.micro_batches)
 
-    def open_links(self, links: Links) -> None:
-        """Use these links; called once by `initialize`."""
-        self.links = links
+    def open_links(self, links: Links, run: Run | None) -> None:
+        """Use these links, for this run where they keep messages; called once by `initialize`."""
+        self.links, self.run = links, run
+        self.watch = Watch(self.pipecomp_config.transport.timeout_s, links.close)
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
             links.to_previous.transport.on_arrival(links.prefetch_arrived)
@@ -129,13 +124,18 @@ class PipelineEngine(ReportingEngine):
         PeerLostError if another rank is gone, and this project's other errors; after any of them the run is over.
         """
         self._step_number = self.global_steps
-        with self._telling_others():
+        with self.telling_others():
+            if self.run is not None:
+                self.run.begin_step()
             began, self._gradient_wait, self._backwards = time.perf_counter(), 0.0, 0
             self.trace.begin_step(self._step_number)
             loss = super().train_batch(data_iter)
             self._adjust_in_flight(time.perf_counter() - began)
             if data_iter is None:
                 self._batches_taken += self.micro_batches
+            every = self.pipecomp_config.store.drift_check
+            if self.run is not None and every is not None and self.global_steps % every == 0:
+                self.links.check_drift(self._step_number)
             if self.links.environment is not None:
                 committing = time.perf_counter()
                 self.links.environment.commit()
@@ -158,42 +158,11 @@ class PipelineEngine(ReportingEngine):
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
         self._on_logits = on_logits
-        with self._telling_others():
+        with self.telling_others():
             result = super().eval_batch(data_iter, *args, **kwargs)
         self._on_logits = None
         self._evaluations += 1
         return result
-
-    def save_checkpoint(self, save_dir: str, tag: Any = None, client_state: dict | None = None, **kwargs: Any) -> Any:
-        """As DeepSpeed's; the place in the training data is saved too.
-
-        Raises ConfigError for bf16 without ZeRO: DeepSpeed 0.19 cannot load what it would save.
-        """
-        if self.using_bf16_optimizer and not self.zero_optimization():
-            raise ConfigError(
-                "zero_optimization.stage",
-                0,
-                "1, with data_types.grad_accum_dtype 'fp32', for checkpoints of bf16 training: DeepSpeed cannot load "
-                "what it saves without",
-            )
-        state = {**(client_state or {}), _STATE_KEY: {"batches_taken": self._batches_taken}}
-        tag = tag or f"global_step{self.global_steps}"
-        done = super().save_checkpoint(save_dir, tag=tag, client_state=state, **kwargs)
-        save_memories(self.exchange_states(), Path(save_dir) / str(tag), self.global_rank)
-        return done
-
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As DeepSpeed's; training goes on where it was in the training data."""
-        path, state = super().load_checkpoint(load_dir, *args, **kwargs)
-        if path is not None and _STATE_KEY in (state or {}):
-            self._batches_taken = state.pop(_STATE_KEY)["batches_taken"]
-            if self._loader is not None:
-                self._loader.taken = self._batches_taken
-                self.set_dataloader(self._loader)
-        if path is not None:
-            folder = Path(path) if Path(path).is_dir() else Path(path).parent
-            load_memories(self.exchange_states(), folder, self.global_rank, self.device)
-        return path, state
 
     def _adjust_in_flight(self, step_s: float) -> None:
         """All stages of a pipeline look at the longest wait of any of them, and so come to the same."""
@@ -344,36 +313,5 @@ class PipelineEngine(ReportingEngine):
         if isinstance(self.stage, ModuleStage):
             raise SplitError("a model of plain modules has no Hugging Face folder: save each stage's state_dict()")
         owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
-        save_pretrained(self.stage, folder, owners=owners)
-
-    # -- the end
-
-    @contextlib.contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """Whatever ends a step here, the neighbours learn of it, and the first lost rank is what is raised."""
-        try:
-            yield
-        except Exception as error:
-            report_stopped(f"{type(error).__name__}: {error}")
-            cause = self._first_cause(error)
-            if isinstance(cause, PeerLostError):
-                self.links.abort(cause.rank, str(cause))
-            else:
-                self.links.abort(
-                    self.global_rank, f"rank {self.global_rank} stopped: {type(cause).__name__}: {cause}"
-                )
-            if cause is not error:
-                raise cause from error
-            raise
-
-    def _first_cause(self, error: Exception) -> Exception:
-        """A failed collective says little; the links, or the silence of a rank, tell who was lost."""
-        if isinstance(error, PipecompError) or not isinstance(error, RuntimeError):
-            return error
-        return self.links.failure(wait_s=1.0) or find_lost(_FIND_LOST_S) or error
-
-    def close(self) -> None:
-        """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
-        self.links.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        with self.telling_others():
+            save_pretrained(self.stage, folder, owners=owners)

@@ -11,6 +11,7 @@
       StoreError           the message store: damaged, full, or of another run
       LinkError            the exchange between two stages
         BaseMismatchError  a delta on a message that the receiver does not hold
+        DriftError         the two ends hold different messages, again after they were repaired
         LinkTimeoutError   nothing arrived within the stated time
         PeerLostError      a rank is gone; `rank` says which
 """
@@ -67,6 +68,10 @@ class LinkError(PipecompError, RuntimeError):
 
 class BaseMismatchError(LinkError):
     """A delta builds on a message version that this end of the link does not hold."""
+
+
+class DriftError(LinkError):
+    """The two ends of a link hold different messages of one version, in two checks in a row."""
 
 
 class LinkTimeoutError(LinkError, TimeoutError):

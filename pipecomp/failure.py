@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -15,6 +16,7 @@ from torch.distributed import distributed_c10d
 from pipecomp.errors import PeerLostError
 
 _KEY = "pipecomp/stopped/{}"
+_LOST = "pipecomp/lost"
 _POLL_S = 0.1
 
 
@@ -24,19 +26,42 @@ def report_stopped(reason: str) -> None:
         distributed_c10d._get_default_store().set(_KEY.format(dist.get_rank()), reason)
 
 
+def report_lost(rank: int, reason: str) -> None:
+    """Say which rank was lost first, for those that only know that somebody is."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = distributed_c10d._get_default_store()
+        if not store.check([_LOST]):
+            store.set(_LOST, f"{rank} {reason}")
+
+
 def find_lost(wait_s: float) -> PeerLostError | None:
-    """The rank that has said nothing when `wait_s` seconds are over; None if all have, so that none is lost.
+    """The rank that was reported lost, or has said nothing when `wait_s` seconds are over; None if all have spoken.
 
     Call `report_stopped` first. If the store itself is gone, the rank that serves it (0, with the usual launchers) is.
     """
-    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
     deadline = time.monotonic() + wait_s
     try:
         store = distributed_c10d._get_default_store()
-        while missing := [r for r in others if not store.check([_KEY.format(r)])]:
+        while missing := _silent(store):
+            if store.check([_LOST]):
+                rank, _, reason = store.get(_LOST).decode(errors="replace").partition(" ")
+                return PeerLostError(reason, int(rank))
             if time.monotonic() > deadline:
                 return PeerLostError(f"lost rank {missing[0]}: it stopped without a word", missing[0])
             time.sleep(_POLL_S)
     except (RuntimeError, ValueError):
         return PeerLostError("lost rank 0: torch.distributed's key-value store is gone, which it serves", 0)
     return None
+
+
+def linger(lost: int, wait_s: float) -> None:
+    """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped."""
+    deadline = time.monotonic() + wait_s
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = distributed_c10d._get_default_store()
+        while dist.get_rank() == 0 and set(_silent(store)) - {lost} and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def _silent(store: Any) -> list[int]:
+    return [r for r in range(dist.get_world_size()) if r != dist.get_rank() and not store.check([_KEY.format(r)])]

@@ -124,7 +124,7 @@ def _say_once(line: str) -> None:
 
 def join(args: argparse.Namespace) -> None:
     """Join the other processes, share the cores of this machine among them, seed torch. Call it before all else."""
-    from pipecomp.build import join_processes, ranks_here
+    from pipecomp.join import join_processes, ranks_here
 
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))

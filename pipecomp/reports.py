@@ -8,20 +8,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipecomp.guarding import GuardedEngine
 from pipecomp.in_flight import InFlight
-from pipecomp.reduction import ReducingEngine
-from pipecomp.stages.links import Links
 from pipecomp.stats import Seconds
 from pipecomp.trace import Trace, TracedStore, draw_trace, write_trace
 
 
-class ReportingEngine(ReducingEngine):
+class ReportingEngine(GuardedEngine):
     """Counters and traces of one rank. Its subclass counts into them."""
 
     in_flight: InFlight
 
     def __init__(self, **more: Any) -> None:
-        self.links = Links()
         self.trace = Trace()
         self._seconds = Seconds()
         super().__init__(**more)
@@ -63,7 +61,8 @@ class ReportingEngine(ReducingEngine):
         Chrome's trace format. Every rank must call this; rank 0 writes.
         """
         out: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(out, self.trace.events())
+        with self.telling_others():
+            dist.all_gather_object(out, self.trace.events())
         if self.global_rank == 0:
             by_rank = dict(enumerate(out))
             write_trace(path, by_rank)
@@ -72,5 +71,6 @@ class ReportingEngine(ReducingEngine):
     def gather_comm_stats(self) -> list[dict[str, Any]]:
         """`comm_stats` of all ranks, on every rank; all ranks must call this."""
         out: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(out, self.comm_stats())
+        with self.telling_others():
+            dist.all_gather_object(out, self.comm_stats())
         return out

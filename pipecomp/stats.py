@@ -31,7 +31,8 @@ class LinkStats:
     """One end of one link since it was opened; both ends count alike.
 
     wait_seconds: how long this end waited for messages. relative_error: mean over the sampled forward messages (the
-    first micro-batch of each step, known to the sender only) of ‖a − m‖ / ‖a‖.
+    first micro-batch of each step, known to the sender only) of ‖a − m‖ / ‖a‖. drift_checks: how often both ends
+    compared their messages, with drift_check_bytes sent by this one; drifts: how often they differed, in drift_samples.
     """
 
     forward: Direction = field(default_factory=Direction)
@@ -39,6 +40,10 @@ class LinkStats:
     evaluation: Direction = field(default_factory=Direction)
     full_samples: int = 0
     delta_samples: int = 0
+    drift_checks: int = 0
+    drift_check_bytes: int = 0
+    drifts: int = 0
+    drift_samples: int = 0
     wait_seconds: float = 0.0
     error_sum: float = 0.0
     error_count: int = 0

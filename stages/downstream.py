@@ -70,11 +70,11 @@ class DownstreamEnd(LinkEnd):
                 raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
             x_TH[rows] = m_nH
             if repeated:
-                self.store.put(sample.id, sample.version, held_nH)
+                self._keep(sample.id, sample.version, held_nH)
             else:
                 updates.append((sample.id, sample.version, held_nH))
         for update in updates:
-            self.store.put(*update)
+            self._keep(*update)
         return x_TH
 
     def _sample_bytes(self, sample: Sample, header: Header) -> int:

@@ -70,6 +70,9 @@ class LinkEnd:
         self.device = device or torch.device("cpu")
         self.frame = frame
         self.stats = LinkStats()
+        self.changed: set[int] = set()  # samples put since the last drift check
+        self.drifted = False  # whether that found a difference
+        self._remember = config.store.drift_check is not None
         self._method = a.method
         self._eval = a.eval
         self._checksum = config.transport.checksum
@@ -84,6 +87,12 @@ class LinkEnd:
         self._backward: Codec = Quantized(backward_bits, *how)
         if a.backward_top_k is not None:
             self._backward = TopK(backward_bits, a.backward_top_k, *how)
+
+    def _keep(self, sample: int, version: int, m_nH: Tensor) -> None:
+        assert self.store is not None
+        self.store.put(sample, version, m_nH)
+        if self._remember:
+            self.changed.add(sample)
 
     # -- sending and receiving whole messages
 

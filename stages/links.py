@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.errors import PipecompError
 from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.drift import check_drift
+from pipecomp.stages.resume import agree
 from pipecomp.stages.upstream import UpstreamEnd
 from pipecomp.wire import Kind, peek
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """A rank's ends of its links (None at the ends of the pipeline) and where their messages are kept."""
+    """A rank's ends of its links (None at the ends of the pipeline) and where their messages are kept.
+
+    described: for each link what both ends must have in common.
+    """
 
     to_next: UpstreamEnd | None = None
     to_previous: DownstreamEnd | None = None
     environment: StoreEnvironment | None = None
+    described: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[UpstreamEnd | DownstreamEnd]:
         return (end for end in (self.to_previous, self.to_next) if end is not None)
@@ -38,6 +45,15 @@ class Links:
             for end in self:
                 if end.store is not None:
                     end.store.prefetch([sample.id for sample in header.samples])
+
+    def agree(self) -> int:
+        """Make all ends hold the same messages as their peers; every rank must call it. Samples dropped here."""
+        return sum(agree(end, self.described[end.index]) for end in self)
+
+    def check_drift(self, step: int) -> None:
+        """Compare all ends with their peers after a step; see `drift.check_drift`. Every rank must call it."""
+        for end in self:
+            check_drift(end, step)
 
     def failure(self, wait_s: float) -> Exception | None:
         """What ended one of the connections, if anything shows within `wait_s` seconds each."""

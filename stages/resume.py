@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipecomp.buffers.base import Held, MessageStore
 from pipecomp.errors import LinkError, WireError
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.upstream import UpstreamEnd
@@ -22,19 +24,35 @@ _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of th
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])
 
 
+class Summary(NamedTuple):
+    """What a store holds: the number of samples, their highest version (0: none), and the SHA-256 of all of it."""
+
+    samples: int
+    version: int
+    digest: bytes
+
+
+def summarize(store: MessageStore) -> Summary:
+    """Equal summaries are equal stores: the digest is over every sample's version and CRC-32."""
+    return _summary(as_table(store.inventory()))
+
+
+def as_table(lines: Iterable[Held]) -> np.ndarray:
+    """Rows of sample, version and digest, as they travel."""
+    return np.array([(h.sample, h.version, h.digest) for h in lines], dtype=_ROW)
+
+
 def agree(end: UpstreamEnd | DownstreamEnd, settings: dict[str, Any]) -> int:
     """Make this end and its peer hold the same samples; both must call it. Returns how many samples were dropped here.
 
     settings: what must be equal at both ends, JSON values. Raises LinkError if it is not.
     """
     store = end.store
-    held = store.inventory() if store is not None else []
-    table = np.array([(h.sample, h.version, h.digest) for h in held], dtype=_ROW)
-    highest = int(table["version"].max()) if len(table) else 0
+    table = as_table(store.inventory() if store is not None else [])
     described = json.dumps(settings, sort_keys=True).encode()
-    mine = (len(table), highest, hashlib.sha256(table.tobytes()).digest(), hashlib.sha256(described).digest())
-    _send(end, 0, np.frombuffer(_SUMMARY.pack(*mine), dtype=np.uint8))
-    summary = _recv(end, 0)
+    mine = (*_summary(table), hashlib.sha256(described).digest())
+    send_part(end, 0, 0, np.frombuffer(_SUMMARY.pack(*mine), dtype=np.uint8))
+    summary = recv_part(end, 0, 0)
     if summary.size != _SUMMARY.size:
         raise WireError(f"link {end.index}: rank {end.transport.peer} sent a summary of {summary.size} bytes")
     theirs = _SUMMARY.unpack(summary.tobytes())
@@ -44,14 +62,10 @@ def agree(end: UpstreamEnd | DownstreamEnd, settings: dict[str, Any]) -> int:
             f"{described.decode()}: give all ranks the same configuration and the same version of pipecomp"
         )
     if isinstance(end, UpstreamEnd):
-        end.resume_versions(max(highest, theirs[1]))
+        end.resume_versions(max(mine[1], theirs[1]))
     if theirs[:3] == mine[:3]:
         return 0
-    _send(end, 1, table.view(np.uint8).reshape(-1))
-    data = _recv(end, 1)
-    if data.size != theirs[0] * _ROW.itemsize:
-        raise WireError(f"link {end.index}: rank {end.transport.peer} sent {data.size} bytes for {theirs[0]} samples")
-    other = np.frombuffer(data.tobytes(), dtype=_ROW)
+    other = exchange_tables(end, 0, 1, table, rows=theirs[0])
     keep = np.intersect1d(table, other)["sample"]
     drop = np.setdiff1d(table["sample"], keep).tolist()
     if drop:
@@ -60,13 +74,33 @@ def agree(end: UpstreamEnd | DownstreamEnd, settings: dict[str, Any]) -> int:
     return len(drop)
 
 
-def _send(end: UpstreamEnd | DownstreamEnd, part: int, payload: np.ndarray) -> None:
-    header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=0, micro_batch=part)
-    end.transport.send(encode(header, [payload]))
+def exchange_tables(
+    end: UpstreamEnd | DownstreamEnd, step: int, part: int, table: np.ndarray, *, rows: int
+) -> np.ndarray:
+    """Send this end's table, receive the peer's of `rows` rows."""
+    send_part(end, step, part, table.view(np.uint8).reshape(-1))
+    data = recv_part(end, step, part)
+    if data.size != rows * _ROW.itemsize:
+        raise WireError(f"link {end.index}: rank {end.transport.peer} sent {data.size} bytes for {rows} samples")
+    return np.frombuffer(data.tobytes(), dtype=_ROW)
 
 
-def _recv(end: UpstreamEnd | DownstreamEnd, part: int) -> np.ndarray:
+def send_part(end: UpstreamEnd | DownstreamEnd, step: int, part: int, payload: np.ndarray) -> int:
+    """Send a part of an inventory; returns the bytes of the whole message."""
+    header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=step, micro_batch=part)
+    message = encode(header, [payload])
+    end.transport.send(message)
+    return message.size
+
+
+def recv_part(end: UpstreamEnd | DownstreamEnd, step: int, part: int) -> np.ndarray:
+    """The payload of the same part from the peer. LinkError if it is anything else that comes."""
     header, payload = decode(end.transport.recv())
-    if (header.kind, header.link, header.micro_batch) != (Kind.INVENTORY, end.index, part):
+    if (header.kind, header.link, header.step, header.micro_batch) != (Kind.INVENTORY, end.index, step, part):
         raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()}, not its inventory")
     return payload
+
+
+def _summary(table: np.ndarray) -> Summary:
+    highest = int(table["version"].max()) if len(table) else 0
+    return Summary(len(table), highest, hashlib.sha256(table.tobytes()).digest())

@@ -66,7 +66,7 @@ class UpstreamEnd(LinkEnd):
             m_nH, held_nH, encoded = self._encode_sample(x_nH, message, layout.starts[i], seed)
             parts += encoded
             if repeated:
-                self.store.put(sample, version, held_nH)
+                self._keep(sample, version, held_nH)
             else:
                 updates.append((sample, version, held_nH))
             if form is Form.FULL:
@@ -76,7 +76,7 @@ class UpstreamEnd(LinkEnd):
             if at.micro_batch == 0 and x_nH.numel():
                 self._sample_error(x_nH, m_nH)
         for update in updates:  # after all of the micro-batch could be quantized
-            self.store.put(*update)
+            self._keep(*update)
         return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
 
     def _encode_sample(

@@ -21,12 +21,13 @@ from typer.testing import CliRunner
 from pipecomp import cli
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib
-from pipecomp.doctor.launch import Launch, is_loopback, read_launch
+from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.meeting import check_met
 from pipecomp.doctor.peers import Identity
 from pipecomp.doctor.report import print_report
 from pipecomp.errors import ConfigError
+from pipecomp.interfaces import is_loopback
 from pipecomp.kernels.dispatch import Status
 
 GIB, MIB = 2**30, 2**20

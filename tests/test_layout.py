@@ -17,10 +17,16 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 # An import may point to its own layer or to a lower one.
 LAYERS = [
     {"errors", "wire", "kernels", "local"},
-    {"config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation"},
+    {
+        "config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation",
+        "interfaces", "random_state", "sealing",
+    },
     {"buffers"},
     {"stages", "allreduce", "trace"},
-    {"schedule", "export", "failure", "optim", "plan", "doctor", "replicas", "reduction", "reports", "engine", "build"},
+    {
+        "schedule", "export", "failure", "handshake", "join", "optim", "plan", "doctor", "replicas", "reduction",
+        "guarding", "reports", "runs", "watch", "checkpointing", "engine", "linking", "build",
+    },
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
         "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet",
@@ -28,7 +34,7 @@ LAYERS = [
     {"cli"},
 ]
 MAY_IMPORT = {
-    "deepspeed": {"engine", "reduction", "schedule", "build", "recipe", "doctor", "bench_stock", "trainer"},
+    "deepspeed": {"engine", "reduction", "schedule", "build", "join", "recipe", "doctor", "bench_stock", "trainer"},
     "lmdb": {"buffers"},
     "transformers": {"stages", "trainer", "callback", "demo_task", "recipe", "recipe_text", "recipe_encoder"},
 }

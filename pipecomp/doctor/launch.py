@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -53,11 +52,3 @@ def _number(environ: Mapping[str, str], name: str, smallest: int) -> int | None:
     if not text.isdecimal() or int(text) < smallest:
         raise ConfigError(name, text, f"a whole number from {smallest} on")
     return int(text)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IP address, or the name localhost, stays on this machine."""
-    try:
-        return ipaddress.ip_address(address.split("%")[0]).is_loopback
-    except ValueError:
-        return address == "localhost"

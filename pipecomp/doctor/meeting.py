@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.launch import Launch
 from pipecomp.doctor.measure import Measured, follow, lead
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
+from pipecomp.interfaces import machine
 
 _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection
@@ -53,7 +53,7 @@ class Meeting:
             limit = timedelta(seconds=limit_s)
             store, _, _ = next(iter(rendezvous("env://", self.rank, self.world, timeout=limit)))
             self._store = dist.PrefixStore(_PREFIX, store)
-            mine = Identity(self.rank, socket.gethostname(), _machine(), own_gpu(launch.local_rank), versions)
+            mine = Identity(self.rank, socket.gethostname(), machine(), own_gpu(launch.local_rank), versions)
             self._say("identity", mine)
             self.identities = [Identity(*self._read(f"identity/{rank}", limit_s)) for rank in range(self.world)]
         except (RuntimeError, ValueError) as error:
@@ -192,15 +192,6 @@ def check_met(launch: Launch, error: str, limit_s: float) -> Finding:
         "that port in (see its firewall)."
     )
     return Finding("meeting", PROBLEM, found, advice)
-
-
-def _machine() -> str:
-    """The same for processes that share a network: containers and network namespaces are machines of their own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _first_line(error: Exception) -> str:

@@ -5,37 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import psutil
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
-from pipecomp.doctor.launch import Launch, is_loopback
+from pipecomp.doctor.launch import Launch
+from pipecomp.interfaces import GLOO_VARIABLE as VARIABLE
+from pipecomp.interfaces import Choice, Interface, default_choice, is_loopback, list_interfaces
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
 GLOO = "gloo interface"
-
-
-class Interface(NamedTuple):
-    """addresses: IPv4 first. speed_mbit: 0 where the system does not know it."""
-
-    name: str
-    addresses: tuple[str, ...]
-    up: bool
-    mtu: int
-    speed_mbit: int
-
-    @property
-    def usable(self) -> bool:
-        """Whether another machine could be reached through it."""
-        return self.up and any(not is_loopback(a) and not a.startswith("fe80") for a in self.addresses)
-
-
-class Choice(NamedTuple):
-    """What gloo binds to by itself: the first address of the host name that is this machine's, or none."""
-
-    hostname: str
-    address: str | None
 
 
 def network_findings(launch: Launch) -> list[Finding]:
@@ -110,34 +86,6 @@ def check_master(master: str, address: str | None, launch: Launch) -> Finding:
         advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
         return Finding("meeting point", WARNING, f"{found}: other machines cannot reach that", advice)
     return Finding("meeting point", OK, found)
-
-
-def list_interfaces() -> dict[str, Interface]:
-    """All network interfaces of this machine, by name."""
-    stats, found = psutil.net_if_stats(), {}
-    for name, addresses in psutil.net_if_addrs().items():
-        ip = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
-        state = stats.get(name)
-        up, mtu, speed = (state.isup, state.mtu, state.speed) if state else (False, 0, 0)
-        found[name] = Interface(name, tuple(a.split("%")[0] for a in ip), up, mtu, speed)
-    return found
-
-
-def default_choice() -> Choice:
-    """What gloo does without GLOO_SOCKET_IFNAME: it binds to each address of the host name until one lets it."""
-    hostname = socket.gethostname()
-    try:
-        candidates = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return Choice(hostname, None)
-    for family, kind, protocol, _, where in candidates:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(where)
-        except OSError:
-            continue
-        return Choice(hostname, str(where[0]))
-    return Choice(hostname, None)
 
 
 def resolve(name: str) -> str | None:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import TrainerState
@@ -29,6 +27,7 @@ from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import prune
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.errors import ConfigError
+from pipecomp.random_state import random_state, set_random_state
 
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"
@@ -98,7 +97,7 @@ def _read(folder: Path, resume: object, pipeline: dict[str, Any]) -> str:
 def save_engine(engine: Any, folder: str, scheduler: Any) -> None:
     """Write what training needs to go on, but for the messages; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
-    state = {"random": _random_state(), "scheduler": scheduler.state_dict()}
+    state = {"random": random_state(), "scheduler": scheduler.state_dict()}
     torch.save(state, _rank_file(folder))
 
 
@@ -110,7 +109,7 @@ def load_engine(engine: Any, folder: str, scheduler: Any) -> None:
         raise ConfigError(_KEY, folder, f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine")
     state = torch.load(file, weights_only=True)
     scheduler.load_state_dict(state["scheduler"])
-    _set_random_state(state["random"])
+    set_random_state(state["random"])
 
 
 def load_weights(engine: Any, folder: str) -> None:
@@ -122,25 +121,6 @@ def load_weights(engine: Any, folder: str) -> None:
 
 def _rank_file(folder: str) -> Path:
     return Path(folder) / f"rank_state_{dist.get_rank()}.pth"
-
-
-def _random_state() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (str(kind), torch.tensor(np.asarray(keys, dtype=np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 # -- messages

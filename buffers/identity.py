@@ -1,0 +1,72 @@
+"""What a store on disk says about itself: its format, the run that it belongs to, and what each link's messages are of.
+
+A message is only good for the run that made it: another model, cut or number of bits has other activations, and the
+other end of the link does not hold it. So a store is refused where any of that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pipecomp.buffers.lmdb_file import ValueFile
+from pipecomp.errors import ConfigError, StoreError
+
+FORMAT_KEY = b"format"
+FORMAT = b"1"
+RUN_KEY = b"run"
+_LINK = b"link:"
+
+
+def link_key(name: str) -> bytes:
+    """Where a link's settings are in the file's remarks."""
+    return _LINK + name.encode()
+
+
+def configuration(settings: Mapping[str, Any]) -> str:
+    """A short hash of what a link's messages depend on."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_run(file: ValueFile) -> str | None:
+    """The id of the run whose messages these are, None if no run has used the store."""
+    found = file.meta(RUN_KEY)
+    return None if found is None else found.decode(errors="replace")
+
+
+def check_format(file: ValueFile) -> None:
+    """Mark a new file; StoreError for one of another format."""
+    found = file.meta(FORMAT_KEY)
+    if found is None:
+        file.set_meta(FORMAT_KEY, FORMAT)
+    elif found != FORMAT:
+        raise StoreError(
+            f"{file.path}: message store of format {found.decode(errors='replace')}, this program reads "
+            f"{FORMAT.decode()}: give another store.path, or remove it with `pipecomp store prune --everything`"
+        )
+
+
+def check_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> None:
+    """Keep a new link's settings; StoreError if there are others, ConfigError if they are not JSON values."""
+    try:
+        mine = json.loads(json.dumps(settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError("settings", dict(settings), f"JSON values: {error}") from error
+    found = file.meta(link_key(name))
+    if found is None:
+        file.set_meta(link_key(name), json.dumps(mine, sort_keys=True).encode())
+        return
+    theirs = json.loads(found)
+    if theirs != mine:
+        differs = [
+            f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
+            for k in sorted({*mine, *theirs})
+            if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
+        ]
+        raise StoreError(
+            f"{file.path}: the messages of {name} were made with other settings ({'; '.join(differs)}). Go on with "
+            f"the stored settings, give another store.path, or remove the messages with `pipecomp store prune "
+            f"{file.path} --link {name}`"
+        )

@@ -1,0 +1,161 @@
+"""The part of the engine that saves and loads: what DeepSpeed does not know of is written beside its files.
+
+    TAG/   DeepSpeed's checkpoint
+        pipecomp-rank-R.pt                     rank R's random generators, and what its message stores held
+        pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
+        pipecomp-gradients-…-rank-R            error memories of compressed gradients
+        pipecomp-seal-R.json                   written last, see `sealing`
+    latest   DeepSpeed's file, which names the last TAG that is whole
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipecomp import sealing
+from pipecomp.data import TrainLoader
+from pipecomp.errors import ConfigError, StoreError
+from pipecomp.handshake import Together
+from pipecomp.random_state import random_state, set_random_state
+from pipecomp.replicas import load_memories, save_memories
+from pipecomp.reports import ReportingEngine
+from pipecomp.runs import Run, saved_run
+from pipecomp.stages.resume import summarize
+
+_STATE_KEY = "pipecomp"
+
+
+class Resumed(NamedTuple):
+    """How a run goes on. exact: every rank holds the messages of the checkpoint's step, so that losses will be the
+    same, bit for bit. dropped: samples that this rank's links forgot, because their ends differed."""
+
+    exact: bool
+    dropped: int
+
+
+class CheckpointingEngine(ReportingEngine):
+    """Checkpoints of everything that a run needs to go on. Its subclass trains.
+
+    run: which run this is; None without message stores. resumed: set by `load_checkpoint`.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        self.run: Run | None = None
+        self.resumed: Resumed | None = None
+        self._loader: TrainLoader | None = None
+        self._batches_taken = 0  # micro-batches of the training data that this replica has trained on
+        self._evaluations = 0
+        super().__init__(**more)
+
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: dict | None = None, save_latest: bool = True, **kwargs: Any
+    ) -> Any:
+        """As DeepSpeed's; saved too are the place in the training data, the random generators, error memories, what
+        the message stores hold, and with `store.in_checkpoints` a copy of them.
+
+        A run that is killed meanwhile leaves the checkpoint before as `latest`. Raises ConfigError for bf16 without
+        ZeRO: DeepSpeed 0.19 cannot load what it would save.
+        """
+        if self.using_bf16_optimizer and not self.zero_optimization():
+            raise ConfigError(
+                "zero_optimization.stage",
+                0,
+                "1, with data_types.grad_accum_dtype 'fp32', for checkpoints of bf16 training: DeepSpeed cannot load "
+                "what it saves without",
+            )
+        own: dict[str, Any] = {"batches_taken": self._batches_taken, "evaluations": self._evaluations}
+        if self.run is not None:
+            own["run"] = self.run.id
+        state = {**(client_state or {}), _STATE_KEY: own}
+        tag = str(tag or f"global_step{self.global_steps}")
+        folder = Path(save_dir) / tag
+        with self.telling_others():
+            sealing.unseal(folder)
+            done = super().save_checkpoint(save_dir, tag=tag, client_state=state, save_latest=False, **kwargs)
+            save_memories(self.exchange_states(), folder, self.global_rank)
+            self._save_rank(folder)
+            dist.barrier()  # everything is written
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                sealing.seal(folder, self.global_rank)
+            dist.barrier()
+            if save_latest and self.global_rank == 0:
+                sealing.write_whole(Path(save_dir) / "latest", tag)
+        return done
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As DeepSpeed's; training goes on where it was in the training data.
+
+        Messages go on as the checkpoint's if the stores still hold these or the checkpoint has a copy, else as what
+        both ends of each link have in common; `resumed` says which. Raises StoreError on every rank if the stores'
+        messages are of another run than the checkpoint.
+        """
+        with self.telling_others():
+            path, state = super().load_checkpoint(load_dir, *args, **kwargs)
+            if path is None:
+                return path, state
+            folder = Path(path) if Path(path).is_dir() else Path(path).parent
+            load_memories(self.exchange_states(), folder, self.global_rank, self.device)
+            own = (state or {}).pop(_STATE_KEY, None)
+            if own is not None and not kwargs.get("load_module_only"):
+                self._go_on(own, folder)
+        return path, state
+
+    def _go_on(self, own: dict[str, Any], folder: Path) -> None:
+        self._batches_taken, self._evaluations = own["batches_taken"], own["evaluations"]
+        if self._loader is not None:
+            self._loader.taken = self._batches_taken
+            self.set_dataloader(self._loader)
+        file = _rank_file(folder, self.global_rank)
+        saved = torch.load(file, weights_only=True) if file.is_file() else None
+        if saved is not None:
+            set_random_state(saved["random"])
+        if self.run is None:
+            return
+        all_ranks = Together()
+        exact = False
+        with all_ranks.failing():
+            self.run.loaded(saved_run(own))
+            if saved is not None:
+                exact = self._take_messages(folder, saved["messages"])
+        dropped = self.links.agree()
+        self.resumed = Resumed(all(all_ranks.everyone(exact and not dropped)), dropped)
+
+    def _save_rank(self, folder: Path) -> None:
+        copy, environment = _messages(folder, self.global_rank), self.links.environment
+        if environment is not None and self.pipecomp_config.store.in_checkpoints:
+            environment.save(copy)
+        elif copy.exists():  # of an earlier checkpoint of this name
+            shutil.rmtree(copy)
+        state = {"random": random_state(), "messages": self._messages_held()}
+        torch.save(state, _rank_file(folder, self.global_rank))
+
+    def _take_messages(self, folder: Path, held: dict[str, Any]) -> bool:
+        """Hold what this rank held at the checkpoint, if that is possible. False if it is not."""
+        if self._messages_held() == held:
+            return True
+        environment = self.links.environment
+        assert environment is not None
+        copy = _messages(folder, self.global_rank)
+        if not environment.restore(copy):
+            return False
+        if self._messages_held() != held:
+            raise StoreError(f"{copy}: not what the checkpoint says that it holds; without it, training can go on")
+        return True
+
+    def _messages_held(self) -> dict[str, Any]:
+        """For each link the store's version: number of samples, their highest version, digest of all."""
+        return {str(end.index): list(summarize(end.store)) for end in self.links if end.store is not None}
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"pipecomp-rank-{rank}.pt"
+
+
+def _messages(folder: Path, rank: int) -> Path:
+    return folder / f"pipecomp-messages-rank-{rank}"

@@ -1,0 +1,96 @@
+"""Network interfaces of this machine, and the one that gloo takes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from pipecomp.errors import ConfigError
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+class Interface(NamedTuple):
+    """addresses: IPv4 first. speed_mbit: 0 where the system does not know it."""
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    mtu: int
+    speed_mbit: int
+
+    @property
+    def usable(self) -> bool:
+        """Whether another machine could be reached through it."""
+        return self.up and any(not is_loopback(a) and not a.startswith("fe80") for a in self.addresses)
+
+
+class Choice(NamedTuple):
+    """What gloo binds to by itself: the first address of the host name that is this machine's, or none."""
+
+    hostname: str
+    address: str | None
+
+
+def list_interfaces() -> dict[str, Interface]:
+    """All network interfaces of this machine, by name."""
+    stats, found = psutil.net_if_stats(), {}
+    for name, addresses in psutil.net_if_addrs().items():
+        ip = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
+        state = stats.get(name)
+        up, mtu, speed = (state.isup, state.mtu, state.speed) if state else (False, 0, 0)
+        found[name] = Interface(name, tuple(a.split("%")[0] for a in ip), up, mtu, speed)
+    return found
+
+
+def default_choice() -> Choice:
+    """What gloo does without GLOO_SOCKET_IFNAME: it binds to each address of the host name until one lets it."""
+    hostname = socket.gethostname()
+    try:
+        candidates = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return Choice(hostname, None)
+    for family, kind, protocol, _, where in candidates:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+        except OSError:
+            continue
+        return Choice(hostname, str(where[0]))
+    return Choice(hostname, None)
+
+
+def gloo_address() -> str:
+    """The address that gloo binds to in this process. Raises ConfigError if GLOO_SOCKET_IFNAME leads nowhere."""
+    variable = os.environ.get(GLOO_VARIABLE)
+    if not variable:
+        return default_choice().address or "127.0.0.1"
+    interfaces = list_interfaces()
+    for name in variable.split(","):
+        interface = interfaces.get(name)
+        if interface is None or not interface.up or not interface.addresses:
+            allowed = ", ".join(i.name for i in interfaces.values() if i.up and i.addresses)
+            raise ConfigError(GLOO_VARIABLE, variable, f"interfaces of this machine that are up: {allowed}")
+    return interfaces[variable.split(",")[0]].addresses[0]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address, or the name localhost, stays on this machine."""
+    try:
+        return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def machine() -> str:
+    """The same for processes that share a network: containers and network namespaces are machines of their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,108 @@
+"""Joining the other processes of a run, and finding out before gloo does what would keep them apart."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from pipecomp.errors import LinkError, LinkTimeoutError
+from pipecomp.handshake import COMING_S, Together, check_byte_order, versions
+from pipecomp.interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
+
+_CONNECT_S = 60.0  # for connections among ranks that have met already
+
+
+def ranks_here() -> int | None:
+    """How many ranks share this machine, as the launcher says; torchrun and deepspeed name it differently."""
+    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(found) if found else None
+
+
+def join_processes() -> None:
+    """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless.
+
+    Raises LinkError on every rank where the ranks have different versions, or cannot reach each other.
+    """
+    if dist.is_initialized():
+        _initialize()
+        return
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        check_byte_order()
+        _initialize()
+        return
+    store = _meet(rank, world)  # kept until torch has joined too: it may be what serves the others
+    try:
+        _initialize()
+    except (RuntimeError, ValueError) as error:
+        raise LinkError(
+            f"rank {rank} cannot connect to the other ranks: {_first_line(error)}. gloo takes {gloo_address()} here: "
+            f"{GLOO_VARIABLE} must name the interface that leads to the others, on each machine, and all TCP ports "
+            "between them must be open; `pipecomp doctor` tells more"
+        ) from error
+    del store
+
+
+def _meet(rank: int, world: int) -> Any:
+    """Compare what must fit before gloo connects; returns what the ranks met in."""
+    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=COMING_S))))
+    except (RuntimeError, ValueError) as error:
+        raise LinkTimeoutError(
+            f"rank {rank} did not find rank 0 at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "
+            "and MASTER_PORT; rank 0's machine must let that port in"
+        ) from error
+    together = Together(rank, world, store)
+    address = "127.0.0.1"
+    with together.failing():
+        check_byte_order()
+        address = gloo_address()
+    together.check_alike(versions())
+    places = together.everyone([machine(), address])
+    lonely = [r for r, (_, used) in enumerate(places) if is_loopback(used)]
+    if lonely and len({name for name, _ in places}) > 1:
+        used = "; ".join(f"rank {r} {places[r][1]}" for r in lonely)
+        raise LinkError(
+            f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
+            "interface that leads to the others"
+        )
+    return store
+
+
+def _initialize() -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
+    accelerator = get_accelerator()
+    local = ranks_here() or int(os.environ["WORLD_SIZE"])
+    shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
+    backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
+    new = not dist.is_initialized()
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timedelta(seconds=_CONNECT_S))
+    if new:  # a collective may wait longer than a connection: for a rank that saves, or evaluates
+        distributed_c10d._set_pg_timeout(default_pg_timeout, dist.group.WORLD)
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]  # gloo's source files

@@ -1,0 +1,124 @@
+"""Opening a rank's links: process groups, message stores, and what both ends agree on before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
+from pipecomp.config import Config
+from pipecomp.engine import PipelineEngine
+from pipecomp.handshake import Together
+from pipecomp.runs import Run, find_run, model_digest
+from pipecomp.stages.downstream import DownstreamEnd
+from pipecomp.stages.gloo import GlooTransport, close_quietly, neighbour_groups
+from pipecomp.stages.links import Links
+from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.upstream import UpstreamEnd
+
+
+def pipelines(grid: Any) -> list[list[int]]:
+    """For each replica the global ranks of its stages."""
+    return [
+        [grid._topo.get_rank(pipe=stage, data=replica) for stage in range(grid.pipe_parallel_size)]
+        for replica in range(grid.data_parallel_size)
+    ]
+
+
+def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
+    """A process group for each tied weight of this rank; made by all ranks in the same order."""
+    mine = {}
+    for tied in split_plan.tied:
+        for ranks in pipelines(grid):
+            members = [ranks[stage] for stage in tied.stages]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine[tied.name] = group
+    return mine
+
+
+def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooTransport]:
+    """To the stages before and after this one, where there are any; every rank must call this."""
+    grid, stage = engine.grid, engine.stage_id
+    all_pipelines = pipelines(grid)
+    groups = neighbour_groups(all_pipelines, timeout_s)
+    ranks = all_pipelines[grid.data_parallel_id]
+    links = {"to_previous": stage - 1, "to_next": stage}
+    return {
+        name: GlooTransport(groups[ranks[index], ranks[index + 1]], timeout_s=timeout_s)
+        for name, index in links.items()
+        if 0 <= index < grid.pipe_parallel_size - 1
+    }
+
+
+def open_links(
+    engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport], all_ranks: Together
+) -> tuple[Links, Run | None]:
+    """This rank's ends of its links, which hold the same messages as their peers, and the run whose messages these are
+    (None where none are kept); every rank must call this.
+
+    given: with "auto" where bits are measured at every start, as messages do not depend on them. Raises StoreError for
+    message stores that are of another run or configuration, LinkError where ranks differ.
+    """
+    grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
+    indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
+    crossings = {name: stage.crossing(indices[name]) for name in transports}
+    weight = next(stage.parameters(), torch.empty(0))
+    dtype = str(weight.dtype).removeprefix("torch.")
+    described = {
+        indices[name]: {
+            **given.link_settings(),
+            **crossing.settings,
+            "hidden_size": crossing.width,
+            "model": f"{engine.plan.model_class} {model_digest(engine.plan, stage.config)}",
+            "dtype": dtype,
+            "replica": f"{grid.data_parallel_id} of {grid.data_parallel_size}",
+        }
+        for name, crossing in crossings.items()
+    }
+    run = None
+    with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left
+        for transport in transports.values():
+            opened.callback(close_quietly, transport)
+        environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
+        if settings.activations.method == "aqsgd":
+            with all_ranks.failing():
+                environment = _environment(settings, engine.global_rank)
+                opened.callback(environment.close)
+                stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
+            holds = any(held is not None and held.stats()["samples"] > 0 for held in stores.values())
+            run = find_run(environment, holds, settings.store.path, settings.store.run, all_ranks)
+        ends: dict[str, Any] = {}
+        for name, crossing in crossings.items():
+            index = indices[name]
+            ends[name] = (UpstreamEnd if name == "to_next" else DownstreamEnd)(
+                index,
+                settings,
+                transports[name],
+                stores[index],
+                replica=grid.data_parallel_id,
+                device=engine.device,
+                pass_nonfinite=engine.fp16_enabled(),
+                frame=crossing.frame,
+            )
+        both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
+        links = Links(environment=environment, described=both, **ends)
+        links.agree()
+        opened.pop_all()
+    return links, run
+
+
+def _environment(settings: Config, rank: int) -> StoreEnvironment:
+    store = settings.store
+    return open_environment(
+        store.backend,
+        store.path,
+        rank,
+        bits=store.bits,
+        group_size=settings.activations.group_size,
+        max_bytes=store.max_bytes,
+        prefetch=store.prefetch,
+    )

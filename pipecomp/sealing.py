@@ -1,0 +1,90 @@
+"""Which checkpoints are good: a seal over all files of a folder, written last.
+
+A checkpoint is many files of many ranks; a run that is killed meanwhile leaves some of them. So when all ranks have
+written, one rank of each machine lists every file that it sees, with its size and CRC-32, in a file of its own that
+appears whole. A folder is good where its seals are there and every file is as listed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+_SEAL = "pipecomp-seal-{}.json"
+_SEALS = "pipecomp-seal-*.json"
+_CHUNK = 16 << 20
+_STEP = re.compile(r"global_step(\d+)")
+
+
+def unseal(folder: Path) -> None:
+    """The files are about to change: nothing vouches for them."""
+    for seal in folder.glob(_SEALS):
+        seal.unlink(missing_ok=True)
+
+
+def seal(folder: Path, rank: int) -> None:
+    """Vouch for all files of the folder; call it when every rank has written. rank: names the seal."""
+    files = {
+        str(path.relative_to(folder)): [path.stat().st_size, _crc(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.match(_SEALS) and not path.name.endswith((".part", ".tmp"))
+    }
+    write_whole(folder / _SEAL.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
+
+
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, None if it is good."""
+    seals = sorted(folder.glob(_SEALS))
+    if not seals:
+        return "it was not finished"
+    for path in seals:
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8"))["files"]
+            for name, (size, crc) in listed.items():
+                file = folder / name
+                if not file.is_file():
+                    return f"{name} is missing"
+                if file.stat().st_size != size or _crc(file) != crc:
+                    return f"{name} was changed"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{path.name} cannot be read: {error}"
+    return None
+
+
+def steps(save_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """The checkpoints in `save_dir` with DeepSpeed's usual names, good or not, by step."""
+    found = {}
+    for path in Path(save_dir).glob("global_step*"):
+        match = _STEP.fullmatch(path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def remove_old(save_dir: str | os.PathLike[str], keep: int) -> None:
+    """Delete all checkpoints but the last `keep` ones."""
+    for path in list(steps(save_dir).values())[:-keep]:
+        unseal(path)  # what is deleted halfway must not look good
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that appears with all of its text, or not at all."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc

@@ -1,0 +1,288 @@
+"""What the ranks of the reliability tests do: small trainings that are stopped, resumed, disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import ds_config, gpt2, samples
+
+AQSGD = {"method": "aqsgd", "forward_bits": 4}
+
+
+def make(folder: str, *, stages: int = 2, seed: int = 0, store: dict | None = None, **more: Any) -> Any:
+    """An engine that keeps its messages in `folder`."""
+    import pipecomp
+
+    section = {"activations": AQSGD, "store": {"path": folder, **(store or {})}} | more.pop("section", {})
+    config = ds_config(section, **more)
+    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=samples())
+
+
+def losses(engine: Any, steps: int) -> list[float]:
+    return [float(engine.train_batch()) for _ in range(steps)]
+
+
+def error_of(call: Any) -> str:
+    """The kind and the text of the error that a call raises, '' if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def messages(engine: Any) -> dict[int, list[tuple[int, int, str]]]:
+    """For each link: sample, version and SHA-256 of m, of all samples held."""
+    out = {}
+    for end in engine.links:
+        ids = [h.sample for h in end.store.inventory()]
+        out[end.index] = [
+            (i, m.version, hashlib.sha256(m.m_nH.numpy().tobytes()).hexdigest())
+            for i, m in zip(ids, end.store.get(ids), strict=True)
+        ]
+    return out
+
+
+# -- stores and their runs
+
+
+def runs(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """A run, and everything that is not that run with its stores."""
+    out: dict[str, Any] = {}
+    path, checkpoints = f"{folder}/m", f"{folder}/checkpoints"
+    engine = make(path)
+    losses(engine, 4)
+    engine.save_checkpoint(checkpoints)
+    out["id"] = engine.run.id
+    out["held"] = messages(engine)
+    engine.close()
+
+    engine = make(path)
+    out["another run"] = error_of(engine.train_batch)
+    engine.close()
+    for name, more in {
+        "other bits": {"section": {"activations": AQSGD | {"forward_bits": 2}}},
+        "other store bits": {"store": {"bits": 8}},
+        "other name": {"store": {"run": "mine"}},
+    }.items():
+        out[name] = error_of(lambda more=more: make(path, **more))
+    import pipecomp
+
+    for name, model, cuts in (("another model", gpt2(layers=6), [0, 2, 6]), ("another cut", gpt2(), [0, 1, 4])):
+        config = ds_config({"activations": AQSGD, "store": {"path": path}})
+        out[name] = error_of(
+            lambda model=model, cuts=cuts, config=config: pipecomp.initialize(
+                model, cuts=cuts, config=config, training_data=samples()
+            )
+        )
+
+    engine = make(f"{folder}/empty")  # takes the run's id from the checkpoint
+    engine.load_checkpoint(checkpoints)
+    out["moved"] = engine.run.id, engine.resumed
+    losses(engine, 1)
+    engine.close()
+
+    engine = make(path)
+    engine.load_checkpoint(checkpoints)
+    out["resumed"] = engine.run.id, engine.resumed, messages(engine)
+    losses(engine, 1)
+    engine.close()
+    engine = make(path, store={"run": out["id"]})  # says itself which run it is
+    losses(engine, 1)
+    engine.close()
+
+    engine = make(f"{folder}/other")
+    losses(engine, 2)
+    engine.save_checkpoint(f"{folder}/others")
+    engine.close()
+    engine = make(path)
+    out["another run's checkpoint"] = error_of(lambda: engine.load_checkpoint(f"{folder}/others"))
+    engine.close()
+    return out
+
+
+def exact(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """Losses of an undisturbed run, and of one that goes on from its checkpoint, with and without the store's copy."""
+    out: dict[str, Any] = {}
+    for name, store in {"copied": {"in_checkpoints": True, "bits": 8}, "not copied": {}}.items():
+        engine = make(f"{folder}/{name}/m", store=store)
+        losses(engine, 5)
+        engine.save_checkpoint(f"{folder}/{name}/c")
+        at_checkpoint = messages(engine)
+        expected = losses(engine, 6)
+        engine.close()
+        engine = make(f"{folder}/{name}/m", seed=9, store=store)
+        engine.load_checkpoint(f"{folder}/{name}/c")
+        same = messages(engine) == at_checkpoint
+        out[name] = expected, engine.resumed, same, losses(engine, 6), messages(engine)
+        engine.close()
+    engine = make(f"{folder}/stopped/m")  # nothing was trained after the checkpoint: no copy is needed
+    losses(engine, 5)
+    engine.save_checkpoint(f"{folder}/stopped/c")
+    engine.close()
+    engine = make(f"{folder}/stopped/m", seed=9)
+    engine.load_checkpoint(f"{folder}/stopped/c")
+    out["stopped"] = out["not copied"][0], engine.resumed, True, losses(engine, 6), messages(engine)
+    engine.close()
+    return out
+
+
+# -- both ends hold the same
+
+
+def drifts(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """Rank 1's message of a sample changes behind its back, once, and later twice in a row."""
+    import logging
+
+    from pipecomp.buffers.lmdb_store import LmdbStore
+
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("pipecomp").addHandler(Listener())
+    engine = make(folder, store={"drift_check": 2})
+    losses(engine, 4)
+    quiet = list(said)
+    put = LmdbStore.put
+    changed: list[int] = []
+
+    def faulty(self: Any, sample: int, version: int, m_nH: Any) -> None:
+        if not changed:
+            changed.append(sample)
+            m_nH = m_nH.clone()
+            m_nH[0, 0] += 1e-3
+        put(self, sample, version, m_nH)
+
+    if rank == 1:
+        LmdbStore.put = faulty  # type: ignore[method-assign]
+    losses(engine, 2)
+    stats = engine.comm_stats()["links"]["0->1"]
+    repaired = messages(engine)
+    losses(engine, 6)  # the sample comes again, whole
+    same = messages(engine)
+    error = ""
+    steps = 0
+    for _ in range(2):
+        changed.clear()
+        for _ in range(2):
+            error = error or error_of(engine.train_batch)
+            steps += not error
+    engine.close()
+    return {"quiet": quiet, "said": said, "stats": stats, "repaired": repaired, "same": same, "error": error,
+            "steps": steps}  # fmt: skip
+
+
+# -- at the start
+
+
+def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
+    """Rank 1 differs from the others, each time in something else."""
+    import pipecomp
+
+    def start(section: dict | None = None, layers: int = 4, cuts: Any = None, **more: Any) -> None:
+        config = ds_config({"activations": AQSGD, "store": {"backend": "memory"}} | (section or {}), **more)
+        pipecomp.initialize(
+            gpt2(layers=layers), num_stages=None if cuts else world, cuts=cuts, config=config, training_data=samples()
+        )
+
+    mine = rank == 1
+    out = {
+        "bits": error_of(lambda: start({"activations": AQSGD | {"forward_bits": 2}} if mine else None)),
+        "batch": error_of(lambda: start(micro_batches=4 if mine else 3)),
+        "rate": error_of(
+            lambda: start(optimizer={"type": "AdamW", "params": {"lr": 0.5 if mine else 0.1}})
+        ),
+        "cut": error_of(lambda: start(cuts=[0, 1, 3, 4] if mine else [0, 2, 3, 4])),
+        "model": error_of(lambda: start(layers=5 if mine else 4)),
+        "dtype": error_of(lambda: start(**({"bf16": {"enabled": True}} if mine else {}))),
+        "key": error_of(lambda: start({"no such": 1} if mine else None)),
+    }
+    from pipecomp import handshake
+
+    facts = handshake.versions()
+    if mine:
+        facts |= {"torch version": "1.0.0", "order of bytes": "big"}
+    out["versions"] = error_of(lambda: handshake.Together().check_alike(facts))
+    out["alike"] = error_of(lambda: start({"store": {"path": f"{folder}/{rank}"}}))  # a place of its own is no matter
+    return out
+
+
+def wrong_interface(rank: int, world: int, note: Any) -> str:
+    from pipecomp.join import join_processes
+
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    return error_of(join_processes)
+
+
+def lonely_interface(rank: int, world: int, note: Any) -> str:
+    from pipecomp import join
+
+    join.machine = lambda: f"machine {rank}"
+    join.gloo_address = lambda: "127.0.1.1" if rank == 1 else "10.0.0.1"
+    return error_of(join.join_processes)
+
+
+# -- lost ranks
+
+
+def is_lost(rank: int, world: int, note: Any, how: str, victim: int, folder: str, stages: int, timeout_s: float) -> Any:
+    """The victim goes in step 3; what the others raise, and how long after."""
+    engine = make(folder, stages=stages, section={"transport": {"timeout_s": timeout_s}})
+    began = 0.0
+    for step in range(100):
+        if step == 3:
+            began = time.monotonic()
+            if rank == victim:
+                note(os.getpid())
+                if how == "reset":
+                    _reset_connections()
+                else:
+                    os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        error = error_of(engine.train_batch)
+        if error:
+            with contextlib.suppress(Exception):
+                engine.close()
+            return error, time.monotonic() - began
+    return "trained on", 0.0
+
+
+def _reset_connections() -> None:
+    """Close this process's TCP connections as a dying machine's router would: with a reset."""
+    import socket
+    import struct
+
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            if "socket:" in os.readlink(f"/proc/self/fd/{name}"):
+                found = socket.socket(fileno=os.dup(int(name)))
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                    found.getpeername()
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    found.shutdown(socket.SHUT_RDWR)
+
+
+def waits_in_a_collective(rank: int, world: int, note: Any, timeout_s: float, folder: str) -> str:
+    """Rank 1 is stopped while the others wait for it where no link looks: in an all-reduce."""
+    import torch
+    import torch.distributed as dist
+
+    engine = make(folder, section={"transport": {"timeout_s": timeout_s}})
+    losses(engine, 2)
+    if rank == 1:
+        note(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with engine.telling_others():
+        dist.all_reduce(torch.ones(1))
+    return "went on"
