@@ -27,7 +27,7 @@ def trained(rank, world, note, folder, forward, backward, with_data):
     logging.getLogger("pipecomp.plan.auto").addHandler(handler)
     section = {
         "activations": {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward},
-        "store": {"path": f"{folder}/messages"},
+        "store": {"path": f"{folder}/messages", "run": "twice"},
     }
     found = []
     for _ in range(2):  # the second one goes on with the first one's messages
