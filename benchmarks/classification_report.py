@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -25,10 +24,9 @@ HEADINGS = (
 
 
 def write_report(folder: Path, runs: list[Run], order: list[str]) -> None:
-    """Write classification.md and classification.json; `order`: the methods as they stand in the tables."""
+    """Write classification.md; `order`: the methods as they stand in the tables."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = sorted(runs, key=lambda r: (r["task"] != "QNLI", order.index(r["method"]), r["stages"], r["seed"]))
-    (folder / "classification.json").write_text(json.dumps(runs, indent=1) + "\n")
     lines = _head(runs)
     for task in METRICS:
         of_task = [run for run in runs if run["task"] == task]

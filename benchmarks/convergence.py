@@ -4,8 +4,8 @@
                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER]
 
 All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
-What is finished is kept under --cache, so that a benchmark that was stopped continues. Writes convergence.md and
-convergence.json.
+Finished runs are kept in --out, so that a benchmark that was stopped continues. Writes convergence.md
+beside them.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def main() -> None:
     from jobs import finished, work_off
 
     arguments = _arguments()
-    setup, kept = setup_digest(), arguments.cache / "runs.jsonl"
+    setup, kept = setup_digest(), arguments.out / "convergence.jsonl"
     arguments.cache.mkdir(parents=True, exist_ok=True)
     runs = finished(kept, setup)
     done = {(run["method"], run["stages"], run["seed"]) for run in runs}
@@ -201,8 +201,8 @@ def _arguments() -> argparse.Namespace:
     add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -23,10 +22,9 @@ HEADINGS = (
 
 
 def write_report(folder: Path, runs: list[Run], order: list[str]) -> None:
-    """Write convergence.md and convergence.json; `order`: the methods as they stand in the table."""
+    """Write convergence.md; `order`: the methods as they stand in the table."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = sorted(runs, key=lambda run: (order.index(run["method"]), -run["stages"], run["seed"]))
-    (folder / "convergence.json").write_text(json.dumps(runs, indent=1) + "\n")
     (folder / "convergence.md").write_text("\n".join([*_head(runs), *_gaps(runs), *_table(runs)]) + "\n")
 
 

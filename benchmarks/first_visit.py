@@ -4,7 +4,7 @@
                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER]
 
 The model, the data and the settings are those of convergence.py, with 4 stages and 2 bits forward, 4 back, where a bad
-first message has the most to spoil. What is finished is kept under --cache. Writes first_visit.md and first_visit.json.
+first message has the most to spoil. Finished runs are kept in --out. Writes first_visit.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     from jobs import finished, work_off
 
     arguments = _arguments()
-    setup, kept = setup_digest(), arguments.cache / "first_visit.jsonl"
+    setup, kept = setup_digest(), arguments.out / "first_visit.jsonl"
     arguments.cache.mkdir(parents=True, exist_ok=True)
     runs = finished(kept, setup)
     done = {(run["method"], run["epochs"], run["seed"]) for run in runs}
@@ -75,8 +75,8 @@ def _arguments() -> argparse.Namespace:
     add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
     add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

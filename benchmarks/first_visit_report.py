@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -14,10 +13,9 @@ HEADINGS = ("first visit", "seeds", "training loss above FP32", "held-out above 
 
 
 def write_report(folder: Path, runs: list[Run], order: list[str]) -> None:
-    """Write first_visit.md and first_visit.json; `order`: the lines as they stand in the table."""
+    """Write first_visit.md; `order`: the lines as they stand in the table."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = sorted(runs, key=lambda run: (run["epochs"], order.index(run["method"]), run["seed"]))
-    (folder / "first_visit.json").write_text(json.dumps(runs, indent=1) + "\n")
     lines = _head(runs)
     for epochs in sorted({run["epochs"] for run in runs}):
         lines += _table(epochs, [run for run in runs if run["epochs"] == epochs])

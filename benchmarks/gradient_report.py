@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -16,11 +15,10 @@ TITLES = {
 
 
 def write_report(out: Path, runs: list[dict[str, Any]], order: list[str]) -> None:
-    """Write gradients.md and gradients.json."""
+    """Write gradients.md."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gradients.json").write_text(json.dumps(runs, indent=1) + "\n")
     lines = [
         "# Convergence with compressed gradients",
         "",

@@ -5,7 +5,7 @@
 
 All n workers of a run are in one process on one thread: each computes the gradient of its part of the batch, and the
 product's own methods average them (PowerSGD and fp16, which are torch's, over real processes). The batch of all workers
-together is the same for every n. What is finished is kept under --cache. Writes gradients.md and gradients.json.
+together is the same for every n. Finished runs are kept in --out. Writes gradients.md.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> None:
 
     arguments = _arguments()
     arguments.cache.mkdir(parents=True, exist_ok=True)
-    kept = arguments.cache / "gradients.jsonl"
+    kept = arguments.out / "gradients.jsonl"
     setup = setup_digest()
     runs = [run for run in finished(kept, setup) if run["options"] == METHODS.get(run["method"])]
     done = {(r["task"], r["method"], r["n"], r["seed"]) for r in runs}
@@ -198,8 +198,8 @@ def _arguments() -> argparse.Namespace:
     add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--jobs", type=int, default=2, help="runs at the same time, one thread each (2)")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with cifar10 and wikitext-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

@@ -46,6 +46,7 @@ def work_off(
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
+    kept.parent.mkdir(parents=True, exist_ok=True)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     with pool, kept.open("a") as file:
         waiting = [pool.submit(train, *job, *more) for job in todo]

@@ -4,14 +4,12 @@
                                   [--data FOLDER] [--cache FOLDER] [--out FOLDER]
 
 Fine-tunes convergence.py's pre-trained GPT-2 with its settings over four processes, each in a network namespace of its
-own (root needed), whose interfaces count what really travels. Finished runs are kept under --cache. Writes replicas.md
-and replicas.json.
+own (root needed), whose interfaces count what really travels. Finished runs are kept in --out. Writes replicas.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -123,13 +121,12 @@ def _between_steps(rank: int, note: Any) -> None:
 
 
 def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
-    """Write replicas.md and replicas.json."""
+    """Write replicas.md."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     order = list(METHODS)
     runs = sorted(runs, key=lambda run: (order.index(run["method"]), run["seed"]))
-    (folder / "replicas.json").write_text(json.dumps(runs, indent=1) + "\n")
     exact = {run["seed"]: run["train_loss"] for run in runs if run["method"] == "FP32"}
     lines = [
         "# Two stages, two replicas, everything compressed",
@@ -175,7 +172,7 @@ def main() -> None:
     from jobs import finished, work_off
 
     arguments = _arguments()
-    kept, setup = arguments.cache / "replicas.jsonl", setup_digest()
+    kept, setup = arguments.out / "replicas.jsonl", setup_digest()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     runs = [run for run in finished(kept, setup) if run["epochs"] == arguments.epochs]
     done = {(run["method"], run["seed"]) for run in runs}
@@ -198,8 +195,8 @@ def _arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=6, help="passes over the training data (6)")
     add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

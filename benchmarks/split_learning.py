@@ -1,18 +1,16 @@
 """Split learning of a ResNet on CIFAR-10 with compressed links: accuracy and bytes, and what following crops is worth.
 
-    python benchmarks/split_learning.py [--seeds 3] [--only NAME ...] [--workers 2] [--data FILE] [--cache FOLDER]
-                                        [--out FOLDER]
+    python benchmarks/split_learning.py [--seeds 3] [--only NAME ...] [--workers 2] [--data FILE] [--out FOLDER]
 
 Client, server and client are in one process on one thread (see inprocess.py): the network, the data, the order of the
-clients, the links and the message stores are those of the recipe resnet_split. What is finished is kept under --cache,
-so that a benchmark that was stopped continues. Writes split_learning.md and split_learning.json.
+clients, the links and the message stores are those of the recipe resnet_split. Finished runs are kept in --out,
+so that a benchmark that was stopped continues. Writes split_learning.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import platform
 import statistics
@@ -132,11 +130,10 @@ def setup_digest() -> str:
 
 
 def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
-    """Write split_learning.md and split_learning.json."""
+    """Write split_learning.md."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "split_learning.json").write_text(json.dumps(runs, indent=1) + "\n")
     lines = [
         "# Split learning with compressed links",
         "",
@@ -194,8 +191,7 @@ def main() -> None:
     from jobs import finished, work_off
 
     arguments = _arguments()
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    setup, kept = setup_digest(), arguments.cache / "split_learning.jsonl"
+    setup, kept = setup_digest(), arguments.out / "split_learning.jsonl"
     runs = finished(kept, setup)
     done = {(run["method"], run["seed"]) for run in runs}
     chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
@@ -222,8 +218,7 @@ def _arguments() -> argparse.Namespace:
     add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
     add("--data", type=Path, default=data, help="an .npz with x_train, y_train, x_test and y_test")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where finished runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

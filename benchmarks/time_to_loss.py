@@ -6,7 +6,7 @@
 A GPT-2 that was pre-trained on WikiText-2's training text is fine-tuned on articles of its validation text over two
 stages in two network namespaces (root needed), one thread each. The link's rate is such that the float32 messages of a
 micro-batch, both ways, take r times what a stage computes on it, measured first without a limit. Finished runs are kept
-under --cache. Writes time_to_loss.md, .json and .png.
+in --out. Writes time_to_loss.md and .png.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def main() -> None:
 
     arguments = _arguments()
     arguments.cache.mkdir(parents=True, exist_ok=True)
-    kept = arguments.cache / "time_to_loss.jsonl"
+    kept = arguments.out / "time_to_loss.jsonl"
     setup = digest([BATCH, MICRO_BATCH, TRAINING, LENGTH, WIDTH, LEARNING_RATE, PRETRAINING, VOCABULARY, arguments.r])
     runs = finished(kept, setup)
     done = {(run["method"], run["epochs"]) for run in runs}
@@ -161,8 +161,8 @@ def _arguments() -> argparse.Namespace:
     add("--epochs", type=int, nargs="+", default=[3, 10], metavar="N", help="lengths of training (3 10)")
     add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens, models and runs are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is written")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
     return parser.parse_args()
 
 

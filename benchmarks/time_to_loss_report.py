@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -14,12 +13,11 @@ WITHIN = 0.005
 
 
 def write_report(folder: Path, runs: list[Run], r: float, order: list[str]) -> None:
-    """Write time_to_loss.md, .json and .png; the first of `order` is the reference."""
+    """Write time_to_loss.md and .png; the first of `order` is the reference."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     runs = sorted(runs, key=lambda run: (run["epochs"], order.index(run["method"])))
-    (folder / "time_to_loss.json").write_text(json.dumps(runs, indent=1) + "\n")
     lines = [
         "# Time to the loss of FP32 over a slow link",
         "",
