@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import DataError
 from pipecomp.kernels import ops
+from pipecomp.recipe_text import dataset_split
 
 CIFAR_SIDE = 32
 CIFAR_LABELS = {1: "CIFAR-10", 2: "CIFAR-100"}  # bytes of labels before the pixels of an image
@@ -104,15 +105,8 @@ def _read_cifar(path: str) -> tuple[Tensor, Tensor]:
 
 
 def dataset_images(name: str, *, part: str) -> Images:
-    """A dataset for `datasets.load_dataset`, "name" or "name:config", with a column of images. Raises ConfigError."""
-    path, _, config = name.partition(":")
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset(path, config or None, split=part)
-    except Exception as error:  # its libraries raise OSError, ValueError and errors of their own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError("--dataset", name, f"a dataset with a split {part!r} ({reason})") from error
+    """A dataset for `datasets.load_dataset`, NAME or NAME:CONFIG. Raises ConfigError, DataError."""
+    rows = dataset_split(name, (part,), ())
     image = next((column for column in IMAGE_COLUMNS if column in rows.column_names), None)
     label = next((column for column in LABEL_COLUMNS if column in rows.column_names), None)
     if image is None or label is None:

@@ -134,9 +134,14 @@ class Blocks(torch.utils.data.Dataset):
         return hashlib.sha256(self.tokens_NS.numpy().tobytes()).hexdigest()[:16]
 
 
-def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int) -> Blocks:
-    """All lines as one stream of tokens, cut into blocks. Raises DataError if the model's vocabulary is too small."""
+def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, end: int | None = None) -> Blocks:
+    """All lines as one stream of tokens, cut into blocks; after each line the token `end`, if it is given.
+
+    Raises DataError if the model's vocabulary is too small.
+    """
     encoded = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
+    if end is not None:
+        encoded = [[*tokens, end] for tokens in encoded]
     tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
     if len(tokens) and int(tokens.max()) >= vocabulary:
         raise DataError(

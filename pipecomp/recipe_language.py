@@ -1,0 +1,96 @@
+"""The run that the recipes for causal language models share, and texts that come as documents, one abstract each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import chain
+
+from pipecomp import recipe, recipe_text
+from pipecomp.errors import ConfigError, DataError
+
+Texts = list[str]
+
+
+def fine_tune(
+    args: argparse.Namespace, read: Callable[[argparse.Namespace], tuple[Texts, Texts | None]], *, documents: bool
+) -> None:
+    """One rank of a run, from text to saved model.
+
+    read(args): training texts and held-out ones, which are joined to one stream each. documents: put the tokenizer's
+    end-of-text token after each text. Raises this project's errors.
+    """
+    recipe_text.check_arguments(args)
+    recipe.join(args)
+    with recipe.together():
+        training_texts, held_out_texts = read(args)
+    with recipe.together() as same:
+        tokenizer = recipe_text.load_tokenizer(args.tokenizer, training_texts)
+        end = None
+        if documents:
+            end = tokenizer.eos_token_id
+            if end is None:
+                raise ConfigError("--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
+        model, config = recipe_text.causal_model(args, tokenizer)
+        size = recipe_text.block_size(args, config)
+        training = recipe_text.blocks(tokenizer, training_texts, size, vocabulary=config.vocab_size, end=end)
+        held_out = None
+        if held_out_texts is not None:
+            held_out = recipe_text.blocks(tokenizer, held_out_texts, size, vocabulary=config.vocab_size, end=end)
+        same("the training data or the tokenizer", training.digest())
+        same("the held-out data", None if held_out is None else held_out.digest())
+    recipe.train(
+        args, model=model, training=training, held_out=held_out, measures=recipe_text.perplexity, tokenizer=tokenizer
+    )
+
+
+# -- documents
+
+
+def add_document_arguments(parser: argparse.ArgumentParser) -> None:
+    """What documents add to the arguments of language modelling."""
+    parser.add_argument(
+        "--field", default="abstract", metavar="NAME",
+        help="key of the text in JSON lines, or column of --dataset (default abstract)",
+    )  # fmt: skip
+
+
+def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
+    """The documents of --train-file and --eval-file, or of --dataset. Raises DataError, ConfigError."""
+    if args.dataset is not None:
+        training, held_out = (
+            recipe_text.dataset_split(args.dataset, splits, (args.field,))[args.field]
+            for splits in (("train",), ("validation", "test"))
+        )
+        return _cleaned(training), _cleaned(held_out)
+    training = list(chain.from_iterable(documents_of(path, args.field) for path in args.train_file))
+    return training, None if args.eval_file is None else documents_of(args.eval_file, args.field)
+
+
+def documents_of(path: str, field: str) -> Texts:
+    """The documents of a file: the lines of a text, or a string in each line of a .jsonl or .json file, under `field`.
+
+    Runs of white space become one space; empty documents are left out. Raises DataError naming file and line.
+    """
+    lines = recipe_text.read_lines(path)
+    if not path.endswith((".jsonl", ".json")):
+        return _cleaned(lines)
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+        text = value.get(field) if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            has = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+            raise DataError(f"{path}, line {number}: has {has}; needed: an object with a text under {field!r}")
+        found.append(text)
+    return _cleaned(found)
+
+
+def _cleaned(texts: Texts) -> Texts:
+    return [cleaned for text in texts if (cleaned := " ".join(text.split()))]
