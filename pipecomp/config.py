@@ -84,10 +84,10 @@ class Activations:
         _require_choice("activations.scale", self.scale, ("max", "rms"))
         if self.group_size is not None:
             _require(
-                _is_int(self.group_size) and self.group_size >= 1,
+                _is_int(self.group_size) and 1 <= self.group_size < 2**32,
                 "activations.group_size",
                 self.group_size,
-                "null or a whole number of at least 1",
+                "null or a whole number of at least 1, below 2**32",
             )
         if self.backward_top_k is not None:
             k = self.backward_top_k
@@ -151,6 +151,7 @@ class Store:
     def __post_init__(self) -> None:
         _require_choice("store.backend", self.backend, ("lmdb", "memory"))
         _require(isinstance(self.path, str) and self.path != "", "store.path", self.path, "a folder name")
+        _require("\0" not in self.path, "store.path", self.path, "a folder name, without zero bytes")
         _require(_is_int(self.bits) and self.bits in (2, 4, 8, 16, 32), "store.bits", self.bits, "2, 4, 8, 16 or 32")
         if self.max_bytes is not None:
             ok = _is_int(self.max_bytes) and self.max_bytes > 0

@@ -30,8 +30,15 @@ class ConfigError(PipecompError, ValueError):
     """
 
     def __init__(self, key: str, got: object, allowed: str) -> None:
-        super().__init__(f"{key}: got {got!r}, allowed: {allowed}")
+        super().__init__(f"{key}: got {_shown(got)}, allowed: {allowed}")
         self.key, self.got, self.allowed = key, got, allowed
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+        return f"a {type(value).__name__} too large to show"
 
 
 class ShapeError(PipecompError, ValueError):

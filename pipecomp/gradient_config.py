@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from pipecomp.errors import ConfigError
 
+_MAX_NORM = 2**53
 Bits = int | tuple[int, ...]
 Norm = str | float | tuple[str | float, str | float]
 
@@ -62,7 +63,7 @@ class Gradients:
     METHODS: ClassVar[tuple[str, ...]] = tuple(OPTIONS)
 
     def __post_init__(self) -> None:
-        if self.method not in OPTIONS:
+        if not isinstance(self.method, str) or self.method not in OPTIONS:
             raise ConfigError("gradients.method", self.method, ", ".join(map(repr, OPTIONS)))
         takes = dict(OPTIONS[self.method])
         if self.sparse is True and "sparse" in takes:
@@ -148,6 +149,8 @@ def _one_norm(key: str, value: Any) -> str | float:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1
     if not ok:
         raise ConfigError(key, value, "'inf', a number of at least 1, or a pair of these")
+    if isinstance(value, int) and value > _MAX_NORM:
+        raise ConfigError(key, value, "a number up to 2**53, or 'inf'")
     return "inf" if math.isinf(value) else value
 
 

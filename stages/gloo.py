@@ -4,7 +4,9 @@ gloo's `send` is a rendezvous: nothing moves until the other side has posted its
 receives posted ahead of need, each able to take a whole frame (gloo lets a message be shorter than its receive). A
 message travels as frames; between messages, frames of no content say that the sender is alive.
 
-    frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole message u64, content
+    frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole message u64, CRC-32 of these u32, content
+
+Without the CRC a changed kind or length would leave a message unfinished, and its receiver waiting.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import re
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,8 +35,10 @@ FRAME_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 34
 _RING = 4  # receives posted ahead
 _SENDS = 2  # frames handed to gloo and not yet finished
-_PREFIX = struct.Struct("<BxxxIQ")
-_CONTENT = FRAME_BYTES - _PREFIX.size
+_FIELDS = struct.Struct("<BxxxIQ")
+_CRC = struct.Struct("<I")
+_PREFIX_BYTES = _FIELDS.size + _CRC.size
+_CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
 _CLOSE_SECONDS = 10.0  # how long an orderly end may take
 
@@ -136,9 +141,9 @@ class GlooTransport:
                 finish_one()
             frame = spare.pop()
             view = frame.numpy()
-            _PREFIX.pack_into(view, 0, kind, content.size, total)
-            view[_PREFIX.size : _PREFIX.size + content.size] = content
-            size = _PREFIX.size + content.size
+            write_prefix(view, kind, content.size, total)
+            size = _PREFIX_BYTES + content.size
+            view[_PREFIX_BYTES:size] = content
             if self._throttle is not None:
                 self._throttle.hold(size, queued)
             under_way.append((self._group.send([frame[:size]], self._to, self._tag), frame))
@@ -187,9 +192,9 @@ class GlooTransport:
                 work, frame = posted.popleft()
                 work.wait(self._timeout)
                 view = frame.numpy()
-                kind, size, total = _PREFIX.unpack_from(view, 0)
-                self._received += _PREFIX.size + size
-                content = view[_PREFIX.size : _PREFIX.size + size]
+                kind, size, total = read_prefix(view, self.peer)
+                self._received += _PREFIX_BYTES + size
+                content = view[_PREFIX_BYTES : _PREFIX_BYTES + size]
                 if kind == _DATA:
                     if filled == 0:
                         began = time.perf_counter()
@@ -248,6 +253,20 @@ class GlooTransport:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:
+    """Begin a frame, uint8 [n], of `size` bytes of a message of `total` bytes."""
+    _FIELDS.pack_into(frame, 0, kind, size, total)
+    _CRC.pack_into(frame, _FIELDS.size, zlib.crc32(frame[: _FIELDS.size]))
+
+
+def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
+    """Kind, content bytes and bytes of the whole message; WireError if they were changed on the way from `peer`."""
+    kind, size, total = _FIELDS.unpack_from(frame, 0)
+    if _CRC.unpack_from(frame, _FIELDS.size)[0] != zlib.crc32(frame[: _FIELDS.size]) or size > _CONTENT:
+        raise WireError(f"rank {peer} sent a frame that was changed on the way, or is none: {bytes(frame[:20]).hex()}")
+    return kind, size, total
 
 
 def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:

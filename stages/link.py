@@ -34,6 +34,7 @@ from pipecomp.stats import LinkStats
 from pipecomp.wire import Form, Header, Kind, Sample, decode, encode
 
 FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
+MAX_TENSOR_BYTES = 1 << 34  # of a decoded message, padding included
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,12 @@ class LinkEnd:
             raise LinkError(
                 f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}; expected the "
                 f"{kind.name.lower()} of micro-batch {at.micro_batch}, step {at.step}"
+            )
+        rows = header.tokens if self.frame is None else self.frame.lines
+        if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
+            raise WireError(
+                f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}, of {len(header.samples)} "
+                f"samples with {rows} rows of {header.hidden} values: above the limit of {MAX_TENSOR_BYTES} bytes"
             )
         if header.group_size != (self._group_size or 0):
             raise LinkError(

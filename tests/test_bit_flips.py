@@ -8,6 +8,7 @@ import pytest
 from benchmarks.bit_flips import Flips, flip_message, flip_value, markdown, recorded_messages, recorded_values
 from pipecomp import wire
 from pipecomp.errors import WireError
+from pipecomp.stages.gloo import read_prefix, write_prefix
 from pipecomp.wire import Form, Kind
 
 
@@ -43,6 +44,18 @@ def test_flips_in_values_are_found():
     for name, value in recorded_values(hidden=5).items():
         done = flip_value(name, value)
         assert (done.flipped, done.missed) == (8 * len(value), ())
+
+
+def test_flips_in_a_frames_beginning_are_found():
+    """A changed kind or length would leave the receiver waiting for the rest."""
+    frame = np.zeros(64, dtype=np.uint8)
+    write_prefix(frame, 1, 44, 44)
+    assert read_prefix(frame, 3) == (1, 44, 44)
+    for bit in range(8 * 20):
+        frame[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(WireError, match="rank 3 sent a frame"):
+            read_prefix(frame, 3)
+        frame[bit // 8] ^= 1 << (bit % 8)
 
 
 def test_what_goes_unnoticed_is_counted():

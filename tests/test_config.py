@@ -72,7 +72,11 @@ BAD = [
     ({"activations": {"method": "aqsgd"}, "store": {"max_bytes": -1}}, "store.max_bytes", "above 0"),
     ({"activations": {"method": "aqsgd"}, "store": {"prefetch": -1}}, "store.prefetch", "0 to 64"),
     ({"activations": {"method": "aqsgd"}, "store": {"path": ""}}, "store.path", "folder"),
+    ({"activations": {"method": "aqsgd"}, "store": {"path": "a\0b"}}, "store.path", "zero bytes"),
+    ({"activations": {"method": "aqsgd", "group_size": 2**32}}, "activations.group_size", "below 2**32"),
     ({"gradients": {"method": "magic"}}, "gradients.method", "none"),
+    ({"gradients": {"method": []}}, "gradients.method", "none"),
+    ({"gradients": {"method": "global_qsgd", "norm": 10**400}}, "gradients.norm", "2**53"),
     ({"transport": {"backend": "mpi"}}, "transport.backend", "gloo"),
     ({"transport": {"checksum": 1}}, "transport.checksum", "true or false"),
     ({"transport": {"timeout_s": 0}}, "transport.timeout_s", "1 to 86400"),
@@ -89,6 +93,11 @@ def test_refusals_name_key_value_and_allowed(section, key, allowed):
     assert caught.value.key == key
     assert str(caught.value).startswith(f"{key}: got {caught.value.got!r}, allowed: ")
     assert allowed in str(caught.value)
+
+
+def test_a_value_too_large_to_show():
+    with pytest.raises(ConfigError, match=r"seed: got a int too large to show, allowed: "):
+        Config.from_dict({"seed": 10**5000})
 
 
 def test_direct_evaluation_may_set_forward_bits_without_a_quantized_method():
