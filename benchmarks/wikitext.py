@@ -51,7 +51,7 @@ def articles(path: Path) -> Iterator[str]:
 def wikitext_task(data: Path, cache: Path, *, length: int = LENGTH, training: int = TRAINING) -> Task:
     """Sequences of the training text for pre-training; of the first validation articles, shuffled, for the rest."""
     kept = cache / f"tokens-{VOCABULARY}-{length}-{training}-{HELD_OUT}.pt"
-    with _one_at_a_time(kept):
+    with one_at_a_time(kept):
         return _task(data, kept, length, training)
 
 
@@ -96,7 +96,7 @@ def new_model(seed: int, length: int = LENGTH, width: int = WIDTH) -> Any:
 def pretrained_model(task: Task, cache: Path, seed: int, *, width: int = WIDTH) -> tuple[Any, dict[str, float]]:
     """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
     kept = cache / (f"pretrained-{seed}.pt" if width == WIDTH else f"pretrained-{width}-{seed}.pt")
-    with _one_at_a_time(kept):
+    with one_at_a_time(kept):
         return _pretrained(task, kept, seed, width)
 
 
@@ -123,7 +123,7 @@ def _pretrained(task: Task, kept: Path, seed: int, width: int) -> tuple[Any, dic
 
 
 @contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
+def one_at_a_time(path: Path) -> Iterator[None]:
     """The first worker makes a file, the others wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:

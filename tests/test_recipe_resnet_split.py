@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipecomp.errors import DataError
 from pipecomp.local import free_port
 from pipecomp.recipe_resnet import resnet
 from tests.recipe_runs import ROOT, Ended, launch, run
@@ -118,9 +120,49 @@ def test_the_saved_parts_are_the_network_that_was_evaluated(work: Path, metrics:
     assert float((logits.argmax(1) == y).float().mean()) == pytest.approx(expected["accuracy"])
 
 
+def test_a_run_starts_from_what_another_saved(work: Path, metrics: list[dict]) -> None:
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    script, port = str(RECIPE / "train.py"), f"--master_port={free_port()}"
+    more = {"metrics": "again.jsonl", "save": "again", "start": "model", "max-steps": "1", "clients": "1"}
+    found = run(work, launcher, "--num_accelerators", "3", port, script, *arguments(**more))
+    assert found.status == 0, found.output
+    lines = [json.loads(line) for line in (work / "again.jsonl").read_text().splitlines()]
+    before = [line for line in metrics if "eval" in line]
+    assert lines[1]["eval"]["loss"] == pytest.approx(before[-1]["eval"]["loss"], rel=0.2)
+    assert lines[1]["eval"]["loss"] < before[0]["eval"]["loss"] - 0.1 < 1.2
+
+
 def test_another_number_of_processes_is_refused_in_one_line(work: Path) -> None:
     found = launch(work, "resnet_split", *arguments(metrics="no.jsonl", save="no"))
     assert found.status != 0
     assert found.output.count("resnet_split: error: processes: got 2, allowed: 3: a client's first part") == 1
     assert "Traceback" not in found.output
     assert not (work / "no.jsonl").exists()
+
+
+def test_parts_of_another_network_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    found = importlib.util.spec_from_file_location("resnet_split_train", RECIPE / "train.py")
+    assert found is not None
+    assert found.loader is not None
+    train = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, "resnet_split_train", train)
+    found.loader.exec_module(train)
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 2)
+    net, other = resnet("tiny", 3, norm="group"), resnet("tiny", 3, norm="group")
+    mine = {name: value for name, value in other.state_dict().items() if name[0] in "34"}
+    save_file(mine, tmp_path / "part-2.safetensors")
+    train.load(net, str(tmp_path))
+    assert torch.equal(net[4][2].weight, other[4][2].weight)
+    assert not torch.equal(net[2].conv1.weight, other[2].conv1.weight), "another rank's part"
+    for wrong, told in (
+        ({name: value for name, value in mine.items() if name[0] == "3"}, r"lacks 4\.2\.weight"),
+        (mine | {"9.bias": torch.zeros(1)}, r"has no use for 9\.bias"),
+        (resnet("tiny", 5, norm="group").state_dict(), "not a part of this network"),
+    ):
+        save_file(wrong, tmp_path / "part-2.safetensors")
+        with pytest.raises(DataError, match=told):
+            train.load(net, str(tmp_path))
+    with pytest.raises(DataError, match=r"part-2\.safetensors: not a part of this network"):
+        train.load(net, str(tmp_path / "nowhere"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pipecomp import recipe, recipe_images
@@ -36,6 +37,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--epochs", type=positive, default=3, metavar="N", help="passes over its images in a client's turn (default 3)")
     add("--decay-rounds", type=positive, metavar="N", help="after so many the rate falls to a tenth (default 20)")
     add("--crop", type=pixels, default=4, metavar="P", help="random crops move images by up to P pixels (default 4)")
+    add("--start", metavar="FOLDER", help="begin with the weights of an earlier run's --save, not with random ones")
     add("--no-flip", action="store_true", help="do not flip images at random")
     add("--unmatched", action="store_true", help="messages do not follow crops and flips; to see what that is worth")
     add("--save", metavar="FOLDER", help="every process writes its part of the trained model")
@@ -93,6 +95,8 @@ def main(args: argparse.Namespace) -> None:
             recipe.make_folder(args.save)
         torch.manual_seed(seed)  # the same weights on every rank, each of which keeps its own part
         network = resnet(args.model, task.classes, norm=args.norm)
+        if args.start:
+            load(network, args.start)
 
     engine = open_engine(args, network, config, task)
     if data is not None:
@@ -132,7 +136,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that all ranks must have alike; where files are is each machine's own affair."""
-    own = ("deepspeed_config", "train_file", "eval_file", "metrics", "tensorboard", "local_rank")
+    own = ("deepspeed_config", "train_file", "eval_file", "metrics", "tensorboard", "local_rank", "start")
     return {key: value for key, value in vars(args).items() if key not in own}
 
 
@@ -203,6 +207,21 @@ def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
     dist.broadcast_object_list(total, src=STAGES - 1)
     loss, right, images = total[0]
     return {"loss": loss / images, "accuracy": right / images}
+
+
+def load(network: torch.nn.Sequential, folder: str) -> None:
+    """Fill the network from what `save` wrote; only this rank's part has to be there. Raises DataError."""
+    from safetensors.torch import load_file
+
+    path = Path(folder) / f"part-{dist.get_rank()}.safetensors"
+    try:
+        missing, unknown = network.load_state_dict(load_file(path), strict=False)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise DataError(f"{path}: not a part of this network: {str(error).splitlines()[0]}") from error
+    lo, hi = client_cuts(network)[dist.get_rank() :][:2]
+    lacking = [name for name in missing if lo <= int(name.partition(".")[0]) < hi]
+    if lacking or unknown:
+        raise DataError(f"{path}: {'lacks' if lacking else 'has no use for'} {(lacking or unknown)[0]}")
 
 
 def save(stage: Any, folder: str) -> None:
