@@ -1,10 +1,12 @@
 """Split learning of a ResNet on CIFAR-10 with compressed links: accuracy and bytes, and what following crops is worth.
 
-    python benchmarks/split_learning.py [--seeds 3] [--only NAME ...] [--workers 2] [--data FILE] [--out FOLDER]
+    python benchmarks/split_learning.py [--seeds 3] [--only NAME ...] [--workers 2] [--data FILE] [--cache FOLDER]
+                                        [--out FOLDER]
 
 Client, server and client are in one process on one thread (see inprocess.py): the network, the data, the order of the
-clients, the links and the message stores are those of the recipe resnet_split. Finished runs are kept in --out,
-so that a benchmark that was stopped continues. Writes split_learning.md.
+clients, the links and the message stores are those of the recipe resnet_split. The network is trained on half of the
+images first, as on public ones; the clients share the other half. Finished runs are kept in --out, so that a benchmark
+that was stopped continues. Writes split_learning.md beside them.
 """
 
 from __future__ import annotations
@@ -233,6 +235,7 @@ def main() -> None:
     from jobs import finished, work_off
 
     arguments = _arguments()
+    arguments.cache.mkdir(parents=True, exist_ok=True)
     setup, kept = setup_digest(), arguments.out / "split_learning.jsonl"
     runs = finished(kept, setup)
     done = {(run["method"], run["seed"]) for run in runs}
@@ -260,7 +263,8 @@ def _arguments() -> argparse.Namespace:
     add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
     add("--data", type=Path, default=data, help="an .npz with x_train, y_train, x_test and y_test")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
+    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where the trained networks are kept")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and the table written")
     return parser.parse_args()
 
 
