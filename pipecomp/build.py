@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, SplitError
 
 from pipecomp.join import join_processes  # isort: skip (before deepspeed, which asks it for its accelerator)
 
@@ -36,8 +36,9 @@ from pipecomp.handshake import Together, settings_of
 from pipecomp.kernels import dispatch
 from pipecomp.linking import open_links, open_transports, pipelines, tied_groups
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
+from pipecomp.recomputing import take_setting
 from pipecomp.replicas import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
-from pipecomp.stages import build_stage, default_loss, plan
+from pipecomp.stages import Source, build_stage, default_loss, plan
 from pipecomp.stages.modules import Modules, ModuleStage
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
@@ -61,15 +62,15 @@ def initialize(
 ) -> PipelineEngine:
     """Make the engine of this rank; every rank of the run calls this with the same arguments.
 
-    model: a Hugging Face model, a folder that `from_pretrained` reads, or a hub name; of a folder each rank reads only
-    its own stage; or a model of plain modules, made by `pipecomp.stages.modules`, with a loss_fn. num_stages: K; the
-    world size is K × replicas. cuts: K + 1 block numbers where the model is cut, instead of num_stages. config:
-    DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file. training_data: samples with a length;
-    collate_fn: samples to a batch with labels and input_ids, or pixel_values for plain modules. loss_fn(logits,
-    labels): the model's own loss by default. optimizer: a torch optimizer or a callable that makes one from
-    parameters; by default the configuration's. parameter_groups(stage): the stage's parameters in groups with options
-    of their own, as torch's optimizers take them; one group of all by default. shuffle: a new order every epoch, by
-    the section's seed.
+    model: a Hugging Face model or a PeftModel with a LoRA adapter, a folder that `from_pretrained` reads, a hub name,
+    or what `pipecomp.stages.pretrained` returns; of a folder each rank reads only its own stage; or a model of plain
+    modules, made by `pipecomp.stages.modules`, with a loss_fn. num_stages: K; the world size is K × replicas. cuts:
+    K + 1 block numbers where the model is cut, instead of num_stages. config: DeepSpeed's configuration with a
+    "pipecomp" section, as a dict or a JSON file. training_data: samples with a length; collate_fn: samples to a batch
+    with labels and input_ids, or pixel_values for plain modules. loss_fn(logits, labels): the model's own loss by
+    default. optimizer: a torch optimizer or a callable that makes one from parameters; by default the configuration's.
+    parameter_groups(stage): the stage's parameters in groups with options of their own, as torch's optimizers take
+    them; one group of all by default. shuffle: a new order every epoch, by the section's seed.
 
     Raises ConfigError for settings, SplitError for the model, LinkError where ranks are configured differently,
     DataError for the data.
@@ -92,8 +93,12 @@ def initialize(
         if stages == 1 and settings.activations.method != "none":
             method = settings.activations.method
             raise ConfigError("activations.method", method, "'none' with one stage: it has no links")
+        for stage, trained in enumerate(split_plan.trained):
+            if not trained:
+                raise SplitError(f"stage {stage} has nothing to train, all of it is frozen: cut the model otherwise")
         check_gradients(settings.gradients, ds_config, split_plan, world // stages)
         _complete(ds_config)
+        recomputes = take_setting(ds_config)
     all_ranks.check_alike({**settings_of(ds_config, SECTION, settings.shared()), **_facts(split_plan, model)})
 
     with _without_noise():
@@ -117,6 +122,8 @@ def initialize(
             config_class=DeepSpeedConfig(ds_config, module.mpu()),
             dist_init_required=False,
         )
+    if recomputes:
+        engine.stage.gradient_checkpointing_enable()
     dispatch.prefer(settings.kernels, engine.device.type)
     transports = open_transports(engine, settings.transport.timeout_s)
     if wants_auto(settings):
@@ -205,7 +212,8 @@ def _pipeline_module(
     model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
 ) -> PipelineModule:
     half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
-    dtype = torch.float32 if isinstance(model, (str, os.PathLike)) and not half else None
+    in_memory = isinstance(model, torch.nn.Module) or (isinstance(model, Source) and model.model is not None)
+    dtype = None if in_memory or half else torch.float32
     loss: list[Callable] = []
 
     def builder(index: int) -> Callable[[], Stage | ModuleStage]:
@@ -237,7 +245,7 @@ def _exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExc
     holders = [replicas[grid.data_parallel_id]] if in_optimizer else replicas
     tied = {
         group.name: TiedRanks(tuple(ranks[s] for ranks in holders for s in group.stages), len(group.stages))
-        for group in split_plan.tied
+        for group in split_plan.trained_ties
         if stage in group.stages
     }
     return GradientExchange(
@@ -271,7 +279,7 @@ def _quantized_adam(settings: Config, section: dict[str, Any], module: PipelineM
         group_size=g.group_size,
         group=[ranks[grid.get_stage_id()] for ranks in pipelines(grid)],
         seed=settings.seed,
-        tied=tuple(module.forward_funcs[0].tied_parameters().values()),
+        tied=[p for p in module.forward_funcs[0].tied_parameters().values() if p.requires_grad],
     )
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp import sealing
+from pipecomp import recutting, sealing
 from pipecomp.data import TrainLoader
 from pipecomp.errors import ConfigError, StoreError
 from pipecomp.handshake import Together
@@ -29,6 +30,8 @@ from pipecomp.runs import Run, saved_run
 from pipecomp.stages.resume import summarize
 
 _STATE_KEY = "pipecomp"
+
+_log = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
@@ -57,7 +60,8 @@ class CheckpointingEngine(ReportingEngine):
         self, save_dir: str, tag: Any = None, client_state: dict | None = None, save_latest: bool = True, **kwargs: Any
     ) -> Any:
         """As DeepSpeed's; saved too are the place in the training data, the random generators, error memories, what
-        the message stores hold, and with `store.in_checkpoints` a copy of them.
+        the message stores hold, and with `store.in_checkpoints` a copy of them. With a LoRA adapter the frozen weights
+        are left out, unless `exclude_frozen_parameters=False`.
 
         A run that is killed meanwhile leaves the checkpoint before as `latest`. Raises ConfigError for bf16 without
         ZeRO: DeepSpeed 0.19 cannot load what it would save.
@@ -69,6 +73,7 @@ class CheckpointingEngine(ReportingEngine):
                 "1, with data_types.grad_accum_dtype 'fp32', for checkpoints of bf16 training: DeepSpeed cannot load "
                 "what it saves without",
             )
+        kwargs.setdefault("exclude_frozen_parameters", self.stage.adapter is not None)
         own: dict[str, Any] = {"batches_taken": self._batches_taken, "evaluations": self._evaluations}
         if self.run is not None:
             own["run"] = self.run.id
@@ -76,6 +81,7 @@ class CheckpointingEngine(ReportingEngine):
         tag = str(tag or f"global_step{self.global_steps}")
         folder = Path(save_dir) / tag
         with self.telling_others():
+            own["pipeline"] = recutting.describe(self).as_dict()
             sealing.unseal(folder)
             done = super().save_checkpoint(save_dir, tag=tag, client_state=state, save_latest=False, **kwargs)
             save_memories(self.exchange_states(), folder, self.global_rank)
@@ -88,31 +94,71 @@ class CheckpointingEngine(ReportingEngine):
                 sealing.write_whole(Path(save_dir) / "latest", tag)
         return done
 
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[Any, Any]:
         """As DeepSpeed's; training goes on where it was in the training data.
 
         Messages go on as the checkpoint's if the stores still hold these or the checkpoint has a copy, else as what
         both ends of each link have in common; `resumed` says which. Raises StoreError on every rank if the stores'
         messages are of another run than the checkpoint.
+
+        The checkpoint may be of other cuts, another K and another number of replicas. Then every rank takes its
+        parameters and their optimizer states out of the files of all stages, which must be on its machine; every
+        message is sent whole once, error memories of compressed gradients start empty, and random generators stay as
+        they are. Raises SplitError for the checkpoint of another model, ConfigError for one of another precision or
+        ZeRO stage.
         """
         with self.telling_others():
-            path, state = super().load_checkpoint(load_dir, *args, **kwargs)
-            if path is None:
+            folder = _folder(load_dir, tag)
+            saved = None if folder is None else recutting.saved_otherwise(self, folder, _STATE_KEY)
+            if saved is None:
+                strict = load_module_strict and self.stage.adapter is None  # frozen weights are not in the files
+                path, state = super().load_checkpoint(
+                    load_dir, tag, strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+                    custom_load_fn,
+                )  # fmt: skip
+            elif custom_load_fn is not None:
+                raise ConfigError("custom_load_fn", custom_load_fn, "None: the stages of a pipeline load themselves")
+            else:
+                path, state = recutting.load(
+                    self,
+                    saved,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                )
+            if path is None or folder is None:
                 return path, state
-            folder = Path(path) if Path(path).is_dir() else Path(path).parent
-            load_memories(self.exchange_states(), folder, self.global_rank, self.device)
             own = (state or {}).pop(_STATE_KEY, None)
-            if own is not None and not kwargs.get("load_module_only"):
-                self._go_on(own, folder)
+            same = own is None or self._same_pipeline(own["pipeline"])
+            if same:
+                load_memories(self.exchange_states(), folder, self.global_rank, self.device)
+            elif self.global_rank == 0 and any(True for _ in self.exchange_states()):
+                _log.warning("%s is of another pipeline: the error memories of gradients start empty", folder)
+            if own is not None and not load_module_only:
+                self._go_on(own, folder, same)
         return path, state
 
-    def _go_on(self, own: dict[str, Any], folder: Path) -> None:
-        self._batches_taken, self._evaluations = own["batches_taken"], own["evaluations"]
+    def _same_pipeline(self, pipeline: dict[str, Any]) -> bool:
+        return (pipeline["cuts"], pipeline["replicas"]) == (list(self.plan.cuts), self.grid.data_parallel_size)
+
+    def _go_on(self, own: dict[str, Any], folder: Path, same: bool) -> None:
+        pipeline, replicas = own["pipeline"], self.grid.data_parallel_size
+        samples = own["batches_taken"] * pipeline["micro_batch"] * pipeline["replicas"]
+        self._batches_taken, self._evaluations = samples // (self.micro_batch_size * replicas), own["evaluations"]
         if self._loader is not None:
             self._loader.taken = self._batches_taken
             self.set_dataloader(self._loader)
         file = _rank_file(folder, self.global_rank)
-        saved = torch.load(file, weights_only=True) if file.is_file() else None
+        saved = torch.load(file, weights_only=True) if same and file.is_file() else None
         if saved is not None:
             set_random_state(saved["random"])
         if self.run is None:
@@ -151,6 +197,17 @@ class CheckpointingEngine(ReportingEngine):
     def _messages_held(self) -> dict[str, Any]:
         """For each link the store's version: number of samples, their highest version, digest of all."""
         return {str(end.index): list(summarize(end.store)) for end in self.links if end.store is not None}
+
+
+def _folder(load_dir: str, tag: Any) -> Path | None:
+    """The folder of a checkpoint, by its tag or the last one's; None if there is none."""
+    if tag is None:
+        latest = Path(load_dir) / "latest"
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    folder = Path(load_dir) / str(tag)
+    return folder if folder.is_dir() else None
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

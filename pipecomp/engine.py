@@ -216,8 +216,9 @@ class PipelineEngine(CheckpointingEngine):
 
     def _exec_forward_pass(self, buffer_id: int, micro_batch: int) -> None:
         self.tput_timer.start()
-        with self._counting_memory():
-            outputs = DeepSpeedEngine.forward(self, self._slots[buffer_id].inputs)
+        slot = self._slots[buffer_id]
+        with self._counting_memory(slot.received):
+            outputs = DeepSpeedEngine.forward(self, slot.inputs)
         if not self.is_last_stage():
             self.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]
             return
@@ -234,7 +235,7 @@ class PipelineEngine(CheckpointingEngine):
         self.total_loss: Tensor | None = loss.clone() if self.total_loss is None else self.total_loss + loss
 
     @contextlib.contextmanager
-    def _counting_memory(self) -> Iterator[None]:
+    def _counting_memory(self, layout: Layout) -> Iterator[None]:
         """The first forward in training shows what one more micro-batch in flight would keep."""
         if self._kept is not None or not self.module.training:
             yield
@@ -242,6 +243,9 @@ class PipelineEngine(CheckpointingEngine):
         self._kept = KeptBytes()
         with self._kept.counting():
             yield
+        # Checkpointed blocks keep their inputs where autograd does not show them.
+        values = self.stage.kept_to_recompute(len(layout.ids), layout.tokens)
+        self._kept.bytes += values * next(self.stage.parameters()).element_size()
         self.in_flight.allow(self._kept.bytes, free_bytes(self.device))
 
     def _exec_send_activation(self, buffer_id: int, micro_batch: int) -> None:

@@ -29,9 +29,9 @@ def pipelines(grid: Any) -> list[list[int]]:
 
 
 def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
-    """A process group for each tied weight of this rank; made by all ranks in the same order."""
+    """A process group for each tied weight that this rank trains; made by all ranks in the same order."""
     mine = {}
-    for tied in split_plan.tied:
+    for tied in split_plan.trained_ties:
         for ranks in pipelines(grid):
             members = [ranks[stage] for stage in tied.stages]
             group = dist.new_group(members)

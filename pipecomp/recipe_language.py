@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 from pipecomp import recipe, recipe_text
 from pipecomp.errors import ConfigError, DataError
@@ -14,12 +15,17 @@ Texts = list[str]
 
 
 def fine_tune(
-    args: argparse.Namespace, read: Callable[[argparse.Namespace], tuple[Texts, Texts | None]], *, documents: bool
+    args: argparse.Namespace,
+    read: Callable[[argparse.Namespace], tuple[Texts, Texts | None]],
+    *,
+    documents: bool,
+    load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = recipe_text.causal_model,
 ) -> None:
     """One rank of a run, from text to saved model.
 
     read(args): training texts and held-out ones, which are joined to one stream each. documents: put the tokenizer's
-    end-of-text token after each text. Raises this project's errors.
+    end-of-text token after each text. load(args, tokenizer): the model, as `pipecomp.initialize` takes it, and its
+    config. Raises this project's errors.
     """
     recipe_text.check_arguments(args)
     recipe.join(args)
@@ -32,7 +38,7 @@ def fine_tune(
             end = tokenizer.eos_token_id
             if end is None:
                 raise ConfigError("--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
-        model, config = recipe_text.causal_model(args, tokenizer)
+        model, config = load(args, tokenizer)
         size = recipe_text.block_size(args, config)
         training = recipe_text.blocks(tokenizer, training_texts, size, vocabulary=config.vocab_size, end=end)
         held_out = None

@@ -203,7 +203,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     file: random weights with that config. Anything else: a from_pretrained folder or hub name. `--dropout` replaces the
     model's own.
     """
-    from transformers import AutoConfig, GPT2Config
+    from transformers import GPT2Config
 
     from pipecomp.stages import pretrained
     from pipecomp.stages.loading import resolve
@@ -217,8 +217,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
             **{**TINY, **dict.fromkeys(DROPOUTS, 0.0), **settings},
         )  # fmt: skip
         return resolve(config), config
-    with hub_errors("--model", name):
-        config = AutoConfig.from_pretrained(name)
+    config = model_config(name)
     unknown = [key for key in settings if not hasattr(config, key)]
     if unknown:
         allowed = f"only with a model that has {unknown[0]}, not {config.model_type}"
@@ -232,6 +231,14 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     source = pretrained(name, **settings)
     source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
     return source, config
+
+
+def model_config(name: str) -> Any:
+    """The configuration of a folder, a .json file or a hub name. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    with hub_errors("--model", name):
+        return AutoConfig.from_pretrained(name)
 
 
 def block_size(args: argparse.Namespace, config: Any) -> int:

@@ -36,7 +36,7 @@ class ReducingEngine(deepspeed_pipe.PipelineEngine):
         super().__init__(**ds)
         stage = self.stage
         first_holder = {g.name: g.stages[0] == stage.index for g in self.plan.tied}
-        self._tied = stage.tied_parameters()
+        self._tied = {name: p for name, p in stage.tied_parameters().items() if p.requires_grad}
         for name, parameter in self._tied.items():
             parameter.ds_pipe_replicated = not first_holder[name]  # type: ignore[attr-defined]
         if exchange is not None and self.zero_optimization():
@@ -81,9 +81,11 @@ class ReducingEngine(deepspeed_pipe.PipelineEngine):
             super()._exec_reduce_grads()
 
     def _gradient(self, parameter: Any) -> Tensor | None:
-        """What the optimizer will use: half-precision training may accumulate apart from `.grad`."""
+        """What the optimizer will use: half-precision training may accumulate apart from `.grad`. None if frozen."""
         grad: Tensor | None
-        if self.using_bf16_optimizer:
+        if not parameter.requires_grad:
+            grad = None
+        elif self.using_bf16_optimizer:
             grad = parameter._hp_grad
         elif self.zero_optimization():
             grad = self.optimizer.get_gradient_for_reduction(parameter)

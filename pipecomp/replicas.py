@@ -36,7 +36,7 @@ def check_gradients(options: Gradients, ds_config: dict[str, Any], plan: SplitPl
     if options.method == "none":
         return
     key = "gradients.method"
-    if replicas == 1 and (not plan.tied or options.exchanges_in_optimizer):
+    if replicas == 1 and (options.exchanges_in_optimizer or not plan.trained_ties):
         raise ConfigError(key, options.method, "'none' with one replica: no gradients are exchanged")
     zero = ds_config.get("zero_optimization", {})
     if zero.get("stage", 0) >= 1:

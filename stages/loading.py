@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,14 @@ import torch
 from torch import nn
 
 from pipecomp.errors import SplitError
+from pipecomp.stages import adapters
+from pipecomp.stages.adapters import Adapter
 from pipecomp.stages.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.checkpoints import Checkpoint, find_file, match_names
+from pipecomp.stages.initializing import initialize, put
 from pipecomp.stages.modules import Modules, ModuleStage, build_module_stage, plan_modules
 from pipecomp.stages.planning import SplitPlan, aliases, part_of, plan_model
-from pipecomp.stages.splitting import Stage, replace_parameter, shallow, take_stage
+from pipecomp.stages.splitting import Stage, replace_parameter, take_stage
 
 _log = logging.getLogger(__name__)
 
@@ -27,38 +29,46 @@ class Source:
     """Where a model's weights come from; `pretrained` makes one.
 
     config: the model's. model_class: Hugging Face's class. weights: a folder or hub name; None for random weights.
-    model: a model in memory, whose modules the stages take; then the other fields only describe it.
+    model: a model in memory, whose modules the stages take; then the other fields only describe it. adapter: a LoRA
+    adapter to put on the weights, which are frozen then.
     """
 
     config: Any
     model_class: type
     weights: str | None = None
     model: Any = None
+    adapter: Adapter | None = None
 
 
-def pretrained(path: str, *, model_class: str | type | None = None, **settings: Any) -> Source:
+def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = None, **settings: Any) -> Source:
     """A `from_pretrained` folder or hub name, with another head or other settings than its config says.
 
     model_class: a class or its name, also an Auto class (`"AutoModelForSequenceClassification"`); default: the first
-    of `config.architectures`. settings: override the config (num_labels, attn_implementation, dropouts, ...).
+    of `config.architectures`. lora: a `peft.LoraConfig`, or the folder of a saved adapter to go on with: only the
+    adapter is trained and saved; `path` may be the adapter's folder itself, if it says which model it is for.
+    settings: override the config (num_labels, attn_implementation, dropouts, ...).
     Raises SplitError if there is no model, its config lacks one of the settings, or its class cannot be split.
     """
     from transformers import AutoConfig
 
+    adapter = None if lora is None else adapters.as_adapter(lora)
+    if adapter is None and (saved := adapters.from_folder(str(path))) is not None:
+        adapter, path = saved
     try:
         config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
     except (OSError, ValueError) as error:
         raise SplitError(f"{path}: no Hugging Face model there: {error}") from error
     if unused:
         raise SplitError(f"{type(config).__name__} has no setting {', '.join(sorted(unused))}")
-    return Source(config=config, model_class=_class_for(config, model_class), weights=str(path))
+    return Source(config=config, model_class=_class_for(config, model_class), weights=str(path), adapter=adapter)
 
 
 def resolve(source: Any) -> Source:
-    """A Source from what users give: a model, a config, a folder or hub name, or a Source."""
+    """A Source from what users give: a model (a PeftModel too), a config, a folder or hub name, or a Source."""
     if isinstance(source, Source):
         return source
     if isinstance(source, nn.Module):
+        source = adapters.without_peft(source)
         return Source(config=getattr(source, "config", None), model_class=type(source), model=source)
     if hasattr(source, "model_type"):
         return Source(config=source, model_class=_class_for(source, None))
@@ -132,13 +142,15 @@ def build_stage(
                     replace_parameter(stage, name, cast)
         return stage
     if found.weights is None:
+        if found.adapter is not None:
+            raise SplitError("lora: a model with random weights has nothing to adapt: give a folder or a hub name")
         whole = skeleton(found, wanted)
         stage = take_stage(whole, plan, index)
-        _initialize(stage, whole, aliases(whole), {names[0] for names in aliases(stage)}, seed)
+        initialize(stage, whole, aliases(whole), {names[0] for names in aliases(stage)}, seed)
         return stage
     with Checkpoint(found.weights) as checkpoint:
         whole = skeleton(found, wanted or found.config.dtype or checkpoint.dtype())
-        return _read_stage(whole, take_stage(whole, plan, index), checkpoint, seed)
+        return _read_stage(whole, take_stage(whole, plan, index), checkpoint, found.adapter, seed)
 
 
 def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
@@ -147,6 +159,8 @@ def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
     wanted = dtype or config.dtype or torch.float32
     with torch.device("meta"):
         model = source.model_class._from_config(config, dtype=wanted)  # type: ignore[attr-defined]
+        if source.adapter is not None:
+            model = adapters.attach(model, source.adapter, source.weights)
     generates = source.weights is not None and getattr(model, "generation_config", None) is not None
     if generates and find_file(str(source.weights), "generation_config.json") is not None:
         from transformers import GenerationConfig
@@ -174,28 +188,38 @@ def _class_for(config: Any, model_class: str | type | None) -> type:
     return found
 
 
-def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, seed: int) -> Stage:
-    """Fill a stage on the meta device from a checkpoint."""
+def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapter | None, seed: int) -> Stage:
+    """Fill a stage on the meta device from a checkpoint, and its adapter's weights from theirs."""
     architecture = architecture_of(whole.config)
     base = whole.base_model_prefix
-    found, others = match_names(
+    in_the_base = {name: adapters.name_in_the_base(name) for name in whole.state_dict()}
+    matched, others = match_names(
         checkpoint.files,
-        whole.state_dict().keys(),
+        in_the_base.values(),
         source=checkpoint.source,
         base=base,
         optional=architecture.optional,
         ignored=getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or (),
     )
+    found = {name: matched[plain] for name, plain in in_the_base.items() if plain in matched}
+    adapted: dict[str, str] = {}
+    if adapter is not None:
+        adapted = adapters.saved_names(stage._model, adapter, stage.state_dict())
+    tuned = {} if adapter is None else adapters.read_weights(adapter, adapted)
     groups = aliases(whole)
     same = {name: names for names in groups for name in names}
     new: set[str] = set()
     for names in aliases(stage):
         like = stage.get_parameter(names[0])
+        if names[0] in tuned:
+            put(stage, names, nn.Parameter(tuned[names[0]].to(like.dtype), requires_grad=like.requires_grad))
+            continue
         # The original before its copies, so that every stage reads the same tensor.
         candidates = same[names[0]] if stage.plan.tie else [names[0], *same[names[0]]]
         origin = next((name for name in candidates if name in found), None)
         if origin is None:
-            _allow_new(whole, architecture, names[0], found, checkpoint)
+            if names[0] not in adapted:
+                _allow_new(whole, architecture, names[0], found, checkpoint)
             new.add(names[0])
             continue
         tensor = _read(checkpoint, found[origin], like)
@@ -205,14 +229,15 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, seed: int) -> 
                     f"{found[origin]} and {found[other]} in {checkpoint.source} are tied by the config but differ; "
                     "tie=False loads both"
                 )
-        _put(stage, names, nn.Parameter(tensor, requires_grad=like.requires_grad))
-    _initialize(stage, whole, groups, new, seed)
+        put(stage, names, nn.Parameter(tensor, requires_grad=like.requires_grad))
+    initialize(stage, whole, groups, new, seed)
     stage.newly_initialized = tuple(sorted(new))
-    if new:
+    lacking = sorted(new - set(adapted))
+    if lacking:
         _log.warning(
             "%s lacks %s: initialized anew%s",
             checkpoint.source,
-            ", ".join(sorted(new)),
+            ", ".join(lacking),
             f"; it has, of another head, {', '.join(sorted(others))}" if others else "",
         )
     return stage
@@ -236,66 +261,3 @@ def _allow_new(whole: Any, architecture: Architecture, name: str, found: dict[st
     optional = any(name.startswith(f"{base}.{path}.") for path in architecture.optional)
     if beside or not (optional or part_of(architecture, base, name) == "head"):
         raise SplitError(f"{name} is missing in {source.source}")
-
-
-def _put(stage: Stage, names: Sequence[str], parameter: nn.Parameter) -> None:
-    """Set a parameter under all its names, in a stage made from a skeleton: its modules are nobody else's."""
-    for name in names:
-        module, _, leaf = name.rpartition(".")
-        stage.get_submodule(module)._parameters[leaf] = parameter
-
-
-def _initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str], seed: int) -> None:
-    """Give the parameters in `new`, and every buffer still on the meta device, the values Hugging Face gives them.
-
-    whole, groups: the skeleton and its `aliases`. The generator is seeded by (seed, module name) for each module, and
-    the global one left as it was.
-    """
-    from transformers.initialization import guard_torch_init_functions
-
-    originals = {name: names[0] for names in groups for name in names if len(names) > 1} if stage.plan.tie else {}
-    tied: list[tuple[str, nn.Parameter]] = []
-    for names in aliases(stage):
-        parameter = stage.get_parameter(names[0])
-        if names[0] in new:
-            # NaN, so that a weight which no initializer touches is noticed below.
-            empty = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
-            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            _put(stage, names, parameter)
-            if names[0] in originals:
-                tied.append((originals[names[0]], parameter))
-        else:
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    todo: set[str] = set()
-    for module_name, module in stage.named_modules():
-        for buffer_name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-                todo.add(module_name)
-    for name in new:
-        parts = name.split(".")[:-1]
-        todo |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
-    # Innermost first, as Hugging Face does: GPT-2's attention scales its projection's weights once more.
-    modules = [(name, module) for name, module in stage.named_modules() if name in todo and module is not stage]
-    modules.sort(key=lambda item: -item[0].count("."))
-
-    with torch.no_grad(), guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
-        for name, parameter in tied:  # each copy as the original's module would, and no other module after it
-            owner, _, leaf = name.rpartition(".")
-            alone = shallow(whole.get_submodule(owner))
-            alone._parameters[leaf] = parameter
-            _seeded(stage, owner, alone, seed)
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-        for name, module in modules:
-            _seeded(stage, name, module, seed)
-    for name, parameter in stage.named_parameters():
-        if name in new and bool(parameter.isnan().any()):
-            raise SplitError(f"{name}: {type(stage._model).__name__} does not say how to initialize it")
-        if hasattr(parameter, "_is_hf_initialized"):
-            del parameter._is_hf_initialized
-
-
-def _seeded(stage: Stage, name: str, module: nn.Module, seed: int) -> None:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-    stage._model._init_weights(module)

@@ -8,6 +8,7 @@ one shape.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,12 +79,14 @@ def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | 
             raise SplitError(f"cut {cut}: samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")
         _check_not_shared(source.model, cut)
     per_stage = tuple(sum(sizes[lo:hi]) for lo, hi in pairwise(bounds))
+    trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
     return SplitPlan(
         architecture="modules",
         model_class=type(source.model).__name__,
         cuts=tuple(bounds),
         blocks=len(blocks),
         parameters=per_stage,
+        trained=tuple(sum(trained[lo:hi]) for lo, hi in pairwise(bounds)),
         costs=tuple(float(n) for n in per_stage),
         tied=(),
     )
@@ -110,7 +113,7 @@ class ModuleStage(nn.Module):
             self.add_module(name, block)
         self._shapes, self._margin = source.shapes, source.margin
         self._recompute: dict[str, Any] = {}
-        self.config = None
+        self.config = self.adapter = None
         self.hidden_size = _rows(source.shapes[self.hi if index == 0 else self.lo])[1]
 
     @property
@@ -151,6 +154,11 @@ class ModuleStage(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute each block's activations in the backward pass instead of keeping them; arguments as `Stage`'s."""
         self._recompute = gradient_checkpointing_kwargs or {"use_reentrant": False}
+
+    def kept_to_recompute(self, samples: int, tokens: int) -> int:
+        """Values that checkpointed blocks keep for the backward: their inputs, of so many samples."""
+        shapes = self._shapes[self.lo : self.hi] if self._recompute else ()
+        return samples * sum(math.prod(shape) for shape in shapes)
 
     def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
         """On the first stage: where what it sends lies in the link's frame, by the crops' `shifts` [B, 2]."""

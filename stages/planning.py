@@ -22,12 +22,14 @@ class TiedGroup:
     """One weight that several stages hold a copy of: their gradients must be summed, so that the copies stay equal.
 
     name: Hugging Face's name of the original. stages: who holds it, rising; the first one saves it. parameters: its
-    name on each of these stages (`transformer.wte.weight` on the first, `lm_head.weight` on the last).
+    name on each of these stages (`transformer.wte.weight` on the first, `lm_head.weight` on the last). trained: False
+    where it is frozen: then there are no gradients to sum.
     """
 
     name: str
     stages: tuple[int, ...]
     parameters: tuple[str, ...]
+    trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class SplitPlan:
 
     architecture: `config.model_type`. model_class: the Hugging Face class. cuts: K + 1 rising block numbers, 0 and
     `blocks` included; stage i has blocks cuts[i] to cuts[i + 1] - 1. parameters: elements per stage, copies of tied
-    weights included. costs: per stage, in multiply-adds per token, or in seconds if the blocks were timed.
+    weights included; trained: those of them that are not frozen. costs: per stage, in multiply-adds per token, or in
+    seconds if the blocks were timed.
     tied: weights with copies on several stages; empty with `tie=False`.
     """
 
@@ -45,6 +48,7 @@ class SplitPlan:
     cuts: tuple[int, ...]
     blocks: int
     parameters: tuple[int, ...]
+    trained: tuple[int, ...]
     costs: tuple[float, ...]
     tied: tuple[TiedGroup, ...]
     tie: bool = True
@@ -52,6 +56,11 @@ class SplitPlan:
     @property
     def num_stages(self) -> int:
         return len(self.cuts) - 1
+
+    @property
+    def trained_ties(self) -> tuple[TiedGroup, ...]:
+        """Those of the tied weights whose gradients are summed over stages."""
+        return tuple(group for group in self.tied if group.trained)
 
 
 def plan_model(
@@ -68,7 +77,8 @@ def plan_model(
     blocks = block_count(model, architecture)
     base = model.base_model_prefix
 
-    sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sizes = {name: p.numel() for name, p in named.items()}
     per_block = [0.0] * blocks
     for name, size in sizes.items():
         block = block_of(architecture, base, name)
@@ -110,6 +120,7 @@ def plan_model(
         cuts=tuple(bounds),
         blocks=blocks,
         parameters=tuple(sum(sizes[name] for name in names) for names in held),
+        trained=tuple(sum(sizes[name] for name in names if named[name].requires_grad) for names in held),
         costs=tuple(costs),
         tied=tuple(tied),
         tie=tie,
@@ -193,7 +204,7 @@ def _tied_groups(
             held[stage].append(name)
         if len(first_name) > 1:
             stages = tuple(sorted(first_name))
-            groups.append(
-                TiedGroup(name=names[0], stages=stages, parameters=tuple(first_name[stage] for stage in stages))
-            )
+            parameters = tuple(first_name[stage] for stage in stages)
+            trained = model.get_parameter(names[0]).requires_grad
+            groups.append(TiedGroup(name=names[0], stages=stages, parameters=parameters, trained=trained))
     return groups, held

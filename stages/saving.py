@@ -1,5 +1,7 @@
 """Saving the stages as one Hugging Face folder: each rank writes its own shard, one of them the index and the config.
 
+With a LoRA adapter it is peft's folder: the adapter alone, which is small, in one file.
+
     every rank:  write_shard(stage, folder)
     barrier
     one rank:    write_index(stage, folder)
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import SplitError
+from pipecomp.stages import adapters
+from pipecomp.stages.adapters import Adapter
 from pipecomp.stages.loading import Source, skeleton
 from pipecomp.stages.planning import aliases
 from pipecomp.stages.splitting import Stage
@@ -42,6 +46,8 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
     from safetensors.torch import save_file
 
     names = _names_to_write(stage)
+    if stage.adapter is not None:
+        names = adapters.saved_names(stage._model, stage.adapter, names)
     values = stage.state_dict() if state is None else state
     missing = [name for name in names if name not in values]
     unknown = [name for name in values if name not in stage.state_dict()]
@@ -50,7 +56,7 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
         raise SplitError(f"state for stage {stage.index}: {wrong}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / (shard_name(stage.index, stage.num_stages) + PART)
-    tensors = {name: values[name].detach().to("cpu").contiguous() for name in names}
+    tensors = {saved: values[name].detach().to("cpu").contiguous() for name, saved in names.items()}
     save_file(tensors, str(path), metadata={"format": "pt"})
     return path
 
@@ -59,17 +65,22 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     """Make one model of the shards that all stages have written; call it on one rank, after a barrier.
 
     stage: any of them. generation_config: default, the one of the model that was split. Weights of an earlier save,
-    whatever their number of files, are removed. Returns the index.
+    whatever their number of files, are removed. Returns the index, or an adapter's file.
     Raises SplitError, before it changes anything, if a shard or tensor is missing or comes twice.
     """
     folder = Path(folder)
     shards = [shard_name(index, stage.num_stages) for index in range(stage.num_stages)]
     weight_map, total_size, dtype = _read_headers(folder, shards)
-    whole = skeleton(Source(config=stage.config, model_class=type(stage._model)))
+    whole = skeleton(Source(config=stage.config, model_class=type(stage._model), adapter=stage.adapter))
     again = {name for names in aliases(whole) for name in names[1:]}
-    missing = sorted(set(whole.state_dict()) - again - set(weight_map))
+    wanted = set(whole.state_dict()) - again
+    if stage.adapter is not None:
+        wanted = set(adapters.saved_names(whole, stage.adapter, wanted).values())
+    missing = sorted(wanted - set(weight_map))
     if missing:
         raise SplitError(f"{folder}: no shard has {missing[0]}")
+    if stage.adapter is not None:
+        return _join_adapter(stage.adapter, folder, shards)
 
     (folder / INDEX).unlink(missing_ok=True)  # so that a crash from here on leaves no mixture that could be loaded
     for shard in shards:
@@ -91,6 +102,18 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     return folder / INDEX
 
 
+def _join_adapter(adapter: Adapter, folder: Path, shards: list[str]) -> Path:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        tensors |= load_file(str(folder / (shard + PART)))
+    path = adapters.write(folder, adapter, tensors)
+    for shard in shards:
+        (folder / (shard + PART)).unlink()
+    return path
+
+
 def save_pretrained(stages: Sequence[Stage], folder: str | Path) -> None:
     """Save all stages of one process as one Hugging Face folder."""
     for stage in stages:
@@ -103,8 +126,8 @@ def shard_name(index: int, num_stages: int) -> str:
     return f"model-{index + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
-def _names_to_write(stage: Stage) -> list[str]:
-    """The stage's names, each weight once, without the tied ones that an earlier stage writes."""
+def _names_to_write(stage: Stage) -> dict[str, str]:
+    """The stage's names, each weight once, without the tied ones that an earlier stage writes -> themselves."""
     held = dict(stage.named_parameters(remove_duplicate=False))
     elsewhere = {
         id(parameter)
@@ -121,7 +144,7 @@ def _names_to_write(stage: Stage) -> list[str]:
         if parameter is not None:
             seen.add(id(parameter))
         names.append(name)
-    return names
+    return dict(zip(names, names, strict=True))
 
 
 def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, str], int, torch.dtype]:

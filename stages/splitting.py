@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
+from pipecomp.stages.adapters import adapter_of, without_peft
 from pipecomp.stages.architectures import Architecture, SkippedBlock, architecture_of, head_name
 from pipecomp.stages.boundary import Crossing, Layout
 from pipecomp.stages.planning import SplitPlan, TiedGroup, aliases, block_count, plan_model
@@ -24,8 +25,8 @@ class Stage(nn.Module):
 
     Its parameters, buffers and state_dict have Hugging Face's names, without a prefix.
     index, num_stages: its place. lo, hi: its blocks are lo to hi - 1. hidden_size: H. config: the whole model's
-    config, a copy of its own. plan: the split that it is part of. newly_initialized: parameters that its checkpoint
-    lacked (a new classification head).
+    config, a copy of its own. plan: the split that it is part of. adapter: its LoRA adapter, None without.
+    newly_initialized: parameters that its checkpoint lacked (a new classification head).
     """
 
     _model: Any
@@ -49,6 +50,7 @@ class Stage(nn.Module):
         self.config = model.config
         self.hidden_size = int(model.config.hidden_size)
         self.generation_config = getattr(model, "generation_config", None)
+        self.adapter = adapter_of(model)
         self.newly_initialized: tuple[str, ...] = ()
         self._head = architecture.heads[plan.model_class]
         self._options = dict(architecture.forward_options)
@@ -119,6 +121,12 @@ class Stage(nn.Module):
             self._model.activation_checkpointing_enable(options)
         else:
             self._model.gradient_checkpointing_enable(options)
+
+    def kept_to_recompute(self, samples: int, tokens: int) -> int:
+        """Values that checkpointed blocks keep for the backward: their inputs [B, S, H]."""
+        blocks = self._model.base_model.get_submodule(architecture_of(self.config).blocks)
+        count = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)
+        return count * samples * tokens * self.hidden_size
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's part of the model.
@@ -209,12 +217,13 @@ def split(
 
     num_stages: K, cut where the stages are balanced (see `plan`). cuts: instead, the first block of each stage, with
     or without the number of blocks at the end: [0, 2, 4]. block_seconds: measured time per block, for the balance.
-    tie: False gives up the tie of input and output embeddings.
+    tie: False gives up the tie of input and output embeddings. The model may have a LoRA adapter, or be a PeftModel.
 
     The stages hold the model's own parameters and modules, so training or moving them trains or moves the model's;
     only the copies of tied weights are new. The model keeps its structure and still works as a whole.
     Raises SplitError if the model's class is unknown or the cuts are impossible.
     """
+    model = without_peft(model)
     plan = plan_model(model, num_stages, cuts, block_seconds, tie=tie)
     return [take_stage(model, plan, index) for index in range(plan.num_stages)]
 

@@ -25,18 +25,23 @@ LAYERS = [
     {"stages", "allreduce", "trace"},
     {
         "schedule", "export", "failure", "handshake", "join", "optim", "plan", "doctor", "replicas", "reduction",
-        "guarding", "reports", "runs", "watch", "checkpointing", "engine", "linking", "build",
+        "guarding", "reports", "runs", "watch", "recut", "recutting", "checkpointing",
+        "engine", "linking", "recomputing", "build",
     },
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
         "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet",
-        "recipe_language",
+        "recipe_language", "recipe_lora",
     },
     {"cli"},
 ]
 MAY_IMPORT = {
-    "deepspeed": {"engine", "reduction", "schedule", "build", "join", "recipe", "doctor", "bench_stock", "trainer"},
+    "deepspeed": {
+        "engine", "reduction", "recut", "recutting", "schedule", "build", "join", "recipe", "doctor", "bench_stock",
+        "trainer",
+    },
     "lmdb": {"buffers"},
+    "peft": {"stages", "recipe_lora"},
     "transformers": {"stages", "trainer", "callback", "demo_task", "recipe", "recipe_text", "recipe_encoder"},
 }
 

@@ -1,7 +1,7 @@
 """What a checkpoint of the trainer holds beside the model, and how training takes it up again.
 
     checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, trainer_state.json,
-        pipeline.json            how the model was cut: a checkpoint goes on with the same stages and replicas
+        pipeline.json            how the model was cut; with other stages or replicas it is cut anew
         deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error memories
         rank_state_R.pth         random generators and schedule of rank R
         messages/rank-R/         AQ-SGD's messages of rank R, a copy of the store
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import logging as transformers_logging
 
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import prune
@@ -35,12 +36,15 @@ DEEPSPEED = "deepspeed"  # the tag of DeepSpeed's checkpoint, a folder
 MESSAGES = "messages"
 _KEY = "resume_from_checkpoint"
 
+_log = transformers_logging.get_logger(__name__)
+
 
 class Found(NamedTuple):
-    """A checkpoint to go on from."""
+    """A checkpoint to go on from. same: it is of a pipeline with the same cuts and replicas."""
 
     folder: str
     state: TrainerState
+    same: bool
 
 
 def shared(value: Any, group: Any) -> Any:
@@ -56,6 +60,7 @@ def find(
     """The checkpoint that `train(resume_from_checkpoint=resume)` means, as rank 0 sees it; None to start anew.
 
     pipeline: the cuts and replicas of this run. Raises ConfigError on every rank if there is none, or another kind.
+    Warns if it is of other cuts or replicas.
     """
     if resume is None or resume is False:
         return None
@@ -63,13 +68,19 @@ def find(
     if dist.get_rank() == 0:
         try:
             folder = _last(output_dir) if resume is True else Path(resume)
-            answer = str(folder), _read(folder, resume, pipeline)
+            theirs = _read(folder, resume)
+            answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline
+            if theirs != pipeline:
+                _log.warning(
+                    f"{folder} is of {theirs}, this run is of {pipeline}: messages are sent whole once, error memories "
+                    "start empty, random generators start anew"
+                )
         except ConfigError as error:
-            answer = error.key, error.got, error.allowed
+            answer = {"key": error.key, "got": error.got, "allowed": error.allowed}
     answer = shared(answer, group)
-    if len(answer) == 3:
-        raise ConfigError(*answer)
-    return Found(answer[0], TrainerState(**json.loads(answer[1])))
+    if isinstance(answer, dict):
+        raise ConfigError(**answer)
+    return Found(answer[0], TrainerState(**json.loads(answer[1])), answer[2])
 
 
 def _last(output_dir: str) -> Path:
@@ -80,15 +91,13 @@ def _last(output_dir: str) -> Path:
     return max(numbered)[1]
 
 
-def _read(folder: Path, resume: object, pipeline: dict[str, Any]) -> str:
+def _read(folder: Path, resume: object) -> dict[str, Any]:
+    """What pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
     if not (folder / STATE_FILE).is_file():
         raise ConfigError(_KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
     if not (folder / DEEPSPEED).is_dir() or not (folder / PIPELINE_FILE).is_file():
         raise ConfigError(_KEY, str(resume), "a checkpoint of this trainer that was not written with save_only_model")
-    theirs = json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
-    if theirs != pipeline:
-        raise ConfigError(_KEY, str(resume), f"a checkpoint of the same pipeline, {pipeline}; this one is of {theirs}")
-    return (folder / STATE_FILE).read_text(encoding="utf-8")
+    return json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
 
 
 # -- the engine's and the rank's own state
@@ -98,18 +107,20 @@ def save_engine(engine: Any, folder: str, scheduler: Any) -> None:
     """Write what training needs to go on, but for the messages; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
-    torch.save(state, _rank_file(folder))
+    torch.save(state, _rank_file(folder, dist.get_rank()))
 
 
-def load_engine(engine: Any, folder: str, scheduler: Any) -> None:
-    """Weights, optimizer, schedule and random generators; every rank must call this."""
+def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
+    """Weights, optimizer, schedule and, for the same pipeline, random generators; every rank must call this."""
+    folder = found.folder
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
-    file = _rank_file(folder)
+    file = _rank_file(folder, dist.get_rank() if found.same else 0)
     if path is None or not file.is_file():
         raise ConfigError(_KEY, folder, f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine")
     state = torch.load(file, weights_only=True)
     scheduler.load_state_dict(state["scheduler"])
-    set_random_state(state["random"])
+    if found.same:
+        set_random_state(state["random"])
 
 
 def load_weights(engine: Any, folder: str) -> None:
@@ -119,8 +130,8 @@ def load_weights(engine: Any, folder: str) -> None:
         raise ConfigError("load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
 
 
-def _rank_file(folder: str) -> Path:
-    return Path(folder) / f"rank_state_{dist.get_rank()}.pth"
+def _rank_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank_state_{rank}.pth"
 
 
 # -- messages

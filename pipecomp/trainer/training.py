@@ -82,14 +82,15 @@ class PipelineTrainer(EvaluatingTrainer):
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None) -> TrainOutput:
         """Train as `args` says; every rank must call this.
 
-        resume_from_checkpoint: a folder, or True for the last one in `args.output_dir`. Starts with empty message
-        stores, or with those of the checkpoint.
+        resume_from_checkpoint: a folder, or True for the last one in `args.output_dir`; it may be of other stages or
+        replicas, see `PipelineEngine.load_checkpoint`. Starts with empty message stores, or with those of a checkpoint
+        of the same pipeline.
         """
         args = self.args
         pipeline = {"cuts": list(self.plan.cuts), "replicas": self.replicas}
         found = checkpoints.find(resume_from_checkpoint, args.output_dir, pipeline, self.group)
         samples = self._samples(self.train_dataset, "train_dataset")
-        self._start_engine(None if found is None else found.folder)
+        self._start_engine(found.folder if found is not None and found.same else None)
         engine = self.engine
         sampler = self._sampler(samples)
         length = self._length(sampler.per_epoch)
@@ -97,7 +98,7 @@ class PipelineTrainer(EvaluatingTrainer):
         self._make_schedule(length.max_steps)
         self._start_state(length, found)
         if found is not None:
-            checkpoints.load_engine(engine, found.folder, self.lr_scheduler)
+            checkpoints.load_engine(engine, found, self.lr_scheduler)
         engine.set_loader(self._loader)
         self.callback_handler.train_dataloader = self._loader
         self._began, self._first_step = time.time(), self.state.global_step

@@ -40,6 +40,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     return {
         "like": {name: like(f"{folder}/{name}", changed) for name, changed in VARIANTS.items()},
         "replicas": replicas(f"{folder}/replicas"),
+        "recut": recut(folder),
         "loop": loop(f"{folder}/loop"),
         "resumed": {name: resumed(f"{folder}/{name}", changed) for name, changed in RESUMED.items()},
         "classified": classified(f"{folder}/bert"),
@@ -74,6 +75,22 @@ def replicas(folder: str) -> dict[str, Any]:
     out["prediction steps"] = [name for name, *_ in events.seen].count("on_prediction_step")
     trainer.end()
     return out
+
+
+def recut(folder: str) -> list[dict[str, Any]]:
+    """A checkpoint of two stages, gone on with as two replicas of one stage."""
+    from pipecomp import PipelineTrainer
+
+    args = work.arguments(
+        f"{folder}/recut", **{**work.LIKE_TRAINER, "per_device_train_batch_size": 1, "load_best_model_at_end": False}
+    )
+    model = gpt2(2, 16, seed=9)
+    trainer = PipelineTrainer(
+        model, args, work.padded, work.unequal(), work.unequal(5, seed=6), pipecomp={}, num_stages=1
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/usual/checkpoint-4")
+    trainer.end()
+    return trainer.state.log_history
 
 
 def loop(folder: str) -> dict[str, Any]:
@@ -267,7 +284,6 @@ def refused(folder: str) -> dict[str, str]:
             out[name] = str(error)
     trainer = PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/aqsgd", gradient_accumulation_steps=1))
     for name, call in {
-        "pipeline": lambda: trainer.train(resume_from_checkpoint=f"{folder}/replica/checkpoint-2"),
         "none": lambda: PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/empty")).train(True),
         "data": lambda: trainer.train(),
     }.items():
@@ -332,6 +348,18 @@ def test_replicas_train_as_one_with_all_their_samples(ran: Any, reference: Any) 
         assert out["predicted"].shape == ranks[0]["replicas"]["predicted"].shape
         assert out["prediction steps"] == 4 * 3  # four evaluations; the replica that has less waits for the other
     assert np.array_equal(ranks[0]["replicas"]["predicted"], ranks[1]["replicas"]["predicted"])
+
+
+def test_stages_go_on_as_replicas(ran: Any) -> None:
+    """Step 5 has the same samples; step 6, the end of an epoch, has not."""
+    _, ranks = ran
+    for rank in (0, 1):
+        expected = {line["step"]: line for line in ranks[rank]["like"]["usual"]["history"] if "loss" in line}
+        found = [line for line in ranks[rank]["recut"] if "loss" in line]
+        assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+        assert found[4]["loss"] == pytest.approx(expected[5]["loss"], rel=1e-5)
+        assert found[4]["learning_rate"] == expected[5]["learning_rate"]
+        assert found[5]["loss"] < found[0]["loss"]
 
 
 def test_is_a_loop_over_the_engine(ran: Any) -> None:
@@ -453,7 +481,6 @@ def test_callbacks_end_epochs(ran: Any) -> None:
         ("optimizer", "optimizers[0]: got 'SGD'"),
         ("section", "activations.bits"),
         ("config", "gradient_accumulation_steps: got 7, allowed: 'auto' or 2"),
-        ("pipeline", "resume_from_checkpoint"),
         ("none", "resume_from_checkpoint: got True"),
         ("data", "train_dataset: got NoneType"),
     ],

@@ -1,0 +1,56 @@
+"""A recipe's arguments for LoRA, and the model that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pipecomp.errors import ConfigError
+from pipecomp.recipe_text import model_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What LoRA adds to a recipe's arguments."""
+    add = parser.add_argument
+    add("--lora-rank", type=int, default=8, metavar="R", help="rank of the adapters (default 8)")
+    add("--lora-alpha", type=float, default=16, metavar="A", help="adapters are scaled by A / R (default 16)")
+    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout before the adapters (default 0)")
+    targets = "layers with adapters, by the ends of their names, or all-linear (default: peft's for the model)"
+    add("--lora-targets", nargs="+", metavar="NAME", help=targets)
+    add("--adapter", metavar="FOLDER", help="go on with a saved adapter, in place of a new one")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ConfigError for what can be seen without reading anything."""
+    if args.lora_rank < 1:
+        raise ConfigError("--lora-rank", args.lora_rank, "a whole number of at least 1")
+    if not args.lora_alpha > 0:
+        raise ConfigError("--lora-alpha", args.lora_alpha, "a number above 0")
+    if not 0 <= args.lora_dropout < 1:
+        raise ConfigError("--lora-dropout", args.lora_dropout, "0, or a share below 1")
+    if args.dropout is not None:
+        raise ConfigError("--dropout", args.dropout, "nothing: --lora-dropout is the adapters'")
+    if args.model == "tiny" or args.model.endswith(".json"):
+        raise ConfigError("--model", args.model, "a model with weights: LoRA adapts what is there")
+
+
+def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
+    """The model of `--model` with adapters, as `pipecomp.initialize` takes it, and its config.
+
+    Each rank reads only its own stage of the folder; tokenizer is not looked at. Raises ConfigError or SplitError.
+    """
+    import peft
+
+    from pipecomp.stages import pretrained
+
+    targets = args.lora_targets
+    lora = args.adapter or peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+    )
+    model_config(args.model)
+    source = pretrained(args.model, lora=lora)
+    return source, source.config

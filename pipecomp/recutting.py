@@ -1,0 +1,190 @@
+"""Going on with a checkpoint that another cut, or another number of replicas, has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    PARAM_ALIGNMENT_PADDINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from torch import Tensor
+
+from pipecomp.errors import ConfigError
+from pipecomp.handshake import Together
+from pipecomp.recut import MASTER, Description, Names, SavedPipeline, grouped_names
+from pipecomp.stages.modules import ModuleStage
+from pipecomp.stages.splitting import Stage
+
+_DEEPSPEEDS = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps", "dp_world_size",
+               "mp_world_size", "data_sampler", "random_ltd")  # fmt: skip
+
+
+def parameter_groups(engine: Any) -> list[list[Any]]:
+    """The parameters that the optimizer trains, by its groups and in its order."""
+    if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
+        return _attribute(engine.optimizer, "bit16_groups", "bf16_groups", "fp16_groups")
+    return [group["params"] for group in engine.optimizer.param_groups]
+
+
+def describe(engine: Any) -> Description:
+    """Of this run; all ranks must call this."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, grouped_names(engine.stage, parameter_groups(engine)))
+    first_replica = [engine.grid._topo.get_rank(pipe=stage, data=0) for stage in range(engine.num_stages)]
+    return Description(
+        cuts=list(engine.plan.cuts),
+        model_class=engine.plan.model_class,
+        tie=engine.plan.tie,
+        replicas=engine.grid.data_parallel_size,
+        micro_batch=engine.micro_batch_size,
+        precision="bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        zero=engine.zero_optimization_stage(),
+        parameters=[names[rank] for rank in first_replica],
+    )
+
+
+def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None:
+    """The checkpoint, if it has to be cut anew; None if DeepSpeed can load it. Every rank must call this.
+
+    key: of this project's own state among the client's. Raises ConfigError or SplitError for a checkpoint of another
+    model, precision or ZeRO stage, or without some of its files; LinkError where only another rank has an error.
+    """
+    own = describe(engine)
+    found: SavedPipeline | None = None
+    all_ranks = Together()
+    with all_ranks.failing():
+        description = read_description(folder, key)
+        if description is not None and not description.fits(own):
+            description.check(own)
+            found = SavedPipeline(folder, description)
+            found.require_files()
+        elif description is not None and engine.stage.adapter is not None:
+            # DeepSpeed would be content with a file that lacks what is trained.
+            SavedPipeline(folder, description).weights(engine.stage, of=[engine.stage_id])
+    for rank, recut in enumerate(all_ranks.everyone(found is not None)):
+        if recut is not (found is not None):
+            raise ConfigError("load_dir", str(folder), f"the same checkpoint on all ranks (rank {rank} differs)")
+    return found
+
+
+def read_description(folder: Path, key: str) -> Description | None:
+    """What any stage's file in the folder says; None if it says nothing."""
+    for path in sorted(folder.glob("mp_rank_*_model_states.pt")):
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        found = state.get(key, {}).get("pipeline")
+        return None if found is None else Description(**found)
+    return None
+
+
+def load(
+    engine: Any,
+    saved: SavedPipeline,
+    *,
+    load_optimizer_states: bool,
+    load_lr_scheduler_states: bool,
+    load_module_only: bool,
+) -> tuple[str, dict[str, Any]]:
+    """What DeepSpeed's `load_checkpoint` does, and returns, for files of another cut."""
+    stage, optimizer = engine.stage, engine.optimizer
+    stage.load_state_dict(saved.weights(stage), strict=False)  # `weights` says what is missing
+    with_optimizer = load_optimizer_states and not load_module_only
+    names = grouped_names(stage, parameter_groups(engine))
+    if engine.zero_optimization():
+        if with_optimizer:
+            from_masters, replica = engine.zero_load_from_fp32_weights(), engine.grid.data_parallel_id
+            load_zero(optimizer, saved, stage, names, replica, from_masters=from_masters)
+        else:
+            optimizer._restore_from_bit16_weights()
+    elif with_optimizer:
+        load_optimizer(optimizer, saved, names)
+    elif hasattr(optimizer, "refresh_fp32_params"):
+        optimizer.refresh_fp32_params()
+    state = saved.state
+    if not load_module_only:
+        if load_lr_scheduler_states and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(engine, name, state[name])
+    return str(saved.folder), {key: value for key, value in state.items() if key not in _DEEPSPEEDS}
+
+
+def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) -> None:
+    """Give a torch optimizer the states of its parameters. groups: their names, see `grouped_names`.
+
+    A `QuantizedAdam` goes on with what is frozen, without error memories.
+    """
+    own = optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    numbered: dict[int, str] = {}
+    for group, names in zip(own["param_groups"], groups, strict=True):
+        group |= saved.options(names.values()) or {}
+        numbered |= dict(zip(group["params"], names.values(), strict=True))
+    found = saved.optimizer_state(numbered.values())
+    state = {number: found[name] for number, name in numbered.items() if found.get(name)}
+    loaded = {**own, "param_groups": own["param_groups"], "state": state}
+    if "exchange" in own:
+        loaded["exchange"] = {**saved.state["optimizer"]["exchange"], "memories": None, "frozen": _frozen(state)}
+    optimizer.load_state_dict(loaded)
+
+
+def _frozen(state: dict[int, dict[str, Any]]) -> list[list[int]]:
+    """Numbers of the parameters whose variance is frozen, those together that were frozen after equally many steps."""
+    at = {number: values["frozen_at"] for number, values in sorted(state.items()) if values["frozen_at"]}
+    return [[number for number, step in at.items() if step == each] for each in sorted(set(at.values()))]
+
+
+def load_zero(
+    optimizer: Any,
+    saved: SavedPipeline,
+    stage: Stage | ModuleStage,
+    groups: list[Names],
+    replica: int,
+    *,
+    from_masters: bool,
+) -> None:
+    """Give DeepSpeed's ZeRO 1 optimizer of one rank its share of the states. groups: the names of all parameters.
+
+    from_masters: DeepSpeed's `load_from_fp32_weights`; otherwise masters are made of the weights, loaded before.
+    """
+    masters = _attribute(optimizer, "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    base = optimizer.optimizer.state_dict()
+    partitions: list[Tensor] = []
+    for number, names in enumerate(groups):
+        base["param_groups"][number] |= saved.options(names.values()) or {}
+        partition = torch.zeros_like(masters[number], device="cpu")
+        flat: dict[str, Any] = {}
+        found = saved.optimizer_state(names.values())
+        for own, name in names.items():
+            mapping = stage.get_parameter(own)._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed's
+            if mapping is None:
+                continue  # all of it belongs to other replicas
+            here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+            for key, value in found[name].items():
+                if not torch.is_tensor(value) or value.dim() == 0:
+                    flat[key] = value
+                    continue
+                target = partition if key == MASTER else flat.setdefault(key, torch.zeros_like(partition))
+                target[there.start : there.start + there.numel] = value[here.start : here.start + here.numel]
+        partitions.append(partition)
+        base["state"][base["param_groups"][number]["params"][0]] = flat
+    content = {
+        **saved.zero_file(0, 0),
+        BASE_OPTIMIZER_STATE: base,
+        SINGLE_PARTITION_OF_FP32_GROUPS: partitions,
+        GROUP_PADDINGS: _attribute(optimizer, "groups_padding", "group_paddings"),
+    }
+    if hasattr(optimizer, "round_robin_bit16_padding"):
+        content[PARAM_ALIGNMENT_PADDINGS] = optimizer.round_robin_bit16_padding
+    shares: list[Any] = [None] * replica + [content]
+    optimizer.load_state_dict(shares, load_optimizer_states=True, load_from_fp32_weights=from_masters)
+
+
+def _attribute(optimizer: Any, *names: str) -> Any:
+    """The attribute that has one of these names: DeepSpeed's optimizers call the same things differently."""
+    return getattr(optimizer, next(name for name in names if hasattr(optimizer, name)))

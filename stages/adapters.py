@@ -1,0 +1,175 @@
+"""LoRA adapters of `peft`: found on a model, put on one that is not loaded, and saved as peft's own folder.
+
+A model with adapters is cut like any other: peft has put them inside the modules of the blocks. Only they are trained
+and saved. peft is needed only where there are adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipecomp.errors import SplitError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # peft's own, before the names in WEIGHTS_FILE
+_INSIDE = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter.
+
+    config: peft's LoraConfig. name: what peft calls it. weights: the folder where it is saved, None for a new one.
+    """
+
+    config: Any
+    name: str = "default"
+    weights: str | None = None
+
+
+def without_peft(model: Any) -> Any:
+    """The Hugging Face model inside a PeftModel, with its adapters; any other model as it is."""
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_peft else model
+
+
+def adapter_of(model: Any) -> Adapter | None:
+    """The adapter of a model, None without. SplitError for several, or for another method than LoRA."""
+    found = getattr(model, "peft_config", None)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise SplitError(f"adapters {', '.join(sorted(found))}: a model that is split may have one")
+    ((name, config),) = found.items()
+    _check(config)
+    return Adapter(config=config, name=name)
+
+
+def _check(config: Any) -> None:
+    kind = str(getattr(getattr(config, "peft_type", None), "value", None))
+    if kind != "LORA":
+        raise SplitError(f"adapter: got {type(config).__name__} of type {kind}, allowed: a peft.LoraConfig")
+    if getattr(config, "layer_replication", None):
+        raise SplitError("LoraConfig.layer_replication: a model whose blocks are repeated cannot be split")
+
+
+def from_folder(path: str) -> tuple[Adapter, str] | None:
+    """A saved adapter, to be trained on, and where its base model is; None if `path` is no adapter folder."""
+    file = Path(path) / CONFIG_FILE
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise SplitError(f"{file} does not name the base model: give its folder or hub name and lora={path!r}")
+    return read(path), str(base)
+
+
+def read(path: str) -> Adapter:
+    """A saved adapter, to be trained on. SplitError if the folder has none."""
+    config_class = _peft().PeftConfig
+    if not (Path(path) / WEIGHTS_FILE).is_file():
+        raise SplitError(f"{path}: no adapter there, looked for {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = config_class.from_pretrained(path)
+    config.inference_mode = False  # as it was saved
+    _check(config)
+    return Adapter(config=config, weights=str(path))
+
+
+def as_adapter(lora: Any) -> Adapter:
+    """An adapter from what users give: a LoraConfig, or a folder that peft or this project has saved."""
+    if isinstance(lora, str) or hasattr(lora, "__fspath__"):
+        return read(str(lora))
+    _check(lora)
+    if getattr(lora, "init_lora_weights", None) not in (True, "gaussian") or getattr(lora, "use_dora", False):
+        raise SplitError(
+            "lora: init_lora_weights other than True and 'gaussian', and use_dora, start from the weights of the base "
+            "model: give a PeftModel in memory"
+        )
+    return Adapter(config=lora)
+
+
+def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
+    """The model with the adapter in it and all else frozen, as peft does it; on the meta device without values.
+
+    base: the model's folder or hub name, which the adapter's configuration notes; default: what is noted there.
+    """
+    config = copy.deepcopy(adapter.config)  # peft writes into it
+    model.name_or_path = base or config.base_model_name_or_path or ""
+    return _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
+
+
+def name_in_the_base(name: str) -> str:
+    """What a parameter of the base model is called in its checkpoint: peft puts a module around it."""
+    return _INSIDE.sub("", name)
+
+
+def saved_names(model: Any, adapter: Adapter, names: Iterable[str]) -> dict[str, str]:
+    """Those of the names in a model's state_dict that belong to the adapter -> their names in an adapter folder."""
+    peft = _peft()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about embeddings that it would save too, which never change here
+        # It chooses by names alone, so names do for values.
+        chosen = peft.get_peft_model_state_dict(
+            model, state_dict={name: name for name in names}, adapter_name=adapter.name, save_embedding_layers=False
+        )
+    return {own: PREFIX + saved for saved, own in chosen.items()}
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer with LoRA weights, which initializes them itself."""
+    return hasattr(module, "reset_lora_parameters")
+
+
+def initialize(module: Any, adapter: Adapter) -> None:
+    """Give the LoRA weights of a layer the values with which peft starts."""
+    module.reset_lora_parameters(adapter.name, adapter.config.init_lora_weights)
+
+
+def read_weights(adapter: Adapter, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Values of an adapter's parameters from its folder; nothing for a new one.
+
+    names: see `saved_names`. Raises SplitError naming a tensor that is missing.
+    """
+    if adapter.weights is None:
+        return {}
+    from safetensors import safe_open
+
+    path = Path(adapter.weights) / WEIGHTS_FILE
+    with safe_open(str(path), framework="pt", backend="pread") as file:
+        held = set(file.keys())
+        for own, saved in names.items():
+            if saved not in held:
+                raise SplitError(f"{path} has no {saved}, for the model's {own}")
+        return {own: file.get_tensor(saved) for own, saved in names.items()}
+
+
+def write(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Path:
+    """Write peft's adapter folder from all tensors of the adapter, by `saved_names`. Returns the file of weights."""
+    from safetensors.torch import save_file
+
+    config = copy.deepcopy(adapter.config)
+    config.inference_mode = True  # as peft saves it: who reads it is not about to train
+    part = folder / (WEIGHTS_FILE + ".tmp")
+    save_file(dict(tensors), str(part), metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+    os.replace(part, folder / WEIGHTS_FILE)
+    return folder / WEIGHTS_FILE
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise SplitError("LoRA needs peft: install pipecomp[lora]") from error
+    return peft

@@ -1,0 +1,104 @@
+"""Activation checkpointing: the same training, bit for bit, with less memory kept; settings without effect are refused."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small import ds_config, gpt2, samples
+
+from pipecomp.errors import ConfigError
+from pipecomp.local import run_ranks
+from pipecomp.recomputing import take_setting
+from pipecomp.stages import split
+
+INTERVAL = {"pipeline": {"activation_checkpoint_interval": 1}}
+
+
+def trained(rank: int, world: int, note: Any) -> dict[str, Any]:
+    import pipecomp
+
+    out = {}
+    for name, more in (("kept", {}), ("recomputed", INTERVAL)):
+        model = gpt2()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+        section = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
+        engine = pipecomp.initialize(
+            model, num_stages=2, config=ds_config(section, **more), training_data=samples()
+        )
+        torch.manual_seed(rank)
+        losses = [float(engine.train_batch()) for _ in range(6)]
+        weights = b"".join(p.detach().numpy().tobytes() for p in engine.stage.parameters())
+        out[name] = losses, hashlib.sha256(weights).hexdigest(), engine.stage.kept_to_recompute(2, 24), engine._kept.bytes
+        engine.close()
+    return out
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_same_training_bit_for_bit() -> None:
+    for result in run_ranks(2, trained, timeout_s=250).values():
+        kept, recomputed = result["kept"], result["recomputed"]
+        assert recomputed[:2] == kept[:2]
+        assert len(set(kept[0])) == 6
+        assert (kept[2], recomputed[2]) == (0, 2 * 2 * 24 * 32)
+        assert recomputed[3] < kept[3]  # what limits the micro-batches in flight
+
+
+def test_less_memory_is_kept() -> None:
+    model = gpt2(layers=6, width=128)
+    stages = split(model, num_stages=2)
+    ids = torch.zeros(64, 24, dtype=torch.int64)
+    process = psutil.Process()
+
+    def grown() -> int:
+        """Bytes that this process has more after the forward than before."""
+        gc.collect()
+        before = process.memory_info().rss
+        x: Any = {"input_ids": ids}
+        for stage in stages:
+            x = stage(x)
+        after = process.memory_info().rss
+        x.sum().backward()
+        return after - before
+
+    grown()
+    kept = grown()
+    for stage in stages:
+        stage.gradient_checkpointing_enable()
+    grown()
+    assert grown() < 0.5 * kept
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"pipeline": {"activation_checkpoint_interval": 2}}, "pipeline.activation_checkpoint_interval: got 2"),
+        ({"pipeline": {"activation_checkpoint_interval": True}}, "pipeline.activation_checkpoint_interval: got True"),
+        ({"pipeline": {**INTERVAL["pipeline"], "use_reentrant": True}}, "pipeline.use_reentrant"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+    ],
+)
+def test_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        take_setting(config)
+
+
+def test_deepspeed_does_nothing_itself() -> None:
+    config = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False, "seed_layers": False}}
+    assert take_setting(config)
+    assert config == {"pipeline": {"activation_checkpoint_interval": 0, "use_reentrant": False, "seed_layers": False}}
+    for plain in ({}, {"pipeline": {}}, {"activation_checkpointing": {"cpu_checkpointing": False}}):
+        before = dict(plain)
+        assert not take_setting(plain)
+        assert plain == before

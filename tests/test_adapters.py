@@ -1,0 +1,208 @@
+"""LoRA: a model with peft's adapters, cut at any place, computes, trains and saves what the whole one does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+peft = pytest.importorskip("peft")
+
+from pipecomp.errors import SplitError  # noqa: E402
+from pipecomp.stages import Source, build_stage, plan, pretrained, save_pretrained, split  # noqa: E402
+
+VOCABULARY, LENGTH = 61, 9
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+LLAMA = SMALL | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+                 "num_key_value_heads": 1}  # fmt: skip
+BERT = SMALL | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+                "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA, {"task_type": "CAUSAL_LM"}),
+    "llama, all layers": ("LlamaConfig", "LlamaForCausalLM", LLAMA, {"target_modules": "all-linear", "r": 2}),
+    "llama, classes": ("LlamaConfig", "LlamaForSequenceClassification", LLAMA, {"task_type": "SEQ_CLS"}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}),
+    "bert": ("BertConfig", "BertForSequenceClassification", BERT, {"task_type": "SEQ_CLS", "bias": "lora_only"}),
+}  # fmt: skip
+
+
+def base(name: str) -> Any:
+    import transformers
+
+    config, model, settings, _ = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+
+def lora(name: str, **more: Any) -> Any:
+    return peft.LoraConfig(**MODELS[name][3], **more)
+
+
+def shaken(model: Any) -> Any:
+    """The model with adapters that change something: peft starts with none of it."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=draw) * 0.1)
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    ids[1, 5:], mask[1, 5:] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def through(stages: list[Any]) -> torch.Tensor:
+    x: Any = batch()
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+def build(source: Any, stages: int) -> list[Any]:
+    cut = plan(source, num_stages=stages)
+    return [build_stage(source, cut, index) for index in range(stages)]
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A saved base model, by name."""
+    base(request.param).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+class TestInMemory:
+    def test_logits_and_gradients(self, name: str, stages: int) -> None:
+        whole = shaken(peft.get_peft_model(base(name), lora(name)))
+        parts = split(whole, num_stages=stages)
+        whole.eval()
+        with torch.no_grad():
+            assert torch.equal(through([part.eval() for part in parts]), whole(**batch()).logits)
+        whole.train()
+        whole(**batch()).logits.square().sum().backward()
+        expected = {n: p.grad.clone() for n, p in whole.get_base_model().named_parameters() if p.requires_grad}
+        whole.zero_grad()
+        through([part.train() for part in parts]).square().sum().backward()
+        found = {n: p.grad for part in parts for n, p in part.named_parameters() if p.requires_grad}
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7 * float(value.abs().max() + 1))
+        assert all(p.grad is None for part in parts for p in part.parameters() if not p.requires_grad)
+
+    def test_counts(self, name: str, stages: int) -> None:
+        whole = peft.get_peft_model(base(name), lora(name))
+        cut = plan(whole, num_stages=stages)
+        assert sum(cut.trained) == whole.get_nb_trainable_parameters()[0]
+        assert all(not group.trained for group in cut.tied)
+        assert all(0 < t < p for t, p in zip(cut.trained, cut.parameters, strict=True))
+
+    def test_saved_as_peft_saves_it(self, name: str, stages: int, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        whole = shaken(peft.get_peft_model(base(name), lora(name)))
+        parts = split(whole, num_stages=stages)
+        save_pretrained(parts, tmp_path / "ours")
+        assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == [
+            "adapter_config.json", "adapter_model.safetensors"
+        ]  # fmt: skip
+        whole.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+        ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        again = peft.PeftModel.from_pretrained(base(name), tmp_path / "ours").eval()
+        with torch.no_grad():
+            assert torch.equal(again(**batch()).logits, whole.eval()(**batch()).logits)
+
+
+@pytest.mark.parametrize(("folder", "name"), [(n, n) for n in MODELS], indirect=["folder"])
+class TestFromDisk:
+    def test_starts_as_the_base_model(self, folder: Path, name: str) -> None:
+        one, two = (build(pretrained(str(folder), lora=lora(name)), stages) for stages in (1, 2))
+        model = base(name).eval()
+        with torch.no_grad():
+            assert torch.equal(through([s.eval() for s in one]), model(**batch()).logits)
+            assert torch.equal(through([s.eval() for s in two]), model(**batch()).logits)
+        whole = peft.get_peft_model(model, lora(name)).get_base_model()
+        names = {n for n, p in whole.named_parameters() if p.requires_grad}
+        for stages in (one, two):
+            found = {n: p for s in stages for n, p in s.named_parameters() if p.requires_grad}
+            assert set(found) == names
+            for key, p in found.items():
+                assert bool(p.isfinite().all())
+                if "lora_A" in key or "embedding_B" in key:
+                    assert float(p.detach().std()) > 0
+                elif "lora_B" in key or "embedding_A" in key:
+                    assert not bool(p.any())
+        first = dict(one[0].named_parameters())
+        for stage in two:
+            for key, p in stage.named_parameters():
+                assert torch.equal(p, first.get(key, p)), "depends on the number of stages"
+
+    def test_goes_on_with_a_saved_adapter(self, folder: Path, name: str, tmp_path: Path) -> None:
+        parts = build(pretrained(str(folder), lora=lora(name)), 2)
+        for part in parts:
+            shaken(part)
+        save_pretrained(parts, tmp_path / "adapter")
+        expected = through([part.eval() for part in parts])
+        assert not torch.equal(expected, base(name).eval()(**batch()).logits)
+        for source in (pretrained(str(tmp_path / "adapter")), pretrained(str(folder), lora=tmp_path / "adapter")):
+            again = build(source, 3)
+            assert torch.equal(through([stage.eval() for stage in again]), expected)
+            trained = sum(p.numel() for stage in again for p in stage.parameters() if p.requires_grad)
+            assert trained == sum(plan(source, num_stages=2).trained) > 0
+        save_pretrained(again, tmp_path / "again")
+        first, second = ((tmp_path / f / "adapter_model.safetensors").read_bytes() for f in ("adapter", "again"))
+        assert first == second
+
+
+class TestRefused:
+    def test_several_adapters(self) -> None:
+        model = peft.get_peft_model(base("llama"), lora("llama"))
+        model.add_adapter("second", lora("llama"))
+        with pytest.raises(SplitError, match="default, second: a model that is split may have one"):
+            split(model, num_stages=2)
+
+    def test_another_method(self) -> None:
+        model = peft.get_peft_model(base("llama"), peft.IA3Config(task_type="CAUSAL_LM"))
+        with pytest.raises(SplitError, match="IA3"):
+            split(model, num_stages=2)
+
+    @pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
+    def test_what_starts_from_the_weights(self, more: dict[str, Any]) -> None:
+        with pytest.raises(SplitError, match="give a PeftModel in memory"):
+            pretrained("anything", lora=lora("llama", **more))
+
+    def test_random_weights(self) -> None:
+        adapter = pretrained_adapter()
+        model = base("llama")
+        source = Source(config=model.config, model_class=type(model), adapter=adapter)
+        with pytest.raises(SplitError, match="random weights"):
+            build(source, 2)
+
+    def test_no_adapter_there(self, tmp_path: Path) -> None:
+        with pytest.raises(SplitError, match="no adapter there"):
+            pretrained("anything", lora=tmp_path)
+
+    def test_no_peft(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        base("llama").save_pretrained(tmp_path)
+        source = pretrained(str(tmp_path), lora=lora("llama"))
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(SplitError, match=r"pipecomp\[lora\]"):
+            plan(source, num_stages=2)
+        assert plan(str(tmp_path), num_stages=2).num_stages == 2
+
+
+def pretrained_adapter() -> Any:
+    from pipecomp.stages.adapters import as_adapter
+
+    return as_adapter(lora("llama"))
