@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -90,6 +91,13 @@ def test_imports_point_one_way(module):
         if library in MAY_IMPORT:
             assert part(module) in MAY_IMPORT[library], f"{module} imports {library}"
         assert library not in FOLDERS, f"{module} imports the bare name {library}"
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    left_out = pytestconfig.getini("norecursedirs")
+    for folder in {path.parent for path in (ROOT / "tests").rglob("test_*.py")}:
+        names = folder.relative_to(ROOT).parts
+        assert not any(fnmatch.fnmatch(name, pattern) for name in names for pattern in left_out), folder
 
 
 def test_links_and_packaging_agree():

@@ -27,6 +27,7 @@ import pipecomp
 from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError
+from pipecomp.random_state import random_state, set_random_state
 from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, arguments, checkpoints
 from pipecomp.trainer.evaluation import _joined
@@ -469,9 +470,9 @@ def test_logs_tell_what_changed_since_the_last() -> None:
 
 
 def test_random_generators_go_on_where_they_were() -> None:
-    state = checkpoints._random_state()
+    state = random_state()
     expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-    checkpoints._set_random_state(state)
+    set_random_state(state)
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected
 
 
