@@ -96,6 +96,7 @@ def initialize(
         for stage, trained in enumerate(split_plan.trained):
             if not trained:
                 raise SplitError(f"stage {stage} has nothing to train, all of it is frozen: cut the model otherwise")
+        _check_precision(ds_config)
         check_gradients(settings.gradients, ds_config, split_plan, world // stages)
         _complete(ds_config)
         recomputes = take_setting(ds_config)
@@ -172,6 +173,13 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
     if not isinstance(found, dict):
         raise ConfigError("config", str(config), "a JSON object")
     return found
+
+
+def _check_precision(ds_config: dict[str, Any]) -> None:
+    """DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once."""
+    zero = ds_config.get("zero_optimization", {}).get("stage", 0)
+    if ds_config.get("fp16", {}).get("enabled") and zero != 1:
+        raise ConfigError("zero_optimization.stage", zero, "1 with fp16, whose loss scaling is right only there")
 
 
 def _complete(ds_config: dict[str, Any]) -> None:

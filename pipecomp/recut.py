@@ -71,10 +71,6 @@ class Description:
         ):
             if theirs != mine:
                 raise ConfigError(key, mine, f"{theirs!r}, as the checkpoint has, where the pipeline is cut otherwise")
-        if own.precision == "fp16" and not own.zero:
-            raise ConfigError(
-                "zero_optimization.stage", 0, "1 for a checkpoint of fp16 training that is cut otherwise"
-            )
 
 
 def names_in_every_cut(stage: Stage | ModuleStage) -> Names:

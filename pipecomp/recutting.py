@@ -27,8 +27,8 @@ _DEEPSPEEDS = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_s
 
 def parameter_groups(engine: Any) -> list[list[Any]]:
     """The parameters that the optimizer trains, by its groups and in its order."""
-    if engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled():
-        return _attribute(engine.optimizer, "bit16_groups", "bf16_groups", "fp16_groups")
+    if engine.zero_optimization() or engine.bfloat16_enabled():
+        return _attribute(engine.optimizer, "bit16_groups", "bf16_groups")
     return [group["params"] for group in engine.optimizer.param_groups]
 
 
@@ -103,8 +103,6 @@ def load(
             optimizer._restore_from_bit16_weights()
     elif with_optimizer:
         load_optimizer(optimizer, saved, names)
-    elif hasattr(optimizer, "refresh_fp32_params"):
-        optimizer.refresh_fp32_params()
     state = saved.state
     if not load_module_only:
         if load_lr_scheduler_states and engine.lr_scheduler is not None:

@@ -121,9 +121,11 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
         if not part["enabled"]:
             config.pop(name)
     _check_optimizer(args, config)
-    stage = config.get("zero_optimization", {}).get("stage", 1 if args.bf16 else 0)
+    stage = config.get("zero_optimization", {}).get("stage", 1 if args.bf16 or args.fp16 else 0)
     if stage not in (0, 1):
         raise ConfigError("zero_optimization.stage", stage, "0 or 1 in a pipeline")
+    if args.fp16:
+        config.setdefault("zero_optimization", {}).setdefault("stage", stage)
     if args.bf16:
         if stage == 0 and str(getattr(args.save_strategy, "value", "")) != "no" and not args.save_only_model:
             allowed = "1 with bf16, whose checkpoints DeepSpeed could not load; or save_strategy 'no'"
