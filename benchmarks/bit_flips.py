@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -130,9 +131,14 @@ def _exchange(section: dict[str, Any], hidden: int) -> list[tuple[str, np.ndarra
     down.recv_activation(Position(2, 0), training=False)
     names = ["first visit", "gradient", "later visit", "gradient again", "evaluation"]
     if stores[0] is not None:
+        stores[0].keeps_new = lambda: False  # type: ignore[method-assign]
+        layout, at = replace(layout, ids=(4, 5)), Position(3, 0)
+        up.send_activation(torch.randn(2, 5, hidden, generator=generator), layout, at)
+        down.send_gradient(down.recv_activation(at)[0], layout, at)
+        up.recv_gradient(layout, at)
         stores[0].drop([3])
         _agree(up, down)
-        names += [f"inventory {i}" for i in range(4)]
+        names += ["not kept", "gradient of what is not kept", *(f"inventory {i}" for i in range(4))]
     assert len(sent) == len(names), "every message has a name"
     return list(zip(names, sent, strict=True))
 

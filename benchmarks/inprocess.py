@@ -179,7 +179,7 @@ class InProcessPipeline:
             self._environments = [
                 open_environment(
                     store.backend, store.path, index, bits=store.bits, group_size=activations.group_size,
-                    max_bytes=store.max_bytes,
+                    max_bytes=store.max_bytes, on_write_error=store.on_write_error,
                 )
                 for index in range(len(self.stages))
             ]  # fmt: skip

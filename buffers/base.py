@@ -50,6 +50,10 @@ class MessageStore(Protocol):
         """Replace the message of a sample. The store owns `m_nH` (float32 [n, H], any device) from here on."""
         ...
 
+    def keeps_new(self) -> bool:
+        """Whether samples that are not held may be put; False while a disk refuses writes and the run goes on."""
+        ...
+
     def prefetch(self, samples: Sequence[int]) -> None:
         """Start loading a micro-batch in the background; a later `get` takes it from memory. Returns at once.
 

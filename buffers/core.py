@@ -62,6 +62,10 @@ class LinkStore:
         self._prefetcher.invalidate(sample)
         self._added(entry)
 
+    def keeps_new(self) -> bool:
+        """Whether samples that are not held may be put; see MessageStore."""
+        return True
+
     def prefetch(self, samples: Sequence[int]) -> None:
         """Start loading a micro-batch in the background; see MessageStore."""
         self._check()

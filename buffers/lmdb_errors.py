@@ -36,6 +36,12 @@ class explained(AbstractContextManager[None]):  # noqa: N801
             raise StoreError(f"{self.path}: cannot {self.doing}: {error}{_advice(error, self.path)}") from error
 
 
+def of_the_disk(error: StoreError) -> bool:
+    """Whether the disk, its permissions or the address space refused a write; what was stored before is unharmed."""
+    cause = error.__cause__
+    return isinstance(cause, (lmdb.Error, OSError)) and not isinstance(cause, _DAMAGED)
+
+
 def _advice(error: lmdb.Error | OSError, path: Path) -> str:
     code = error.code if isinstance(error, lmdb.Error) else error.errno
     way_out = "free some space there, set store.max_bytes, or give a store.path on another disk"

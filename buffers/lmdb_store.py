@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipecomp.buffers.core import LinkStore
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.identity import RUN_KEY, check_format, check_settings, read_run
 from pipecomp.buffers.lmdb_check import unsound
+from pipecomp.buffers.lmdb_errors import of_the_disk
 from pipecomp.buffers.lmdb_file import MAP_BYTES, META, Place, Table, ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, Folder
 from pipecomp.buffers.snapshot import copy_file
@@ -21,6 +23,7 @@ from pipecomp.buffers.value import ValueFormat, read_header, stored_size
 from pipecomp.buffers.writer import Writer
 from pipecomp.errors import ConfigError, StoreError
 
+UNWRITTEN_BYTES = 1 << 30  # of refused values in memory, before a run that goes on without the disk stops
 LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -45,6 +48,10 @@ class LmdbStore(LinkStore):
         """End a training step of this link; see MessageStore and `LmdbEnvironment.commit`."""
         self._check()
         self._environment.commit_link(self)
+
+    def keeps_new(self) -> bool:
+        """Whether samples that are not held may be put; see MessageStore."""
+        return not self._environment.unwritten
 
     def flush(self) -> None:
         """Wait until every commit so far, of any link of the rank, is on disk."""
@@ -93,11 +100,15 @@ class LmdbStore(LinkStore):
         return list(entries.values())
 
 
+Steps = Mapping[LmdbStore, Mapping[int, Entry | None]]  # by link, what became of each sample; None: deleted
+
+
 class LmdbEnvironment:
     """The stores of one rank in `path`, a folder that no other process uses meanwhile.
 
     bits, group_size: how values are stored; max_bytes: budget of each link end, None for no limit; prefetch:
-    micro-batches loaded ahead. map_bytes: address space to start with, grows by itself.
+    micro-batches loaded ahead. map_bytes: address space to start with, grows by itself. on_write_error: "stop", or
+    "continue" where the disk refuses a write: see `_write`.
     Raises StoreError if the folder is in use, cannot be written, or lost data in a power cut.
     """
 
@@ -110,8 +121,14 @@ class LmdbEnvironment:
         max_bytes: int | None = None,
         prefetch: int = 0,
         map_bytes: int = MAP_BYTES,
+        on_write_error: str = "stop",
     ) -> None:
+        if on_write_error not in ("stop", "continue"):
+            raise ConfigError("store.on_write_error", on_write_error, "'stop' or 'continue'")
         self.path = Path(path)
+        self.unwritten: Steps = {}  # what the disk refused; kept in memory, replaced by the writing thread only
+        self._goes_on = on_write_error == "continue"
+        self._warned = False
         self._format = ValueFormat(bits, group_size)
         self._options: dict[str, Any] = {"max_bytes": max_bytes, "prefetch": prefetch}
         LinkStore("check", self._format, **self._options)  # a wrong option is an error before any file is made
@@ -264,7 +281,43 @@ class LmdbEnvironment:
         for store in steps:
             store._waited(waited / len(steps))
 
-    def _write(self, steps: Mapping[LmdbStore, Mapping[int, Entry | None]]) -> None:
+    def _write(self, steps: Steps) -> None:
+        """Write one step, and what the disk refused of earlier ones.
+
+        With on_write_error "continue" a refused step stays in memory: first without its new samples, whose pages are
+        the ones that lack, then all of it. Both ends of a link go on alike, as reads find it there, and every later
+        step tries again; the file keeps what it last committed. Meanwhile `keeps_new` says that no new sample may come.
+        """
+        merged = {s: {**self.unwritten.get(s, {}), **steps.get(s, {})} for s in {**self.unwritten, **steps}}
+        try:
+            self._write_once(merged)
+        except StoreError as error:
+            if not (self._goes_on and of_the_disk(error)):
+                raise
+            self._go_on_without(merged, error)
+        else:
+            self.unwritten = {}
+
+    def _go_on_without(self, merged: Steps, error: StoreError) -> None:
+        known = {s: {i: e for i, e in step.items() if i in s._table.places} for s, step in merged.items()}
+        try:
+            self._write_once(known)
+            rest = {s: {i: e for i, e in step.items() if i not in known[s]} for s, step in merged.items()}
+            self.unwritten = {s: step for s, step in rest.items() if step}
+        except StoreError:
+            self.unwritten = merged
+        held = sum(entry.size for step in self.unwritten.values() for entry in step.values() if entry is not None)
+        if held > UNWRITTEN_BYTES:
+            raise StoreError(f"{error} ({held} bytes wait in memory, the limit is {UNWRITTEN_BYTES})") from error
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{error}. As store.on_write_error is 'continue', samples that are not stored yet are sent in full "
+                "precision until the disk takes writes again",
+                stacklevel=2,
+            )
+
+    def _write_once(self, steps: Steps) -> None:
         changes: dict[Table, dict[int, bytearray | None]] = {}
         for store, step in steps.items():
             values = changes.setdefault(store._table, {})

@@ -136,7 +136,8 @@ class Store:
     link compare digests of the messages that changed, None for never. in_checkpoints: copy the store into every
     checkpoint, so that training goes on with the same losses; it takes as much space again. run: a name for the run; a
     store that has messages of a run with another name is refused. None: a random one, which a run that goes on from a
-    checkpoint takes from there.
+    checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the disk
+    refuses writes.
     """
 
     backend: str = "lmdb"
@@ -147,6 +148,7 @@ class Store:
     drift_check: int | None = 10
     in_checkpoints: bool = False
     run: str | None = None
+    on_write_error: str = "stop"
 
     def __post_init__(self) -> None:
         _require_choice("store.backend", self.backend, ("lmdb", "memory"))
@@ -158,6 +160,7 @@ class Store:
             _require(ok, "store.max_bytes", self.max_bytes, "null or a number of bytes above 0")
         ok = _is_int(self.prefetch) and 0 <= self.prefetch <= 64
         _require(ok, "store.prefetch", self.prefetch, "a whole number from 0 to 64")
+        _require_choice("store.on_write_error", self.on_write_error, ("stop", "continue"))
         if self.drift_check is not None:
             ok = _is_int(self.drift_check) and self.drift_check >= 1
             _require(ok, "store.drift_check", self.drift_check, "null or a number of steps of at least 1")
@@ -169,7 +172,7 @@ class Store:
     def check_given(self, given: Mapping[str, object]) -> None:
         """Refuse what only files have for the memory backend."""
         if self.backend == "memory":
-            for key in ("path", "run", "in_checkpoints"):
+            for key in ("path", "run", "in_checkpoints", "on_write_error"):
                 if given.get(key) is not False:
                     _require_unset("store", key, given, "only with backend 'lmdb', not 'memory'")
 

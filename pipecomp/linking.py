@@ -121,4 +121,5 @@ def _environment(settings: Config, rank: int) -> StoreEnvironment:
         group_size=settings.activations.group_size,
         max_bytes=store.max_bytes,
         prefetch=store.prefetch,
+        on_write_error=store.on_write_error,
     )

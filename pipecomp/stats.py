@@ -33,6 +33,7 @@ class LinkStats:
     wait_seconds: how long this end waited for messages. relative_error: mean over the sampled forward messages (the
     first micro-batch of each step, known to the sender only) of ‖a − m‖ / ‖a‖. drift_checks: how often both ends
     compared their messages, with drift_check_bytes sent by this one; drifts: how often they differed, in drift_samples.
+    unstored_samples: first visits, among `full_samples`, that no end keeps because a disk refused writes.
     """
 
     forward: Direction = field(default_factory=Direction)
@@ -40,6 +41,7 @@ class LinkStats:
     evaluation: Direction = field(default_factory=Direction)
     full_samples: int = 0
     delta_samples: int = 0
+    unstored_samples: int = 0
     drift_checks: int = 0
     drift_check_bytes: int = 0
     drifts: int = 0

@@ -55,6 +55,7 @@ class Form(enum.IntEnum):
     PLAIN = 0  # no message store behind it
     FULL = 1  # a first visit: sets m
     DELTA = 2  # added to the message of version `base`
+    NOT_KEPT = 3  # a first visit that its sender does not keep; in a gradient: one that this end did not keep
 
 
 class DType(enum.IntEnum):

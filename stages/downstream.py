@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +19,10 @@ from pipecomp.wire import Form, Header, Kind, Sample
 
 class DownstreamEnd(LinkEnd):
     """Stage k + 1's end of the link from stage k."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._not_kept: dict[Position, set[int]] = {}  # what the gradient of a micro-batch is to say
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """The activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
@@ -61,7 +68,7 @@ class DownstreamEnd(LinkEnd):
                 if self.frame is not None:
                     self.frame.put_(held_nH, sample.start, m_nH)
                 self.stats.delta_samples += 1
-            elif sample.form is Form.FULL:
+            elif sample.form in (Form.FULL, Form.NOT_KEPT):
                 codec: Codec = self._first or Cast(torch_dtype(header.dtype))
                 m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
                 held_nH = m_nH if self.frame is None else self.frame.spread(m_nH, sample.start)
@@ -69,7 +76,11 @@ class DownstreamEnd(LinkEnd):
             else:
                 raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
             x_TH[rows] = m_nH
-            if repeated:
+            if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not self._may_keep(sample.id)):
+                self.stats.unstored_samples += 1
+                self.store.drop([sample.id])
+                self._not_kept.setdefault(at, set()).add(sample.id)
+            elif repeated:
                 self._keep(sample.id, sample.version, held_nH)
             else:
                 updates.append((sample.id, sample.version, held_nH))
@@ -110,5 +121,7 @@ class DownstreamEnd(LinkEnd):
                 raise NonFiniteError(self._where(at, f"gradients: {error}")) from error
             codec = Cast(g_TH.dtype)  # so that loss scaling sees the overflow and skips the step
             parts = codec.encode(g_TH)
-        header = self._header(Kind.GRADIENT, codec, g_TH, plain_samples(layout), layout, at)
+        not_kept = self._not_kept.pop(at, set())
+        samples = [replace(s, form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
+        header = self._header(Kind.GRADIENT, codec, g_TH, samples, layout, at)
         self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(header, parts))

@@ -9,6 +9,8 @@ downstream.py) the other way round. With "aqsgd" both hold, for every sample the
 
 The sender's store decides which it is. Every message says what it is, which version of m it builds on and which it
 makes, so a delta can never be applied to another base. Nothing is changed at either end before a message is checked.
+An end whose disk refuses writes does not keep new samples, and says so in its next message about them: the other end
+then does not keep them either.
 
 Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micro-batch, n of one sample.
 """
@@ -76,6 +78,7 @@ class LinkEnd:
         self._remember = config.store.drift_check is not None
         self._method = a.method
         self._eval = a.eval
+        self._goes_on = store is not None and config.store.on_write_error == "continue"
         self._checksum = config.transport.checksum
         self._seed, self._replica = config.seed, replica
         self._pass_nonfinite = pass_nonfinite
@@ -151,6 +154,8 @@ class LinkEnd:
                 f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}; expected the "
                 f"{kind.name.lower()} of micro-batch {at.micro_batch}, step {at.step}"
             )
+        if not header.samples or not header.hidden:
+            raise WireError(f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}: it is empty")
         rows = header.tokens if self.frame is None else self.frame.lines
         if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
             raise WireError(
@@ -172,6 +177,10 @@ class LinkEnd:
                 f"({got[2].name.lower()}), this rank expects {codec.method.name.lower()} of {codec.bits} "
                 f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
             )
+
+    def _may_keep(self, sample: int) -> bool:
+        """Whether this end keeps what it is about to hold of a sample: not a new one while the disk refuses writes."""
+        return self.store is not None and (self.store.keeps_new() or self.store.get([sample])[0] is not None)
 
     def _message_rows(self, count: int, hidden: int) -> tuple[int, int]:
         """The shape of m for a sample of [count, hidden]."""

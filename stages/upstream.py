@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +20,11 @@ class UpstreamEnd(LinkEnd):
     """Stage k's end of the link to stage k + 1."""
 
     _next_version = 1
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # First visits whose gradient, which says whether the other end kept them, is to come.
+        self._unanswered: dict[Position, set[int]] = {}
 
     def resume_versions(self, highest: int) -> None:
         """Number messages from above `highest`, the highest version that either end still holds."""
@@ -58,25 +65,33 @@ class UpstreamEnd(LinkEnd):
             message = self.store.get([sample])[0] if repeated else held[i]
             if message is not None and message.m_nH.shape != self._message_rows(*x_nH.shape):
                 message = None  # the sample changed its length: a first visit again
+            if any(sample in ids for ids in self._unanswered.values()):
+                message = None  # the other end may not keep the first visit that is under way
             version = self._next_version
             self._next_version += 1
             seed = self._draw(FORWARD, at, i)
             form, base = (Form.FULL, 0) if message is None else (Form.DELTA, message.version)
+            if form is Form.FULL and not self._may_keep(sample):
+                form = Form.NOT_KEPT
             samples.append(Sample(sample, form, layout.starts[i], layout.counts[i], base, version))
             m_nH, held_nH, encoded = self._encode_sample(x_nH, message, layout.starts[i], seed)
             parts += encoded
-            if repeated:
+            if form is Form.NOT_KEPT:
+                self.stats.unstored_samples += 1
+            elif repeated:
                 self._keep(sample, version, held_nH)
             else:
                 updates.append((sample, version, held_nH))
-            if form is Form.FULL:
-                self.stats.full_samples += 1
-            else:
+            if form is Form.DELTA:
                 self.stats.delta_samples += 1
+            else:
+                self.stats.full_samples += 1
             if at.micro_batch == 0 and x_nH.numel():
                 self._sample_error(x_nH, m_nH)
         for update in updates:  # after all of the micro-batch could be quantized
             self._keep(*update)
+        if self._goes_on:
+            self._unanswered[at] = {s.id for s in samples if s.form is Form.FULL}
         return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
 
     def _encode_sample(
@@ -110,6 +125,11 @@ class UpstreamEnd(LinkEnd):
         header, payload, size = self._recv(Kind.GRADIENT, at)
         if Layout.of_header(header, self.frame) != layout:
             raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
+        first_visits = self._unanswered.pop(at, set())
+        if self.store is not None:
+            not_kept = {s.id for s in header.samples if s.form is Form.NOT_KEPT}
+            self.stats.unstored_samples += len(not_kept & first_visits)
+            self.store.drop(not_kept)
         dtype = torch_dtype(header.dtype)
         codec = self._codec(Kind.GRADIENT, dtype)
         if self._pass_nonfinite and header.method is Cast.method:

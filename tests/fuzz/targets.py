@@ -123,7 +123,7 @@ def _repaired_message(data: bytes) -> bytes:
     struct.pack_into("<Q", body, fixed - 8, len(rest) - count * sample)
     body += rest
     for i in range(count):
-        body[fixed + sample * i + 8] %= 3
+        body[fixed + sample * i + 8] %= 4
     return bytes(body) + struct.pack("<I", zlib.crc32(body) if body[7] else 0)[:check]
 
 
