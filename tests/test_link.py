@@ -228,6 +228,43 @@ def test_nan_on_a_first_visit(first_visit):
     assert up.store.inventory() == []
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_activations_leave_all_samples_of_the_micro_batch_alone(bad):
+    """The last sample is the bad one, and one of the others has the largest id: nothing of them changes either."""
+    up, down = link({"method": "aqsgd"})
+    where = layout((2**40, 2**63 - 1, 3))
+    for step in range(2):
+        pass_over(up, down, torch.randn(B, S, H), where, step)
+    before = held(up)
+    x_BSH = torch.randn(B, S, H)
+    x_BSH[2, S - 1, H - 1] = bad
+    with pytest.raises(NonFiniteError):
+        up.send_activation(x_BSH, where, Position(2, 0))
+    after = held(up)
+    assert set(after) == {2**40, 2**63 - 1, 3}
+    for sample, message in before.items():
+        assert after[sample].version == message.version
+        assert torch.equal(after[sample].m_nH, message.m_nH)
+    pass_over(up, down, torch.randn(B, S, H), where, 2)
+    assert_same_messages(up, down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_step_skipped_for_an_overflow_leaves_both_ends_alike(dtype):
+    """The gradient is Inf, so the optimizer skips the step; m and its versions have moved on at both ends."""
+    up, down = link({"method": "aqsgd"}, pass_nonfinite=True)
+    for step in range(4):
+        pass_over(up, down, torch.randn(B, S, H).to(dtype), layout(), step)
+        g_BSH = torch.randn(B, S, H).to(dtype)
+        if step == 1:
+            g_BSH[1, 2, 3] = float("inf")
+        down.send_gradient(g_BSH, layout(), Position(step, 0))
+        back_BSH = up.recv_gradient(layout(), Position(step, 0))
+        assert bool(torch.isfinite(back_BSH).all()) == (step != 1)
+        assert_same_messages(up, down)
+    assert (up.stats.full_samples, up.stats.delta_samples) == (B, 3 * B)
+
+
 def test_overflowed_gradients_pass_where_loss_scaling_must_see_them():
     g_BSH = torch.randn(B, S, H).half()
     g_BSH[0, 0, 0] = float("inf")
