@@ -92,6 +92,7 @@ class CheckpointingEngine(ReportingEngine):
             dist.barrier()
             if save_latest and self.global_rank == 0:
                 sealing.write_whole(Path(save_dir) / "latest", tag)
+            dist.barrier()  # after that, older ones may be deleted
         return done
 
     def load_checkpoint(

@@ -185,7 +185,12 @@ class TrainLoader:
     def __iter__(self) -> Iterator[MicroBatch]:
         order = (self.sampler.batch(number) for number in count(self.taken))
         loader: Iterable[MicroBatch] = DataLoader(
-            self._data, batch_sampler=order, collate_fn=self._collate, num_workers=self._workers
+            self._data,
+            batch_sampler=order,
+            collate_fn=self._collate,
+            num_workers=self._workers,
+            # Otherwise each new iterator would draw from torch's own, and a resumed run have other dropout masks.
+            generator=torch.Generator(),
         )
         for batch in loader:
             self.taken += 1

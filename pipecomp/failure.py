@@ -7,8 +7,10 @@ says so in the key-value store of torch.distributed, and who does not is lost.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -18,20 +20,51 @@ from pipecomp.errors import PeerLostError
 _KEY = "pipecomp/stopped/{}"
 _LOST = "pipecomp/lost"
 _POLL_S = 0.1
+_ASK_S = 3.0  # for the store to answer
+_Value = TypeVar("_Value")
+
+
+class StoreSilentError(RuntimeError):
+    """The key-value store does not answer: the process that serves it is stopped."""
+
+
+def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
+    """What `call` returns or raises; StoreSilentError after `limit_s` seconds.
+
+    torch's store waits without end for the answer of a server that is stopped, whatever its timeout; the thread that
+    does so is left behind.
+    """
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append((call(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, name="pipecomp-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not done:
+        raise StoreSilentError(f"torch.distributed's key-value store has not answered for {limit_s:g} s")
+    value, error = done[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def report_stopped(reason: str) -> None:
     """Say that this rank is there and why its training ended."""
     with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone; `find_lost` says so
-        distributed_c10d._get_default_store().set(_KEY.format(dist.get_rank()), reason)
+        store = distributed_c10d._get_default_store()
+        bounded(lambda: store.set(_KEY.format(dist.get_rank()), reason), _ASK_S)
 
 
 def report_lost(rank: int, reason: str) -> None:
     """Say which rank was lost first, for those that only know that somebody is."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()
-        if not store.check([_LOST]):
-            store.set(_LOST, f"{rank} {reason}")
+        bounded(lambda: None if store.check([_LOST]) else store.set(_LOST, f"{rank} {reason}"), _ASK_S)
 
 
 def find_lost(wait_s: float) -> PeerLostError | None:
@@ -41,14 +74,16 @@ def find_lost(wait_s: float) -> PeerLostError | None:
     """
     deadline = time.monotonic() + wait_s
     try:
-        store = distributed_c10d._get_default_store()
-        while missing := _silent(store):
-            if store.check([_LOST]):
-                rank, _, reason = store.get(_LOST).decode(errors="replace").partition(" ")
+        while missing := bounded(_silent, _ASK_S):
+            told = bounded(_told, _ASK_S)
+            if told is not None:
+                rank, _, reason = told.partition(" ")
                 return PeerLostError(reason, int(rank))
             if time.monotonic() > deadline:
                 return PeerLostError(f"lost rank {missing[0]}: it stopped without a word", missing[0])
             time.sleep(_POLL_S)
+    except StoreSilentError as error:
+        return PeerLostError(f"lost rank 0: {error}, which it serves", 0)
     except (RuntimeError, ValueError):
         return PeerLostError("lost rank 0: torch.distributed's key-value store is gone, which it serves", 0)
     return None
@@ -58,10 +93,15 @@ def linger(lost: int, wait_s: float) -> None:
     """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped."""
     deadline = time.monotonic() + wait_s
     with contextlib.suppress(RuntimeError, ValueError):
-        store = distributed_c10d._get_default_store()
-        while dist.get_rank() == 0 and set(_silent(store)) - {lost} and time.monotonic() < deadline:
+        while dist.get_rank() == 0 and set(bounded(_silent, _ASK_S)) - {lost} and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
-def _silent(store: Any) -> list[int]:
+def _silent() -> list[int]:
+    store = distributed_c10d._get_default_store()
     return [r for r in range(dist.get_world_size()) if r != dist.get_rank() and not store.check([_KEY.format(r)])]
+
+
+def _told() -> str | None:
+    store = distributed_c10d._get_default_store()
+    return store.get(_LOST).decode(errors="replace") if store.check([_LOST]) else None

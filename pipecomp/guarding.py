@@ -37,6 +37,8 @@ class GuardedEngine(ReducingEngine):
                 self.watch.enter()
             yield
         except Exception as error:
+            if self.watch is not None:
+                self.watch.leave()  # what follows takes its time, but does not hang
             report_stopped(f"{type(error).__name__}: {error}")
             cause = self._first_cause(error)
             lost, reason = self.global_rank, f"rank {self.global_rank} stopped: {type(cause).__name__}: {cause}"

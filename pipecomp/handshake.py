@@ -22,6 +22,7 @@ from pipecomp import wire
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
 COMING_S = 1800.0  # for the slowest rank to come to the start: it may have data to prepare
+_PART_S = 10.0
 _PREFIX = "pipecomp/start"
 _VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # what other versions would compute or save otherwise
 # What DeepSpeed tells the user, and where: it need not be the same on all ranks.
@@ -76,7 +77,15 @@ class Together:
         hashes = self.everyone(hashlib.sha256(mine.encode()).hexdigest())
         if len(set(hashes)) > 1:
             found = differences(self.everyone(json.loads(mine)))
+            self.part()
             raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
+
+    def part(self) -> None:
+        """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"parted/{self.rank}", "")
+            if self.rank == 0:
+                self._store.wait([f"parted/{rank}" for rank in range(self.world)], timedelta(seconds=_PART_S))
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -87,6 +96,8 @@ class Together:
         except Exception as raised:
             error = raised
         errors = self.everyone(None if error is None else f"{type(error).__name__}: {error}")
+        if any(text is not None for text in errors):
+            self.part()
         if error is not None:
             raise error
         for rank, text in enumerate(errors):

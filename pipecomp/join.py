@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,8 @@ from pipecomp.errors import LinkError, LinkTimeoutError
 from pipecomp.handshake import COMING_S, Together, check_byte_order, versions
 from pipecomp.interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
 
+_NAME = "pipecomp/name"
+_POLL_S, _ASK_AGAIN_S = 0.02, 10.0
 _CONNECT_S = 60.0  # for connections among ranks that have met already
 
 
@@ -52,20 +56,19 @@ def join_processes() -> None:
         check_byte_order()
         _initialize()
         return
-    store = _meet(rank, world)  # kept until torch has joined too: it may be what serves the others
+    store = _meet(rank, world)
     try:
-        _initialize()
+        _initialize(store, rank, world)
     except (RuntimeError, ValueError) as error:
         raise LinkError(
             f"rank {rank} cannot connect to the other ranks: {_first_line(error)}. gloo takes {gloo_address()} here: "
             f"{GLOO_VARIABLE} must name the interface that leads to the others, on each machine, and all TCP ports "
             "between them must be open; `pipecomp doctor` tells more"
         ) from error
-    del store
 
 
 def _meet(rank: int, world: int) -> Any:
-    """Compare what must fit before gloo connects; returns what the ranks met in."""
+    """Compare what must fit before gloo connects; returns the key-value store that the ranks met in."""
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=COMING_S))))
@@ -74,6 +77,7 @@ def _meet(rank: int, world: int) -> Any:
             f"rank {rank} did not find rank 0 at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "
             "and MASTER_PORT; rank 0's machine must let that port in"
         ) from error
+    store = _fresh(store, rank, world)
     together = Together(rank, world, store)
     address = "127.0.0.1"
     with together.failing():
@@ -83,6 +87,7 @@ def _meet(rank: int, world: int) -> Any:
     places = together.everyone([machine(), address])
     lonely = [r for r, (_, used) in enumerate(places) if is_loopback(used)]
     if lonely and len({name for name, _ in places}) > 1:
+        together.part()
         used = "; ".join(f"rank {r} {places[r][1]}" for r in lonely)
         raise LinkError(
             f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
@@ -91,16 +96,54 @@ def _meet(rank: int, world: int) -> Any:
     return store
 
 
-def _initialize() -> None:
+def _fresh(store: Any, rank: int, world: int) -> Any:
+    """A part of the store that nothing was written to before.
+
+    torchrun's store outlives the ranks: after a restart it has what they wrote before, addresses of processes that
+    are gone among it. So rank 0 thinks of a name and answers each other rank's question for it, which is new too, and
+    asked again if it was a rank 0 of before that answered. LinkTimeoutError if a rank does not come.
+    """
+    name = secrets.token_hex(8) if rank == 0 else ""
+    question, asked = "", -_ASK_AGAIN_S
+    waiting = set(range(1, world))
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < COMING_S:
+        if rank == 0:
+            for other in range(1, world):
+                if store.check([f"{_NAME}/{other}"]):
+                    store.set(f"{_NAME}/{store.get(f'{_NAME}/{other}').decode()}", name)
+            waiting = {other for other in waiting if not store.check([f"{_NAME}/{name}/{other}"])}
+            if not waiting:
+                store.set(f"{_NAME}/{name}/go", "")
+        elif passed_s - asked >= _ASK_AGAIN_S:
+            question, asked = secrets.token_hex(8), passed_s
+            store.set(f"{_NAME}/{rank}", question)
+        elif store.check([f"{_NAME}/{question}"]):
+            name = store.get(f"{_NAME}/{question}").decode()
+            store.set(f"{_NAME}/{name}/{rank}", "")
+        if name and store.check([f"{_NAME}/{name}/go"]):
+            return dist.PrefixStore(f"pipecomp/{name}", store)
+        time.sleep(_POLL_S if passed_s < _ASK_AGAIN_S else 10 * _POLL_S)
+    lost = min(waiting) if rank == 0 else 0
+    raise LinkTimeoutError(f"rank {lost} did not come to the start of the run within {COMING_S:g} s")
+
+
+def _initialize(store: Any = None, rank: int = 0, world: int = 1) -> None:
+    """Let torch and DeepSpeed join; store: that of several ranks, None for one, or if torch has joined already."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
     accelerator = get_accelerator()
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
     shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
     backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
-    new = not dist.is_initialized()
-    deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timedelta(seconds=_CONNECT_S))
-    if new:  # a collective may wait longer than a connection: for a rank that saves, or evaluates
+    if store is not None:
+        own: dict[str, Any] = {}
+        if accelerator.device_name() == "cuda" and backend != "gloo":  # as DeepSpeed does
+            own["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        connecting = timedelta(seconds=_CONNECT_S)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=connecting, **own)
+        # A collective may wait longer than a connection: for a rank that saves, or evaluates.
         distributed_c10d._set_pg_timeout(default_pg_timeout, dist.group.WORLD)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
 def _first_line(error: Exception) -> str:

@@ -30,10 +30,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pipecomp import recipe_resume
 from pipecomp.config import Config
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError
+from pipecomp.handshake import settings_of
 from pipecomp.recipe_report import Report, Traffic
+from pipecomp.recipe_resume import Checkpoints
 
 DEFAULT_SEED = 0
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
@@ -71,6 +74,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
+    recipe_resume.add_arguments(parser, at_least)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     return parser
 
@@ -301,8 +305,13 @@ def train(
         config = complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
         same("arguments or configuration", (stages, plan, config, args.save is None, held_out is None))
-        forget_messages(settings, dist.get_rank())
-        report = Report(args.metrics, args.tensorboard, silent=dist.get_rank() != 0)
+        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()))
+        same("arguments", (args.checkpoint is None, args.save_every, args.resume))
+    with together():
+        goes_on = checkpoints.find()
+        if not checkpoints.step:
+            forget_messages(settings, dist.get_rank())
+        report = Report(args.metrics, args.tensorboard, silent=dist.get_rank() != 0, after=checkpoints.step)
         if args.save and dist.get_rank() == 0:
             make_folder(args.save)
 
@@ -315,7 +324,9 @@ def train(
     batches = None if held_out is None else eval_batches(held_out, plan.micro_batch, collate)
     with report:
         report.start(args, plan, settings, stages, len(training), 0 if held_out is None else len(held_out))
-        for step in range(1, plan.steps + 1):
+        report.resumed(goes_on)
+        report.resumed(checkpoints.load(engine))
+        for step in range(checkpoints.step + 1, plan.steps + 1):
             lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
             count.tokens = 0
             loss = float(engine.train_batch())
@@ -331,6 +342,7 @@ def train(
                     held_out_loss = evaluate(engine, batches)
                     found = {"loss": held_out_loss, **(measures(held_out_loss) if measures else {})}
                 report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
+            checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
         if args.trace:
             engine.save_trace(args.trace)
         if args.save:

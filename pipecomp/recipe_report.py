@@ -57,25 +57,43 @@ class Traffic:
         return cls(dict(sorted(links.items())), dict(sorted(groups.items())))
 
 
+    def plus(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(_sums(self.links, other.links), _sums(self.groups, other.groups))
+
+
+def _sums(a: dict[str, dict[str, int]], b: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    return {
+        name: {key: a.get(name, {}).get(key, 0) + b.get(name, {}).get(key, 0) for key in (a.get(name) or b[name])}
+        for name in sorted({*a, *b})
+    }
+
+
 class Report:
     """Opened before training, so that a file that cannot be written is known at once; a context manager."""
 
     def __init__(
-        self, metrics: str | None, tensorboard: str | None, *, silent: bool, unit: str = "tokens", period: str = "epoch"
-    ) -> None:
+        self, metrics: str | None, tensorboard: str | None, *, silent: bool, unit: str = "tokens",
+        period: str = "epoch", after: int = 0,
+    ) -> None:  # fmt: skip
         """metrics: JSON lines, overwritten. tensorboard: a folder. silent: do nothing at all, on all ranks but one.
-        unit: what speed counts. period: after what the model is evaluated."""
+        unit: what speed counts. period: after what the model is evaluated. after: the step that an earlier run has
+        reached and this one goes on from: what `metrics` has up to there stays, and its bytes are added."""
         self._silent, self._unit, self._period = silent, unit, period
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
+        self._epoch = 0
         self._epoch_losses: list[float] = []
         self._metrics = self._board = None
+        self._before = Traffic({}, {})
         if silent:
             return
         if metrics is not None:
             try:
                 Path(metrics).parent.mkdir(parents=True, exist_ok=True)
+                kept = _lines_until(Path(metrics), after)
                 self._metrics = open(metrics, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
+                self._take_up(kept)
             except OSError as error:
                 raise ConfigError("--metrics", metrics, f"a file that can be written ({error.strerror})") from error
         if tensorboard is not None:
@@ -85,7 +103,21 @@ class Report:
                 raise ConfigError(
                     "--tensorboard", tensorboard, "only with the package tensorboard (pip install tensorboard)"
                 ) from error
-            self._board = SummaryWriter(tensorboard)
+            self._board = SummaryWriter(tensorboard, purge_step=after + 1 if after else None)
+
+    def _take_up(self, records: list[dict[str, Any]]) -> None:
+        """Go on after these lines of an earlier run."""
+        for record in records:
+            self._write(record)
+            self._before = Traffic(record["links"], record["groups"])
+            if "eval" not in record:
+                self._count(record[self._period], record["loss"])
+
+    def _count(self, epoch: int, loss: float | None) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._epoch_losses = epoch, []
+        if loss is not None:
+            self._epoch_losses.append(loss)
 
     def start(
         self, args: argparse.Namespace, plan: Any, settings: Config, stages: int, samples: int, held_out: int
@@ -117,7 +149,8 @@ class Report:
         """One optimizer step: its mean loss, the rate it used, tokens or images a second, and all traffic so far."""
         if self._silent:
             return
-        self._epoch_losses.append(loss)
+        traffic = self._before.plus(traffic)
+        self._count(epoch, loss)
         record = {"step": step, self._period: epoch, "loss": loss, "lr": lr, f"{self._unit}_per_s": round(per_s, 1)}
         self._write({**record, "links": traffic.links, "groups": traffic.groups})
         self._curves(step, "train", {"loss": loss, "lr": lr, f"{self._unit}_per_s": per_s})
@@ -139,6 +172,7 @@ class Report:
         """The end of an epoch or round: mean training loss, and what evaluation found (None without held-out data)."""
         if self._silent:
             return
+        traffic = self._before.plus(traffic)
         mean = sum(self._epoch_losses) / len(self._epoch_losses)
         seconds, self._epoch_began = time.perf_counter() - self._epoch_began, time.perf_counter()
         self._epoch_losses = []
@@ -156,6 +190,7 @@ class Report:
         if self._silent:
             return
         self._stop_progress()
+        traffic = self._before.plus(traffic)
         for name, counts in traffic.links.items():
             parts = [
                 _saving(direction, counts[f"{direction}_bytes_raw"], counts[f"{direction}_bytes_sent"])
@@ -184,6 +219,11 @@ class Report:
             self._progress.stop()
             self._progress = None
 
+    def resumed(self, words: str) -> None:
+        """Say what this run goes on from, if anything."""
+        if words and not self._silent:
+            self._say(f"resume    {words}")
+
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False)
         sys.stdout.flush()
@@ -197,6 +237,21 @@ class Report:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{group}/{name}", value, step)
+
+
+def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file that is there, up to a step; none for step 0."""
+    found: list[dict[str, Any]] = []
+    if step and path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # a run that was killed while it wrote
+            if record["step"] > step:
+                break
+            found.append(record)
+    return found
 
 
 def _in_words(activations: Activations) -> str:

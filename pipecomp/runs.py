@@ -77,6 +77,7 @@ def find_run(
     foreign = [rank for rank, run in stored.items() if run != wanted]
     if foreign:
         rank = foreign[0]
+        all_ranks.part()
         other = "store.run says" if name is not None else f"rank {next(iter(stored))}'s of"
         raise StoreError(
             f"rank {rank}: the message store in {path} belongs to run {stored[rank]}, {other} {wanted}. Give another "

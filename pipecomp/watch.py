@@ -9,22 +9,24 @@ So, after the others have been told, this rank says what happened, finishes its 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
+from pipecomp.failure import bounded
 
 LOST_STATUS = 13  # exit status of a rank that had to end itself
 _BEAT_S = 2.0
-_SILENCE, _GRACE = 0.75, 0.25  # shares of the timeout: until a rank is lost, then for an error to end the waiting
+_SILENCE = 0.75  # share of the timeout after which a rank is lost; links notice by the whole timeout
+_GRACE_S = 5.0  # after that, for an error to end the waiting
 _LAST_WORDS_S = 10.0
 _LEFT = b"left"
 _STOPPED = b"stopped "
@@ -32,7 +34,7 @@ _KEY = "pipecomp/alive/{}/{}"
 
 
 class Watch:
-    """Watches the other ranks in a thread of its own; made on all ranks in the same order, closed in order.
+    """Watches the other ranks in threads of its own; made on all ranks in the same order, closed in order.
 
     timeout_s: silence after which a rank is lost. last_words: called before this process is ended.
     """
@@ -51,11 +53,15 @@ class Watch:
         # Its own connection: a wait on the shared one would stop the beats.
         shared: Any = distributed_c10d._get_default_store()
         self._store = shared.clone()
-        self._store.set_timeout(timedelta(seconds=_SILENCE * timeout_s))
-        self._thread = threading.Thread(target=self._run, name="pipecomp-watch", daemon=True)
+        self._period_s = min(_BEAT_S, timeout_s / 4)
+        self._answered = time.monotonic()
+        self._seen = {rank: (b"", self._answered) for rank in self._others}  # counter, since when it stands there
+        self._threads: list[threading.Thread] = []
         if self._others:
             self._beat()
-            self._thread.start()
+            for target, name in ((self._keep_beating, "pipecomp-beat"), (self._run, "pipecomp-watch")):
+                self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+                self._threads[-1].start()
 
     def enter(self) -> None:
         """From now on this rank waits for others. Raises what is known to have been lost."""
@@ -78,13 +84,14 @@ class Watch:
 
     def _say(self, word: bytes) -> None:
         self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(_BEAT_S)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(1.0)  # a beat must not follow the word
         if self._others:
             with contextlib.suppress(RuntimeError):  # who serves the store may be gone
-                self._store.set(self._key(self._rank), word)
+                bounded(lambda: self._store.set(self._key(self._rank), word), 1.0)
 
-    # -- the thread
+    # -- the threads
 
     def _key(self, rank: int) -> str:
         return _KEY.format(self._number, rank)
@@ -93,39 +100,40 @@ class Watch:
         self._beats += 1
         self._store.set(self._key(self._rank), str(self._beats).encode())
 
-    def _run(self) -> None:
-        seen: dict[int, tuple[bytes, float]] = {}
+    def _keep_beating(self) -> None:
+        """Write and read; may be kept without end by a store whose server is stopped."""
         present: list[int] = []
-        period_s = min(_BEAT_S, self._timeout_s / 4)
-        while not self._ended.wait(period_s):
-            try:
+        try:
+            while not self._ended.wait(self._period_s):
                 self._beat()
                 present += [r for r in self._others if r not in present and self._store.check([self._key(r)])]
                 values = self._store.multi_get([self._key(r) for r in present]) if present else []
-            except RuntimeError as error:
-                if not self._ended.is_set():
-                    silent = "imed out" in str(error) or "imeout" in str(error)
-                    why = f"said nothing for {_SILENCE * self._timeout_s:g} s" if silent else "is gone"
-                    self._give_up(PeerLostError(f"lost rank 0: torch's key-value store, which it serves, {why}", 0))
-                return
-            now = time.monotonic()
-            for rank in self._others:
-                seen.setdefault(rank, (b"", now))
-            for rank, value in zip(present, values, strict=True):
-                if value != seen[rank][0]:
-                    seen[rank] = (value, now)
-            problem = self._problem(seen, now)
+                now = time.monotonic()
+                for rank, value in zip(present, values, strict=True):
+                    if value != self._seen[rank][0]:
+                        self._seen[rank] = (value, now)
+                self._answered = now
+        except RuntimeError:
+            self._answered = -math.inf  # the store is gone
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._period_s):
+            problem = self._problem(time.monotonic())
             if problem is not None:
                 self._give_up(problem)
                 return
 
-    def _problem(self, seen: dict[int, tuple[bytes, float]], now: float) -> PipecompError | None:
+    def _problem(self, now: float) -> PipecompError | None:
+        silence_s = _SILENCE * self._timeout_s
+        if now - self._answered > silence_s:
+            why = "is gone" if self._answered == -math.inf else f"has not answered for {silence_s:g} s"
+            return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {why}", 0)
+        seen = dict(self._seen)
         for rank, (value, _) in seen.items():
             if value.startswith(_STOPPED):
                 lost, _, reason = value[len(_STOPPED) :].decode(errors="replace").partition(" ")
                 return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
         for rank, (value, since) in seen.items():
-            silence_s = _SILENCE * self._timeout_s
             if value != _LEFT and now - since > silence_s:
                 return LinkTimeoutError(
                     f"no sign of life from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
@@ -136,7 +144,7 @@ class Watch:
     def _give_up(self, problem: PipecompError) -> None:
         """Let the training raise the problem by itself, if it can; otherwise end this process."""
         self.lost = problem
-        noticed, grace_s = time.monotonic(), _GRACE * self._timeout_s
+        noticed, grace_s = time.monotonic(), (1 - _SILENCE) * self._timeout_s + _GRACE_S
         while not self._ended.wait(0.05):
             since = self._waiting_since
             if since is not None and time.monotonic() > max(noticed, since) + grace_s:

@@ -32,7 +32,7 @@ LAYERS = [
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
         "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet",
-        "recipe_language", "recipe_lora",
+        "recipe_language", "recipe_lora", "recipe_resume",
     },
     {"cli"},
 ]

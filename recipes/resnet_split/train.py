@@ -17,8 +17,10 @@ from pipecomp import recipe, recipe_images
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, DataError
+from pipecomp.handshake import settings_of
 from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resnet import client_cuts, resnet
+from pipecomp.recipe_resume import Checkpoints
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
@@ -89,8 +91,14 @@ def main(args: argparse.Namespace) -> None:
         plan = recipe.Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1)
         config = recipe.complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
-        recipe.forget_messages(settings, rank)
-        report = Report(args.metrics, args.tensorboard, silent=rank != 0, unit="images", period="round")
+        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()))
+    with recipe.together():
+        goes_on = checkpoints.find()
+        if not checkpoints.step:
+            recipe.forget_messages(settings, rank)
+        report = Report(
+            args.metrics, args.tensorboard, silent=rank != 0, unit="images", period="round", after=checkpoints.step
+        )
         if args.save:
             recipe.make_folder(args.save)
         torch.manual_seed(seed)  # the same weights on every rank, each of which keeps its own part
@@ -106,7 +114,9 @@ def main(args: argparse.Namespace) -> None:
     batches = [] if data is None or data.held_out is None else eval_batches(data.held_out, micro)
     with report:
         report.start(args, plan, settings, STAGES, task.images, task.held_out)
-        for step in range(1, plan.steps + 1):
+        report.resumed(goes_on)
+        report.resumed(checkpoints.load(engine))
+        for step in range(checkpoints.step + 1, plan.steps + 1):
             lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
             loss = float(engine.train_batch())
             per_s = micro * accumulation / (time.perf_counter() - began)
@@ -115,6 +125,7 @@ def main(args: argparse.Namespace) -> None:
             if plan.ends_epoch(step):
                 found = evaluate(engine, batches, -(-task.held_out // micro)) if task.held_out else None
                 report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
+            checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
         if args.trace:
             engine.save_trace(args.trace)
         if args.save:

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -238,51 +240,89 @@ def lonely_interface(rank: int, world: int, note: Any) -> str:
 
 
 def is_lost(rank: int, world: int, note: Any, how: str, victim: int, folder: str, stages: int, timeout_s: float) -> Any:
-    """The victim goes in step 3; what the others raise, and how long after."""
+    """The victim goes in step 3, and notes its process before; what the others raise, and how long after, also noted."""
+    redirect(f"{folder}/said-{rank}")
+    if rank == victim:
+        note(os.getpid())
     engine = make(folder, stages=stages, section={"transport": {"timeout_s": timeout_s}})
-    began = 0.0
+    began, error = 0.0, ""
     for step in range(100):
         if step == 3:
             began = time.monotonic()
-            if rank == victim:
-                note(os.getpid())
-                if how == "reset":
-                    _reset_connections()
-                else:
-                    os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+            if rank == victim and how == "reset":
+                reset_connections()
+            elif rank == victim:
+                os.kill(os.getpid(), signal.SIGSTOP)
         error = error_of(engine.train_batch)
         if error:
-            with contextlib.suppress(Exception):
-                engine.close()
-            return error, time.monotonic() - began
-    return "trained on", 0.0
+            break
+    seconds = time.monotonic() - began
+    with contextlib.suppress(Exception):
+        engine.close()
+    note(error)
+    return error, seconds
 
 
-def _reset_connections() -> None:
-    """Close this process's TCP connections as a dying machine's router would: with a reset."""
-    import socket
-    import struct
+def redirect(path: str) -> None:
+    """Standard error into a file."""
+    said = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 2)
+    sys.stderr = os.fdopen(said, "w")
 
+
+def reset_connections() -> None:
+    """End this process's TCP connections as a machine does that was started again: with a reset."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
             if "socket:" in os.readlink(f"/proc/self/fd/{name}"):
                 found = socket.socket(fileno=os.dup(int(name)))
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
                     found.getpeername()
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     found.shutdown(socket.SHUT_RDWR)
+                found.detach()
 
 
-def waits_in_a_collective(rank: int, world: int, note: Any, timeout_s: float, folder: str) -> str:
+def waits_in_a_collective(rank: int, world: int, note: Any, folder: str, timeout_s: float) -> None:
     """Rank 1 is stopped while the others wait for it where no link looks: in an all-reduce."""
     import torch
     import torch.distributed as dist
 
-    engine = make(folder, section={"transport": {"timeout_s": timeout_s}})
-    losses(engine, 2)
+    redirect(f"{folder}/said-{rank}")
     if rank == 1:
         note(os.getpid())
+    engine = make(f"{folder}/m", section={"transport": {"timeout_s": timeout_s}})
+    losses(engine, 2)
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     with engine.telling_others():
         dist.all_reduce(torch.ones(1))
-    return "went on"
+
+
+def nobody_there(rank: int, world: int, note: Any) -> str:
+    """Only rank 1 starts: nothing listens where rank 0 should be."""
+    from pipecomp import join
+
+    join.COMING_S = 3.0
+    return error_of(join.join_processes) if rank == 1 else ""
+
+
+def twice_in_one_store(rank: int, world: int, note: Any, address: str, port: int) -> list[float]:
+    """Two starts that share a key-value store, as torchrun's restarts do; the second one as another process would."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from pipecomp import join
+
+    found = []
+    for attempt in (1, 2):
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+        join.rendezvous = lambda *args, store=store, **more: iter([(store, rank, world)])  # type: ignore[assignment]
+        join.join_processes()
+        mean = torch.full((1,), float(attempt + rank))
+        dist.all_reduce(mean)
+        found.append(float(mean))
+        dist.destroy_process_group()
+    return found

@@ -1,0 +1,103 @@
+"""The example of a supervised recipe: a rank is killed, all are started again, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.recipe_runs import ROOT
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+RECIPE = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"
+STEPS, EVERY, KILLED_AFTER = 14, 3, 7
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, a tiny model with dropout, and a configuration whose checkpoints have the message stores."""
+    folder = tmp_path_factory.mktemp("supervised")
+    text = "".join(f"line {i} of {i * i} , as {i % 7} is to {i % 11} .\n" for i in range(150))
+    (folder / "text.txt").write_text(text)
+    model = {"model_type": "gpt2", "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model |= {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    (folder / "model.json").write_text(json.dumps(model))
+    config = json.loads((RECIPE.parent / "ds_config_cpu.json").read_text())
+    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    config["pipecomp"]["store"] = {"path": "messages", "in_checkpoints": True}
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def start(work: Path, where: str) -> subprocess.Popen:
+    (work / where).mkdir()
+    command = [
+        "bash", str(ROOT / "examples" / "supervised.sh"), "--deepspeed_config", "../ds_config.json",
+        "--model", "../model.json", "--tokenizer", "train:300", "--train-file", "../text.txt", "--block-size", "16",
+        "--max-steps", str(STEPS), "--epochs", "5", "--seed", "3", "--metrics", "metrics.jsonl",
+    ]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env |= {"PYTHON": sys.executable, "SAVE_EVERY": str(EVERY), "MAX_RESTARTS": "2"}
+    return subprocess.Popen(
+        command, cwd=work / where, env=env, text=True, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def lines(work: Path, where: str) -> list[dict]:
+    file = work / where / "metrics.jsonl"
+    found = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        output, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not done in time:\n{output}")
+    with pytest.raises(ProcessLookupError):  # nothing was left behind
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_killed_rank_costs_a_restart_and_nothing_else(work):
+    undisturbed = start(work, "undisturbed")
+    killed = start(work, "killed")
+    try:
+        deadline = time.monotonic() + 200
+        while not any(line["step"] >= KILLED_AFTER for line in lines(work, "killed")):
+            assert time.monotonic() < deadline, "no step in time"
+            assert killed.poll() is None, killed.communicate()[0]
+            time.sleep(0.02)
+        victims = [
+            p for p in psutil.Process(killed.pid).children(recursive=True)
+            if p.environ().get("RANK") == "1" and str(RECIPE) in p.cmdline()
+        ]  # fmt: skip
+        assert len(victims) == 1
+        victims[0].kill()
+    finally:
+        output, expected = finish(killed), finish(undisturbed)
+    assert "goes on after step" in output
+    assert "with the messages of that step: losses will be as without a break" in output
+    assert "goes on after" not in expected
+    ours, theirs = ([{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(work, where)]
+                    for where in ("killed", "undisturbed"))  # fmt: skip
+    assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
+    assert ours == theirs
+    kept = {p.name for p in (work / "killed" / "checkpoints").iterdir()}
+    assert kept == {"latest", f"global_step{STEPS - STEPS % EVERY}", f"global_step{STEPS}"}

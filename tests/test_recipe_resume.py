@@ -1,0 +1,202 @@
+"""Which checkpoint a recipe goes on from, and what it says and writes then."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipecomp import recipe, sealing
+from pipecomp.errors import ConfigError
+from pipecomp.recipe_report import Report, Traffic
+from pipecomp.recipe_resume import Checkpoints
+
+
+def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,)) -> Path:
+    path = folder / f"global_step{step}"
+    (path / "inner").mkdir(parents=True)
+    (path / "weights.pt").write_bytes(bytes(range(200)) * 7)
+    (path / "inner" / "data.mdb").write_bytes(b"m" * 999)
+    (path / "data.tmp").write_bytes(b"left by somebody")
+    for rank in seals:
+        sealing.seal(path, rank)
+    return path
+
+
+class TestSeals:
+    def test_a_whole_one_is_good(self, tmp_path: Path) -> None:
+        assert sealing.problem(checkpoint(tmp_path, 3, seals=(0, 4))) is None
+
+    def test_without_a_seal_it_was_not_finished(self, tmp_path: Path) -> None:
+        assert sealing.problem(checkpoint(tmp_path, 3, seals=())) == "it was not finished"
+        path = checkpoint(tmp_path, 4)
+        sealing.unseal(path)
+        assert sealing.problem(path) == "it was not finished"
+
+    @pytest.mark.parametrize("name", ["weights.pt", "inner/data.mdb"])
+    def test_what_changed_is_named(self, tmp_path: Path, name: str) -> None:
+        path = checkpoint(tmp_path, 3)
+        content = bytearray((path / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (path / name).write_bytes(content)
+        assert sealing.problem(path) == f"{name} was changed"
+        (path / name).write_bytes(content[:-1])
+        assert sealing.problem(path) == f"{name} was changed"
+        (path / name).unlink()
+        assert sealing.problem(path) == f"{name} is missing"
+
+    def test_a_damaged_seal(self, tmp_path: Path) -> None:
+        path = checkpoint(tmp_path, 3)
+        (seal,) = path.glob("pipecomp-seal-*")
+        for text in ("", "{}", "[]", '{"files": {"weights.pt": 3}}'):
+            seal.write_text(text)
+            assert "cannot be read" in str(sealing.problem(path)), text
+
+    def test_the_oldest_are_removed(self, tmp_path: Path) -> None:
+        for step in (2, 10, 9):
+            checkpoint(tmp_path, step)
+        (tmp_path / "global_step_mine").mkdir()
+        sealing.remove_old(tmp_path, 2)
+        assert list(sealing.steps(tmp_path)) == [9, 10]
+        assert (tmp_path / "global_step_mine").is_dir()
+
+    def test_a_file_appears_whole(self, tmp_path: Path) -> None:
+        sealing.write_whole(tmp_path / "latest", "global_step3")
+        sealing.write_whole(tmp_path / "latest", "global_step4")
+        assert [p.name for p in tmp_path.iterdir()] == ["latest"]
+        assert (tmp_path / "latest").read_text() == "global_step4"
+
+
+def given(*words: str) -> argparse.Namespace:
+    parser = recipe.arguments("mine", "")
+    return parser.parse_args(["--deepspeed_config", "c", "--model", "m", "--tokenizer", "t", *words])
+
+
+class TestArguments:
+    @pytest.mark.parametrize("words", [("--resume", "auto"), ("--save-every", "3"), ("--keep", "1")])
+    def test_without_a_folder_they_have_no_effect(self, words: tuple[str, str]) -> None:
+        with pytest.raises(ConfigError, match=f"{words[0]}: got .*, allowed: only with --checkpoint"):
+            Checkpoints(given(*words), {}, {})
+
+    def test_what_deepspeed_cannot_load_is_known_before_training(self, tmp_path: Path) -> None:
+        args = given("--checkpoint", str(tmp_path / "c"))
+        with pytest.raises(ConfigError, match=r"zero_optimization\.stage 1"):
+            Checkpoints(args, {"bf16": {"enabled": True}}, {})
+        Checkpoints(args, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {})
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="--checkpoint"):
+            Checkpoints(given("--checkpoint", str(tmp_path / "file" / "c")), {}, {})
+
+
+class Engine:
+    """What `Checkpoints` needs of an engine."""
+
+    def __init__(self, state: dict, *, exact: bool | None = None) -> None:
+        self.resumed = None if exact is None else SimpleNamespace(exact=exact)
+        self.saved: list[tuple] = []
+        self._state = state
+
+    def load_checkpoint(self, folder: str, tag: str) -> tuple:
+        self.loaded = (folder, tag)
+        return folder, self._state
+
+    def save_checkpoint(self, folder: str, client_state: dict) -> None:
+        self.saved.append((folder, client_state))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank."""
+
+    def gather(out: list, mine: object) -> None:
+        out[:] = [mine]
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+@pytest.mark.usefixtures("alone")
+class TestResume:
+    def found(self, tmp_path: Path, settings: dict | None = None, *more: str) -> tuple[Checkpoints, str]:
+        args = given("--checkpoint", str(tmp_path), "--resume", "auto", *more)
+        checkpoints = Checkpoints(args, {}, settings or {"lr": 1})
+        return checkpoints, checkpoints.find()
+
+    def test_begins_where_there_is_none(self, tmp_path: Path) -> None:
+        checkpoints, words = self.found(tmp_path)
+        assert (checkpoints.step, words) == (0, "no good checkpoint: begins")
+        engine = Engine({})
+        assert checkpoints.load(engine) == ""
+        assert not hasattr(engine, "loaded")
+
+    def test_goes_on_from_the_last_good_one(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, 5)
+        checkpoint(tmp_path, 10)
+        (checkpoint(tmp_path, 15) / "weights.pt").write_bytes(b"")
+        checkpoint(tmp_path, 20, seals=())
+        checkpoints, words = self.found(tmp_path)
+        assert checkpoints.step == 10
+        assert words == (
+            "goes on after step 10; passed over step 15: weights.pt was changed; "
+            "passed over step 20: it was not finished"
+        )
+        engine = Engine({"recipe": {"lr": 1}}, exact=True)
+        assert checkpoints.load(engine) == "with the messages of that step: losses will be as without a break"
+        assert engine.loaded == (str(tmp_path), "global_step10")
+        assert "in common" in checkpoints.load(Engine({"recipe": {"lr": 1}}, exact=False))
+        assert checkpoints.load(Engine({"recipe": {"lr": 1}})) == "as it was"
+
+    def test_other_settings_are_refused(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, 5)
+        checkpoints, _ = self.found(tmp_path, {"lr": 2, "new": 3})
+        with pytest.raises(ConfigError, match="lr is 2 in this run, 1 in the checkpoint; new is 3 in this run"):
+            checkpoints.load(Engine({"recipe": {"lr": 1}}))
+
+    def test_when_it_saves(self, tmp_path: Path) -> None:
+        for more, steps in (((), [3, 6, 7]), (("--save-every", "2"), [2, 4, 6, 7])):
+            checkpoints, _ = self.found(tmp_path, None, *more)
+            engine = Engine({})
+            written = []
+            for step in range(1, 8):
+                before = len(engine.saved)
+                checkpoints.save(engine, step, ends_epoch=step % 3 == 0, last=step == 7)
+                written += [step] * (len(engine.saved) - before)
+            assert written == steps
+            assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}})
+
+
+def test_metrics_go_on(tmp_path: Path) -> None:
+    """Lines after the checkpoint's step are written anew, and bytes are counted from the start of the first run."""
+
+    def traffic(count: int) -> Traffic:
+        link = {f"{d}_bytes_{k}": count for d in ("forward", "backward", "evaluation") for k in ("raw", "sent")}
+        return Traffic({"0->1": link}, {"data parallel": {"bytes_raw": count, "bytes_sent": count}})
+
+    def run(after: int, first: int, last: int, counted: int) -> None:
+        with Report(str(tmp_path / "m.jsonl"), None, silent=False, after=after) as report:
+            plan = recipe.Plan(steps=9, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
+            report.start(given(), plan, Config(), 2, 3, 1)
+            for step in range(first, last + 1):
+                epoch = plan.epoch(step)
+                report.step(step, epoch, loss=float(step), lr=0.1, per_s=1.0, traffic=traffic(10 * (step - counted)))
+                if plan.ends_epoch(step):
+                    report.epoch(step, epoch, {"loss": 0.0}, traffic(10 * (step - counted) + 1))
+
+    from pipecomp.config import Config
+
+    run(0, 1, 5, 0)
+    with (tmp_path / "m.jsonl").open("a") as file:
+        file.write('{"step": 6, "epo')  # killed in the middle
+    run(4, 5, 7, 4)
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6, 7]
+    sent = [line["links"]["0->1"]["forward_bytes_sent"] for line in lines]
+    assert sent == [10, 20, 30, 31, 40, 50, 60, 61, 70]
+    assert [line["groups"]["data parallel"]["bytes_raw"] for line in lines] == sent
+    assert [line["train_loss"] for line in lines if "eval" in line] == [2.0, 5.0]
