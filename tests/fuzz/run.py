@@ -17,6 +17,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 ADDRESS_SPACE = 4 << 30  # bytes above what the libraries take themselves: more is an allocation beyond every limit
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 20  # of one input; more is a hang
 
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="new inputs and findings")
     parser.add_argument("--engine", choices=("atheris", "hypothesis"), default=None)
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # a script's own folder is there instead
     engine = options.engine or ("atheris" if importlib.util.find_spec("atheris") else "hypothesis")
     grown = options.out / options.target
     grown.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def _atheris(target: str, seconds: float, grown: Path) -> None:
     import numpy  # noqa: F401
     import torch  # noqa: F401
 
-    with atheris.instrument_imports(include=["pipecomp", "targets"]):
+    with atheris.instrument_imports(include=["pipecomp", "tests.fuzz"]):
         from tests.fuzz.targets import TARGETS
     limit_address_space()
     arguments = [
