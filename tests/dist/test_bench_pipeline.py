@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from pipecomp.bench_pipeline import LINES, Model, bench_pipeline, lines_of, message_bytes, pipeline_table, rates_of
+from pipecomp.bench_pipeline import LINES, TWICE, Model, bench_pipeline, lines_of, message_bytes, pipeline_table, rates_of
 from pipecomp.errors import ConfigError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -44,7 +44,7 @@ def test_what_r_means():
 
 def test_names_and_rates_are_checked():
     assert lines_of(None) == LINES
-    assert [line.name for line in lines_of("deepspeed")] == ["DeepSpeed FP32", "DeepSpeed BF16"]
+    assert [line.name for line in lines_of("deepspeed")] == ["DeepSpeed FP32", "DeepSpeed BF16", TWICE]
     with pytest.raises(ConfigError, match="DeepSpeed FP32"):
         lines_of("megatron")
     assert rates_of("0,5.8") == (0.0, 5.8)
