@@ -12,7 +12,11 @@ PACKAGES = [
 
 
 def pytest_configure() -> None:
-    """Before the first test; not on a machine with a GPU, whose driver must not be touched before a fork."""
+    """Before the first test; no server on a machine with a GPU, whose driver must not be touched before a fork.
+
+    One thread, as ranks have: the number of threads changes the last bits of sums, which tests compare.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         multiprocessing.set_forkserver_preload(PACKAGES)
