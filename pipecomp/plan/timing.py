@@ -131,8 +131,8 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         assert isinstance(stage, Stage), "a language model's"
         stage.to(device)
         one, more = (time_stage(stage, n, tokens) for n in (1, several))
-        each_f = max(0.0, (more.forward_s - one.forward_s) / (several - 1))
-        each_b = max(0.0, (more.backward_s - one.backward_s) / (several - 1))
+        each_f = _of_each(one.forward_s, more.forward_s, several)
+        each_b = _of_each(one.backward_s, more.backward_s, several)
         found[index] = Cost(flops=0.0, kept_bytes=one.kept_bytes, forward_s=each_f, backward_s=each_b)
         calls.append((max(0.0, one.forward_s - each_f), max(0.0, one.backward_s - each_b)))
         hidden = stage.hidden_size
@@ -176,3 +176,8 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def _of_each(one_s: float, several_s: float, several: int) -> float:
+    """Seconds of a block, from calls with one and with several; a share of the call where noise is larger."""
+    return (several_s - one_s) / (several - 1) if several_s > one_s else several_s / several
