@@ -32,8 +32,8 @@ def transfer(
     """Messages of `sizes` bytes from rank 0 to rank 1, `gap_s` seconds apart.
 
     Monotonic seconds when sending began and when the last had left (rank 0), or when each arrived (rank 1). tell: a
-    note when sending begins. silence_s: after which the peer counts as lost; that is a note too, and the rank stays a
-    while, so that the other finds out for itself.
+    note when sending begins. silence_s: after which rank 1 counts the peer as lost (rank 0: twice that, so that rank 1
+    is the first); that is a note too, and the rank stays a while, so that the other finds out for itself.
     """
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def transfer(
     from pipecomp.stages.gloo import GlooTransport, neighbour_groups
 
     dist.init_process_group("gloo")
-    transport = GlooTransport(neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1], timeout_s=silence_s)
+    transport = GlooTransport(neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1], timeout_s=silence_s * (2 - rank))
     dist.barrier()
     try:
         times = _transfer(transport, rank, sizes, gap_s, note if tell else None)
