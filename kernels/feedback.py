@@ -1,4 +1,4 @@
-"""Quantizing with an error memory, in plain torch: scales of x + e, codes that move e, the mean of several codes.
+"""Quantizing with an error memory, in plain torch: codes of x + e that move e, of one worker or of a mean.
 
 d: values of a flat bucket, cut into groups of `group_size` (the last may be short). Every step is one float32
 operation, rounded, except inside the mean magnitude. Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1.
@@ -7,6 +7,7 @@ operation, rounded, except inside the mean magnitude. Source: arXiv:1905.05957 (
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,14 +15,38 @@ from torch import Tensor
 from pipecomp.kernels import bitpack, layout, reference
 from pipecomp.kernels.layout import Options
 
+Quantize = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
-def feedback_scales(x_d: Tensor, e_d: Tensor, group_size: int, mean: bool) -> Tensor:
-    """max|x + e| of each group, or (`mean`) twice its mean magnitude: float32 [groups].
 
-    Inf for a group with NaN, Inf or a sum above 2**100; 0 where the scale is below 2**-100. Magnitudes are summed
-    relative to the largest, as integers in units of 2**-30, so that the order does not matter.
+def feedback_quantize_(
+    x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool, quantize: Quantize | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes (uint8) and scales (float32 [groups]) of x + e with nearest rounding; e becomes (x + e) - deq, in place.
+
+    A group with NaN, Inf or a sum above 2**100 keeps its e; its codes are 0, its scale is NaN. quantize: gives codes
+    of y_d with the scales s_G, and what they decode to.
     """
     sum_d = x_d.to(torch.float32) + e_d
+    scale_G = sum_scales(sum_d, group_size, mean)
+    usable_G = scale_G.isfinite()
+    every = bool(usable_G.all())
+    usable_d = None if every else usable_G.repeat_interleave(group_size)[: e_d.numel()]
+    if usable_d is not None:
+        sum_d, s_G = torch.where(usable_d, sum_d, 0.0), torch.where(usable_G, scale_G, 0.0)
+    else:
+        s_G = scale_G
+    codes, decoded_d = (quantize or _quantize)(sum_d, s_G, bits, group_size)
+    rest_d = sum_d - decoded_d
+    e_d.copy_(rest_d if usable_d is None else torch.where(usable_d, rest_d, e_d))
+    return codes, torch.where(usable_G, scale_G, math.nan)
+
+
+def sum_scales(sum_d: Tensor, group_size: int, mean: bool) -> Tensor:
+    """max|y| of each group, or (`mean`) twice its mean magnitude: float32 [groups], bfloat16 numbers, rounded up.
+
+    Inf for a group with NaN, Inf or a value above 2**100; 0 where the scale is below 2**-100. Magnitudes are summed
+    relative to the largest, as integers in units of 2**-30, so that the order does not matter.
+    """
     scales = []
     for run in layout.segments(sum_d.numel(), 8, group_size):
         y_Gn = sum_d[run.value_start : run.value_start + run.groups * run.group].reshape(run.groups, run.group).abs()
@@ -33,26 +58,31 @@ def feedback_scales(x_d: Tensor, e_d: Tensor, group_size: int, mean: bool) -> Te
             share_G = total_G.to(torch.float64) / (run.group * reference.RMS_FIXED_POINT)
             scale_G = (2.0 * most_G.to(torch.float64) * share_G).to(torch.float32)
         scale_G = torch.where(usable_G & (scale_G >= layout.SCALE_MIN), scale_G, 0.0)
-        scales.append(torch.where(most_G <= layout.SCALE_MAX, scale_G, math.inf))
+        scales.append(torch.where(most_G <= layout.SCALE_MAX, rounded_up(scale_G), math.inf))
     return torch.cat(scales)
 
 
-def feedback_quantize_(x_d: Tensor, e_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> Tensor:
-    """Codes of x + e with nearest rounding, uint8; e becomes (x + e) - deq, in place."""
-    sum_d, d = x_d.to(torch.float32) + e_d, e_d.numel()
+def _quantize(y_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
     codes = []
-    for run in layout.segments(d, bits, group_size):
-        y_RGn = reference.run_of(sum_d.unsqueeze(0), run)
+    for run in layout.segments(y_d.numel(), bits, group_size):
+        y_RGn = reference.run_of(y_d.unsqueeze(0), run)
         s_RG = scale_G[run.group_start : run.group_start + run.groups].unsqueeze(0)
         c_RGn = reference.group_codes(y_RGn, s_RG, Options(bits, group_size), None)
         codes.append(bitpack.pack_bits(c_RGn, bits).flatten())
     packed = torch.cat(codes)
-    torch.sub(sum_d, reference.dequantize(packed, scale_G, bits, (d,), group_size, "nearest", None, False), out=e_d)
-    return packed
+    return packed, reference.dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", None, False)
 
 
-def dequantize_mean(codes: list[Tensor], scales: list[Tensor], bits: int, group_size: int, out_d: Tensor) -> Tensor:
-    """The mean of several workers' values into out (float32 [d]): added one after the other, then divided."""
+def feedback_reduce_(
+    codes: list[Tensor], scales: list[Tensor], bits: int, e_d: Tensor, group_size: int, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """`feedback_quantize_` of the mean of several workers' values: added one after the other, then divided."""
+    y_d = torch.empty_like(e_d)
     for i, (packed, scale_G) in enumerate(zip(codes, scales, strict=True)):
-        reference.dequantize(packed, scale_G, bits, (out_d.numel(),), group_size, "nearest", out_d, i > 0)
-    return out_d.div_(len(codes))
+        reference.dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", y_d, i > 0)
+    return feedback_quantize_(y_d.div_(len(codes)), e_d, bits, group_size, mean)
+
+
+def rounded_up(scale_G: Tensor) -> Tensor:
+    """float32 scales, at least 0, as the next larger bfloat16 number, still float32."""
+    return ((scale_G.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)

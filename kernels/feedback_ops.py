@@ -12,73 +12,68 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
+from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import dispatch, layout
-from pipecomp.kernels.gradient_ops import check_target
 
-__all__ = ["dequantize_mean", "feedback_quantize_", "feedback_scales"]
+__all__ = ["feedback_quantize_", "feedback_reduce_"]
 
 SCALES = ("max", "mean")
 
 
 @torch.no_grad()
-def feedback_scales(x: Tensor, e: Tensor, *, group_size: int, scale: str = "max", backend: str = "auto") -> Tensor:
-    """Scales with which `feedback_quantize_` takes x + e: float32 [groups(d, group_size)].
+def feedback_quantize_(
+    x: Tensor, e: Tensor, bits: int, *, group_size: int, scale: str = "max", backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Q_b(x + e): codes and scales for `ops.dequantize`; e becomes (x + e) - deq, in place.
 
-    x: float32, float16 or bfloat16 [d]; e: float32 [d], contiguous; neither is modified. scale: "max" (the largest
-    magnitude) or "mean" (twice the mean magnitude: one-bit codes then decode to plus or minus the mean).
-    A group with NaN, Inf or a sum above 2**100 has the scale inf; one whose scale is below 2**-100 counts as zeros.
+    x: float32, float16 or bfloat16 [d]; e: float32 [d], contiguous. scale: "max" (the largest magnitude) or "mean"
+    (twice the mean magnitude: one-bit codes then decode to plus or minus the mean), rounded up to a bfloat16 number.
+    Returns codes uint8 [row_bytes(d, bits, group_size)] and scales float32 [groups(d, group_size)]. A group with NaN,
+    Inf or a sum above 2**100 keeps its memory and has the scale NaN; one whose scale is below 2**-100 counts as zeros.
+    Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1.
     """
-    if scale not in SCALES:
-        raise ConfigError("scale", scale, " or ".join(SCALES))
+    layout.check_bits(bits)
+    check_kind(scale)
     check_memory(x, e, group_size)
-    found: Tensor = dispatch.pick(backend, x, e).feedback_scales(x, e, group_size, scale == "mean")
+    chosen = dispatch.pick(backend, x, e)
+    found: tuple[Tensor, Tensor] = chosen.feedback_quantize_(x, e, bits, group_size, scale == "mean")
     return found
 
 
 @torch.no_grad()
-def feedback_quantize_(
-    x: Tensor, e: Tensor, scale: Tensor, bits: int, *, group_size: int, backend: str = "auto"
-) -> Tensor:
-    """Q_b(x + e) with the scales of `feedback_scales`; e becomes (x + e) - deq, in place.
-
-    Returns codes uint8 [row_bytes(d, bits, group_size)], for `ops.dequantize`. NonFiniteError, and e as it was, unless
-    all scales are finite.
-    Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1.
-    """
-    layout.check_bits(bits)
-    check_memory(x, e, group_size)
-    want = (layout.groups(e.numel(), group_size),)
-    if scale.dtype != torch.float32 or tuple(scale.shape) != want:
-        raise ShapeError(f"scale: {scale.dtype} {tuple(scale.shape)}, allowed: torch.float32 {want}")
-    if not bool(scale.isfinite().all()):
-        raise NonFiniteError("x + e: NaN, Inf or a value above 2**100")
-    codes: Tensor = dispatch.pick(backend, x, e, scale).feedback_quantize_(x, e, scale, bits, group_size)
-    return codes
-
-
-@torch.no_grad()
-def dequantize_mean(
+def feedback_reduce_(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
     bits: int,
-    d: int,
+    e: Tensor,
     *,
     group_size: int,
-    out: Tensor | None = None,
+    scale: str = "max",
     backend: str = "auto",
-) -> Tensor:
-    """The mean of several workers' values: decoded, added one by one, divided; float32 [d], new or in `out`."""
+) -> tuple[Tensor, Tensor]:
+    """Q_b(y + e) of the mean y of several workers' codes, decoded, added one by one, divided; e becomes (y + e) - deq.
+
+    codes, scales: of `feedback_quantize_`, from each worker; e: float32 [d], contiguous. Returns what that returns.
+    Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1, the server's part.
+    """
     layout.check_bits(bits)
-    check_group_size(group_size)
+    check_kind(scale)
+    check_memory(e, e, group_size)
     if not codes or len(codes) != len(scales):
         raise ConfigError("codes", f"{len(codes)} codes, {len(scales)} scales", "at least one, and as many scales")
-    for packed, scale in zip(codes, scales, strict=True):
-        layout.check_codes(packed, scale, bits, (d,), group_size)
-    target, _ = check_target(out, None, codes[0], d)
-    chosen = dispatch.pick(backend, target, *codes, *scales)
-    mean: Tensor = chosen.dequantize_mean(list(codes), list(scales), bits, group_size, target)
-    return mean
+    for packed, scale_G in zip(codes, scales, strict=True):
+        layout.check_codes(packed, scale_G, bits, tuple(e.shape), group_size)
+    chosen = dispatch.pick(backend, e, *codes, *scales)
+    found: tuple[Tensor, Tensor] = chosen.feedback_reduce_(
+        list(codes), list(scales), bits, e, group_size, scale == "mean"
+    )
+    return found
+
+
+def check_kind(scale: str) -> None:
+    """Raise ConfigError unless it is one of SCALES."""
+    if scale not in SCALES:
+        raise ConfigError("scale", scale, " or ".join(SCALES))
 
 
 def check_group_size(group_size: int) -> None:

@@ -229,15 +229,6 @@ static Layout whole_groups(int64_t d, int64_t group, int bits) {
     return l;
 }
 
-static void feedback_scales_call(const FeedbackArgs& a, int isa, int threads) {
-    const Layout l = whole_groups(a.d, a.group, 8);
-    const Table& t = table_of(isa);
-    run_threads(useful_threads(threads, a.d), [&](int thread, int count, Barrier&) {
-        Range part(l.groups, 1, thread, count);
-        for (int64_t g = part.begin; g < part.end; g++) a.scales[g] = t.feedback_scale(a, l.at(g));
-    });
-}
-
 static void feedback_quantize_call(const FeedbackArgs& a, int isa, int threads) {
     const Layout l = whole_groups(a.d, a.group, a.bits);
     const Table& t = table_of(isa);
@@ -248,13 +239,14 @@ static void feedback_quantize_call(const FeedbackArgs& a, int isa, int threads) 
     });
 }
 
-// Group by group, so that the sums stay in the first cache.
-static void dequantize_mean_call(const MeanArgs& a, int isa, int threads) {
-    const Layout l = whole_groups(a.d, a.group, a.bits);
+static void feedback_reduce_call(const FeedbackReduceArgs& a, int isa, int threads) {
+    const Layout l = whole_groups(a.to.d, a.to.group, a.to.bits);
     const Table& t = table_of(isa);
-    run_threads(useful_threads(threads, a.d), [&](int thread, int count, Barrier&) {
+    run_threads(useful_threads(threads, a.to.d), [&](int thread, int count, Barrier&) {
         Range part(l.groups, 1, thread, count);
-        for (int64_t g = part.begin; g < part.end; g++) t.mean(a, l, l.at(g));
+        const uint8_t* limit = a.to.codes + (part.end < l.groups ? l.at(part.end).byte : l.row_bytes);
+        float* const mean = a.scratch + thread * a.to.group;
+        for (int64_t g = part.begin; g < part.end; g++) t.feedback_reduce(a, l, l.at(g), limit, mean);
     });
 }
 
@@ -267,7 +259,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native_library.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 4; }
+PC_EXPORT int32_t pipecomp_abi() { return 5; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -327,16 +319,12 @@ PC_EXPORT void pipecomp_exponential_reduce(const ReduceArgs* a, int32_t isa, int
     parallel_range(threads, a->d, 64, [&](int64_t begin, int64_t end) { t.exponential_reduce(*a, begin, end); });
 }
 
-PC_EXPORT void pipecomp_feedback_scales(const FeedbackArgs* a, int32_t isa, int32_t threads) {
-    feedback_scales_call(*a, isa, threads);
-}
-
 PC_EXPORT void pipecomp_feedback_quantize(const FeedbackArgs* a, int32_t isa, int32_t threads) {
     feedback_quantize_call(*a, isa, threads);
 }
 
-PC_EXPORT void pipecomp_dequantize_mean(const MeanArgs* a, int32_t isa, int32_t threads) {
-    dequantize_mean_call(*a, isa, threads);
+PC_EXPORT void pipecomp_feedback_reduce(const FeedbackReduceArgs* a, int32_t isa, int32_t threads) {
+    feedback_reduce_call(*a, isa, threads);
 }
 
 PC_EXPORT void pipecomp_kmeans_assign(uint8_t* out, const void* x, int32_t dtype, int64_t d, const float* bounds,

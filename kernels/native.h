@@ -179,7 +179,7 @@ struct ReduceArgs {
     int32_t bits;
 };
 
-// x + e with a memory e, in groups: scales is written by measuring and read by quantizing.
+// x + e with a memory e, in groups.
 struct FeedbackArgs {
     const void* x;
     float* e;
@@ -189,12 +189,13 @@ struct FeedbackArgs {
     int32_t dtype, bits, mean;
 };
 
-struct MeanArgs {
-    const uint8_t* const* codes;
-    const float* const* scales;
-    float* out;
-    int64_t d, group;
-    int32_t parts, bits;
+// The mean of several workers' values in the place of x: `to` without x and dtype. scratch: a group for each thread.
+struct FeedbackReduceArgs {
+    FeedbackArgs to;
+    float* scratch;
+    const uint8_t* const* in_codes;
+    const float* const* in_scales;
+    int32_t parts;
 };
 
 // The k-th largest of v[0] ... v[n - 1], which it reorders. Outside the per-instruction-set code, because the standard
@@ -215,9 +216,9 @@ struct Table {
     void (*exponential_encode)(const ExponentialArgs&, int64_t begin, int64_t end);
     void (*exponential_decode)(const ExponentialArgs&, int64_t begin, int64_t end);
     void (*exponential_reduce)(const ReduceArgs&, int64_t begin, int64_t end);
-    float (*feedback_scale)(const FeedbackArgs&, const Layout::Unit&);
     void (*feedback_quantize)(const FeedbackArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit);
-    void (*mean)(const MeanArgs&, const Layout&, const Layout::Unit&);
+    void (*feedback_reduce)(const FeedbackReduceArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit,
+                            float* mean);
     void (*kmeans_assign)(uint8_t* out, const void* x, int dtype, const float* bounds, int count, int64_t begin,
                           int64_t end);
     void (*pack)(uint8_t* out, const void* values, int value_bytes, int64_t n, int bits);

@@ -8,7 +8,7 @@
 #include "native_feedback.h"
 
 const Table table = {
-    measure,       sum_squares, quantize,           dequantize,         linear_encode,      linear_reduce,
-    linear_decode, scale_index, exponential_encode, exponential_decode, exponential_reduce, feedback_scale,
-    feedback_quantize, mean,    kmeans_assign,      pack,               unpack,             select,
+    measure,         sum_squares,   quantize,           dequantize,         linear_encode,      linear_reduce,
+    linear_decode,   scale_index,   exponential_encode, exponential_decode, exponential_reduce, feedback_quantize,
+    feedback_reduce, kmeans_assign, pack,               unpack,             select,
 };

@@ -57,15 +57,7 @@ static float scale_of_sum(const FeedbackArgs& a, const Layout::Unit& u) {
         double share = double(sum_magnitudes(x, e, u.n, 1.0f / scale)) / (double(u.n) * 0x1p30);
         scale = float(2.0 * double(scale) * share);
     }
-    return scale < bits_float(SCALE_MIN_BITS) ? 0.0f : scale;
-}
-
-static float feedback_scale(const FeedbackArgs& a, const Layout::Unit& u) {
-    float scale = 0;
-#define CALL(T) scale = scale_of_sum<T>(a, u)
-    BY_DTYPE(a.dtype, CALL)
-#undef CALL
-    return scale;
+    return scale < bits_float(SCALE_MIN_BITS) ? 0.0f : bits_float((float_bits(scale) + 0xFFFFu) & ~0xFFFFu);
 }
 
 template <class T, int CLASS>
@@ -99,15 +91,19 @@ static void feedback_values(const T* x, float* e, int64_t n, float scale, int bi
     __builtin_memcpy(out, part, size_t((rest * bits + 7) / 8));
 }
 
+// Scale, codes and memory of one group, or NaN as the scale of one that cannot be quantized, whose memory stays.
 template <class T>
 static void feedback_group(const FeedbackArgs& a, const Layout& l, const Layout::Unit& u, const uint8_t* limit) {
     const T* x = static_cast<const T*>(a.x) + u.column;
     float* e = a.e + u.column;
     uint8_t* out = a.codes + u.byte;
-    const float scale = a.scales[u.id];
-    if (scale == 0.0f) {
+    const float scale = scale_of_sum<T>(a, u);
+    const bool usable = scale < __builtin_inff();
+    a.scales[u.id] = usable ? scale : __builtin_nanf("");
+    if (scale == 0.0f || !usable) {
         __builtin_memset(out, 0, size_t(l.code_bytes(u.n)));
-        for (int64_t i = 0; i < u.n; i++) e[i] = one_value(x + i) + e[i];
+        if (usable)
+            for (int64_t i = 0; i < u.n; i++) e[i] = one_value(x + i) + e[i];
         return;
     }
     if (a.bits <= 4) return feedback_values<T, 4>(x, e, u.n, scale, a.bits, out, limit);
@@ -154,33 +150,43 @@ static bool ordinary(float scale) {
 }
 
 template <int CLASS>
-static void mean_of_group(const MeanArgs& a, const Layout& l, const Layout::Unit& u) {
-    float* const out = a.out + u.column;
+static void mean_of_group(const FeedbackReduceArgs& a, const Layout& l, const Layout::Unit& u, float* out) {
     // Times 2**-k is the same number as divided by 2**k, and takes a fraction of the time.
     const bool power = (a.parts & (a.parts - 1)) == 0;
     const float divisor = power ? 0.0f : float(a.parts), factor = power ? 1.0f / float(a.parts) : 0.0f;
+    Layout::Unit here = u;
+    here.column = 0;
     int p = 0;
     for (; p < a.parts; p++) {
-        const float scale = a.scales[p][u.id];
-        if (p + 1 < a.parts && ordinary(scale) && ordinary(a.scales[p + 1][u.id])) {
+        const float scale = a.in_scales[p][u.id];
+        if (p + 1 < a.parts && ordinary(scale) && ordinary(a.in_scales[p + 1][u.id])) {
             const bool last = p + 2 == a.parts;
-            const uint8_t *in0 = a.codes[p] + u.byte, *in1 = a.codes[p + 1] + u.byte;
+            const uint8_t *in0 = a.in_codes[p] + u.byte, *in1 = a.in_codes[p + 1] + u.byte;
             (p ? add_two<CLASS, false> : add_two<CLASS, true>)(in0, in1, l.row_bytes - u.byte, scale,
-                                                               a.scales[p + 1][u.id], out, u.n, a.bits,
+                                                               a.in_scales[p + 1][u.id], out, u.n, a.to.bits,
                                                                last ? factor : 0.0f, last ? divisor : 0.0f);
             if (last) return;
             p++;
             continue;
         }
-        const DequantizeArgs one{a.codes[p], a.scales[p], a.out, a.d, 1, a.d, a.group, a.bits, 0, p > 0};
-        dequantize(one, l, u, a.codes[p] + l.row_bytes, false);
+        const DequantizeArgs one{a.in_codes[p], a.in_scales[p], out, a.to.d, 1, a.to.d, a.to.group, a.to.bits, 0, p > 0};
+        dequantize(one, l, here, a.in_codes[p] + l.row_bytes, false);
     }
     for (int64_t i = 0; i < u.n; i++) out[i] = power ? out[i] * factor : out[i] / divisor;
 }
 
-static void mean(const MeanArgs& a, const Layout& l, const Layout::Unit& u) {
-    if (a.bits <= 3) return mean_of_group<3>(a, l, u);
-    if (a.bits == 4) return mean_of_group<4>(a, l, u);
-    if (a.bits < 8) return mean_of_group<7>(a, l, u);
-    mean_of_group<8>(a, l, u);
+// The mean stays in the first cache; a whole pass over it, and two over the memory, would each go to main memory.
+static void feedback_reduce(const FeedbackReduceArgs& a, const Layout& l, const Layout::Unit& u, const uint8_t* limit,
+                            float* mean) {
+    const int bits = a.to.bits;
+    (bits <= 3   ? mean_of_group<3>
+     : bits == 4 ? mean_of_group<4>
+     : bits < 8  ? mean_of_group<7>
+                 : mean_of_group<8>)(a, l, u, mean);
+    FeedbackArgs to = a.to;
+    to.x = mean;
+    to.e = a.to.e + u.column;
+    Layout::Unit here = u;
+    here.column = 0;
+    feedback_group<float>(to, l, here, limit);
 }

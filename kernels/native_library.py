@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 4
+ABI = 5
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -105,13 +105,13 @@ class FeedbackArgs(ctypes.Structure):
     )
 
 
-class MeanArgs(ctypes.Structure):
-    """`MeanArgs` of native.h."""
+class FeedbackReduceArgs(ctypes.Structure):
+    """`FeedbackReduceArgs` of native.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("codes", "scales", "out")),
-        *((name, c_int64) for name in ("d", "group")),
-        *((name, c_int32) for name in ("parts", "bits")),
+        ("to", FeedbackArgs),
+        *((name, c_void_p) for name in ("scratch", "in_codes", "in_scales")),
+        ("parts", c_int32),
     )
 
 
@@ -127,9 +127,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "exponential_encode": (None, [c_void_p, c_int32, c_int32]),
     "exponential_decode": (None, [c_void_p, c_int32, c_int32]),
     "exponential_reduce": (None, [c_void_p, c_int32, c_int32]),
-    "feedback_scales": (None, [c_void_p, c_int32, c_int32]),
     "feedback_quantize": (None, [c_void_p, c_int32, c_int32]),
-    "dequantize_mean": (None, [c_void_p, c_int32, c_int32]),
+    "feedback_reduce": (None, [c_void_p, c_int32, c_int32]),
     "kmeans_assign": (None, [c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]),
     "pack": (None, [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32, c_int32]),
     "unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import bitpack, dispatch, layout, native, topk
-from pipecomp.kernels.feedback_ops import dequantize_mean, feedback_quantize_, feedback_scales
+from pipecomp.kernels.feedback_ops import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
     exponential_encode,
@@ -44,13 +44,12 @@ __all__ = [
     "crc32",
     "delta_quantize_",
     "dequantize",
-    "dequantize_mean",
     "exponential_decode",
     "exponential_encode",
     "exponential_levels",
     "exponential_reduce_",
     "feedback_quantize_",
-    "feedback_scales",
+    "feedback_reduce_",
     "groups",
     "kmeans_assign",
     "linear_bits",

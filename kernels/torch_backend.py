@@ -13,19 +13,18 @@ from pipecomp.kernels.dithering import (
     linear_reduce,
     scale_index,
 )
-from pipecomp.kernels.feedback import dequantize_mean, feedback_quantize_, feedback_scales
+from pipecomp.kernels.feedback import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.reference import delta_quantize_, dequantize, quantize
 from pipecomp.kernels.topk import select
 
 __all__ = [
     "delta_quantize_",
     "dequantize",
-    "dequantize_mean",
     "exponential_decode",
     "exponential_encode",
     "exponential_reduce_",
     "feedback_quantize_",
-    "feedback_scales",
+    "feedback_reduce_",
     "kmeans_assign",
     "linear_decode",
     "linear_encode",

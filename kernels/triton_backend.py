@@ -216,31 +216,36 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     return values, index
 
 
-def feedback_scales(x_d: Tensor, e_d: Tensor, group_size: int, mean: bool) -> Tensor:
-    """As `feedback.feedback_scales`, which takes torch's own operations."""
-    return feedback.feedback_scales(x_d, e_d, group_size, mean)
+def feedback_quantize_(
+    x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """As `feedback.feedback_quantize_`: scales with torch's own operations, the quantizer's kernels on the sum."""
+    return feedback.feedback_quantize_(x_d, e_d, bits, group_size, mean, quantize_sum)
 
 
-def feedback_quantize_(x_d: Tensor, e_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> Tensor:
-    """As `feedback.feedback_quantize_`: the quantizer's kernels on the sum."""
-    sum_d, s = x_d.to(torch.float32) + e_d, Shape(tuple(e_d.shape), bits, group_size)
-    codes = torch.empty(s.row_bytes, dtype=torch.uint8, device=e_d.device)
-    keys, _ = key_table(0, 0, s.H, e_d.device)
+def quantize_sum(sum_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Codes of values with known scales, and what they decode to."""
+    s = Shape(tuple(sum_d.shape), bits, group_size)
+    codes = torch.empty(s.row_bytes, dtype=torch.uint8, device=sum_d.device)
+    keys, _ = key_table(0, 0, s.H, sum_d.device)
     quantizer.quantize_kernel[s.grid(8 * OCT)](
         sum_d, sum_d, codes, scale_G.contiguous(), codes, keys, s.H, s.H, s.H, s.group, s.groups, s.group_bytes,
         s.row_bytes, BITS=bits, DELTA=False, MEASURE=False, STOCHASTIC=False, BF16_SCALE=False, OCT=OCT,
         num_warps=warps(8 * OCT), enable_fp_fusion=False,
     )  # fmt: skip
-    launch_dequantize(codes, scale_G, bits, e_d, group_size, "nearest", False)
-    torch.sub(sum_d, e_d, out=e_d)
-    return codes
+    decoded_d = torch.empty_like(sum_d)
+    launch_dequantize(codes, scale_G, bits, decoded_d, group_size, "nearest", False)
+    return codes, decoded_d
 
 
-def dequantize_mean(codes: list[Tensor], scales: list[Tensor], bits: int, group_size: int, out_d: Tensor) -> Tensor:
-    """As `feedback.dequantize_mean`."""
+def feedback_reduce_(
+    codes: list[Tensor], scales: list[Tensor], bits: int, e_d: Tensor, group_size: int, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """As `feedback.feedback_reduce_`."""
+    y_d = torch.empty_like(e_d)
     for i, (packed, scale_G) in enumerate(zip(codes, scales, strict=True)):
-        launch_dequantize(packed.contiguous(), scale_G.contiguous(), bits, out_d, group_size, "nearest", i > 0)
-    return out_d.div_(len(codes))
+        launch_dequantize(packed.contiguous(), scale_G.contiguous(), bits, y_d, group_size, "nearest", i > 0)
+    return feedback_quantize_(y_d.div_(len(codes)), e_d, bits, group_size, mean)
 
 
 def flat_grid(d: int, chunk: int) -> tuple[int]:

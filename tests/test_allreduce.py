@@ -175,7 +175,8 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
     assert sent({"method": "qsgd", "bits": 4}) == (n - 1) * d // 2 + norm
     assert sent({"method": "terngrad"}) == (n - 1) * d // 4 + norm
     scales = 2 * -(-(d // n) // 128) * n  # a scale for 128 values of a chunk
-    assert sent({"method": "double_squeeze"}) == (n - 1) * d // n + 2 * (n - 1) * scales // n + norm
+    limits = 2 * norm  # least and largest value
+    assert sent({"method": "double_squeeze"}) == (n - 1) * d // n + 2 * (n - 1) * scales // n + limits
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -198,19 +198,20 @@ def test_error_feedback(backend, case, mean, workers, odd):
     x, e = x.reshape(-1), m.reshape(-1)
     d, bits = x.numel(), o.bits
     group = o.group_size or d
-    scale = feedback.feedback_scales(x, e, group, mean)
-    assert same(backend.feedback_scales(x, e, group, mean), scale)
+    if odd == 101:
+        x = x.clone()
+        x[d // 2] = float("inf")
     e_want, e_got = e.clone(), e.clone()
-    codes = feedback.feedback_quantize_(x, e_want, scale, bits, group)
-    assert same(backend.feedback_quantize_(x, e_got, scale, bits, group), codes)
+    codes, scale = feedback.feedback_quantize_(x, e_want, bits, group, mean)
+    assert all(map(same, backend.feedback_quantize_(x, e_got, bits, group, mean), (codes, scale)))
     assert same(e_got, e_want)
-    other_scale = feedback.feedback_scales(x.flip(0), e, group, mean)
-    other = feedback.feedback_quantize_(x.flip(0), e.clone(), other_scale, bits, group)
+    other, other_scale = feedback.feedback_quantize_(x.flip(0), e.clone(), bits, group, mean)
     if odd is not None:  # scales that no quantizer makes decode as the table says
         other_scale[-1] = 2.0**odd
     parts, scales = ([codes, other] * 3)[:workers], ([scale, other_scale] * 3)[:workers]
-    want = feedback.dequantize_mean(parts, scales, bits, group, torch.empty(d))
-    assert same(backend.dequantize_mean(parts, scales, bits, group, torch.empty(d)), want)
+    want = feedback.feedback_reduce_(parts, scales, bits, e_want, group, mean)
+    assert all(map(same, backend.feedback_reduce_(parts, scales, bits, e_got, group, mean), want))
+    assert same(e_got, e_want)
 
 
 @anywhere
@@ -282,14 +283,16 @@ else:
     def test_large_sums_are_shared_among_threads_without_a_difference(group):
         x, e = torch.randn(200_003), torch.randn(200_003)
         for bits, mean in ((1, True), (4, False), (5, False), (8, False)):
-            scale = feedback.feedback_scales(x, e, group, mean)
             e_want = e.clone()
-            codes = feedback.feedback_quantize_(x, e_want, scale, bits, group)
+            codes, scale = feedback.feedback_quantize_(x, e_want, bits, group, mean)
             for backend in BACKENDS.values():
                 e_got = e.clone()
-                assert same(backend.feedback_scales(x, e, group, mean), scale)
-                assert same(backend.feedback_quantize_(x, e_got, scale, bits, group), codes)
+                assert all(map(same, backend.feedback_quantize_(x, e_got, bits, group, mean), (codes, scale)))
                 assert same(e_got, e_want)
+                parts, e_mean, e_got = ([codes] * 3, [scale] * 3, bits), e.clone(), e.clone()
+                want = feedback.feedback_reduce_(*parts, e_mean, group, mean)
+                assert all(map(same, backend.feedback_reduce_(*parts, e_got, group, mean), want))
+                assert same(e_got, e_mean)
                 if group >= x.numel():  # the codes are one stream
                     sums = dithering.linear_reduce([codes] * 3, x.numel(), bits, bits + 2)
                     assert same(backend.linear_reduce([codes] * 3, x.numel(), bits, bits + 2), sums)

@@ -315,7 +315,7 @@ def test_bytes_are_bits_over_32_of_float32(n: int, bits: int) -> None:
     sent = [b["bytes_sent"] - a["bytes_sent"] for a, b in itertools.pairwise(stats)]
     flags = 2 * (n - 1)
     assert sent[:2] == [raw + flags] * 2
-    scales, limits = raw // 256, 8 * (n - 1)
+    scales, limits = raw // 256, 16 * (n - 1)
     assert sent[2:] == [raw * bits // 32 + scales + limits + flags] * 2
     assert stats[-1]["calls"] == 4
     assert stats[2]["relative_error"] is None

@@ -4,29 +4,27 @@ Each worker quantizes g + e and sends chunks to their owners; the owner averages
 and sends to all. Nearest rounding with a scale for each group of values: the memories stay bounded by the largest value
 over 2^b − 1. One bit: the sign times the group's mean magnitude. Groups are small, because a group's small values are
 lost beside its large ones, and Adam makes much of small values (benchmarks/results/replicas.md); so scales are
-bfloat16, rounded up.
+bfloat16.
 Source: arXiv:1905.05957 (DoubleSqueeze); as 1-bit Adam exchanges its momentum, arXiv:2102.02888.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.dense import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
+from pipecomp.allreduce.feedback import within
 from pipecomp.allreduce.memory import ErrorMemory
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 
 SCALE_BYTES = 2
-
-
-def rounded_up(scale: Tensor) -> Tensor:
-    """float32 scales as the next larger bfloat16 number, still float32; inf stays inf."""
-    return ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+LARGEST = 2.0**100
 
 
 class SqueezedCode:
@@ -39,9 +37,7 @@ class SqueezedCode:
     def __init__(self, bits: int, group_size: int, e_d: Tensor, owner_e: Tensor, starts: dict[int, int]) -> None:
         self._bits, self._group_size, self._e_d = bits, group_size, e_d
         self._owner_e, self._starts = owner_e, starts
-        self._kind = "mean" if bits == 1 else "max"
-        self._scales: dict[int, Tensor] = {}  # of the chunk that begins at a value of the bucket
-        self._mean = torch.empty(0)
+        self._quantizer: Any = {"group_size": group_size, "scale": "mean" if bits == 1 else "max"}
 
     def encoded_bytes(self, count: int) -> int:
         """Codes, then scales."""
@@ -54,23 +50,12 @@ class SqueezedCode:
     def _code_bytes(self, count: int) -> int:
         return ops.row_bytes(count, self._bits, self._group_size)
 
-    def measure(self, x_d: Tensor, chunk: Span) -> Tensor:
-        """The largest scale of a chunk with its memory, a number on x's device: inf if a value is not usable."""
-        e = chunk.of(self._e_d)
-        scale = rounded_up(ops.feedback_scales(chunk.of(x_d), e, group_size=self._group_size, scale=self._kind))
-        self._scales[chunk.start] = scale
-        return scale.max()
-
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values, measured before; the memory becomes what is missing in them."""
+        """This rank's values; the memory becomes what is missing in them."""
         if not x.numel():
             return torch.empty(0, dtype=torch.uint8)
         e = Span(start, start + x.numel()).of(self._e_d)
-        return on_host(self._squeeze(x, e, self._scales.pop(start)))
-
-    def _squeeze(self, x: Tensor, e: Tensor, scale: Tensor) -> Tensor:
-        codes = ops.feedback_quantize_(x, e, scale, self._bits, group_size=self._group_size)
-        return torch.cat([codes, scale.to(torch.bfloat16).view(torch.uint8)])
+        return on_host(_joined(*ops.feedback_quantize_(x, e, self._bits, **self._quantizer)))
 
     def _split(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Codes and scales; the latter need not start at a multiple of two bytes."""
@@ -81,28 +66,20 @@ class SqueezedCode:
         """The quantized mean and memory of the owner, which keeps the rest."""
         if not count:
             return torch.empty(0, dtype=torch.uint8)
-        if self._mean.numel() < count:
-            self._mean = torch.empty(count)
         codes, scales = zip(*(self._split(data, count) for data in parts), strict=True)
-        size = self._group_size
-        mean = ops.dequantize_mean(codes, scales, self._bits, count, group_size=size, out=self._mean[:count])
         e = self._owner_e[self._starts[start] : self._starts[start] + count]
-        scale = rounded_up(ops.feedback_scales(mean, e, group_size=size, scale=self._kind))
-        if not bool(scale.isfinite().all()):  # the memory on top of values near the limit
-            return self._not_a_number(count)
-        return self._squeeze(mean, e, scale)
-
-    def _not_a_number(self, count: int) -> Tensor:
-        """What every rank decodes to NaN."""
-        codes = torch.zeros(self._code_bytes(count), dtype=torch.uint8)
-        scale = torch.full((ops.groups(count, self._group_size),), math.nan, dtype=torch.bfloat16)
-        return torch.cat([codes, scale.view(torch.uint8)])
+        return _joined(*ops.feedback_reduce_(codes, scales, self._bits, e, **self._quantizer))
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean that every rank gets."""
         if out.numel():
             codes, scale = self._split(on_device(reduced, out), out.numel())
             ops.dequantize(codes, scale, self._bits, (out.numel(),), group_size=self._group_size, out=out)
+
+
+def _joined(codes: Tensor, scale: Tensor) -> Tensor:
+    """As it is sent."""
+    return torch.cat([codes, scale.to(torch.bfloat16).view(torch.uint8)])
 
 
 class DoubleSqueeze:
@@ -114,24 +91,21 @@ class DoubleSqueeze:
         self._bits, self._group_size, self._memory = options.bits, options.group_size, memory
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Method. With NaN or Inf on any rank all get NaN, and no memory changes."""
-        d, n = x_d.numel(), call.group.size
-        every = [chunks(piece, n) for piece in spans(0, d, piece_length(n))]
-        starts, total = {}, 0
-        for chunk in (owned[call.group.rank] for owned in every):
-            starts[chunk.start] = total
-            total += chunk.count
-        with call.counters.part("quantize"):
-            e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
-            owner_e = self._memory.owner(call.key, call.parts, total)
-            code = SqueezedCode(self._bits, self._group_size, e_d, owner_e, starts)
-            # Every scale is known before anything is sent: no memory may change unless all ranks' values are usable.
-            largest = torch.stack([code.measure(x_d, chunk) for owned in every for chunk in owned if chunk.count]).max()
-            sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
-        with call.counters.part("wait"):
-            rows = call.group.gather_numbers([float(largest)])
-        if not all(math.isfinite(row[0]) for row in rows):
+        """See Method. With NaN, Inf or a value above 2**100 on any rank all get NaN, and no memory changes.
+
+        Where a value is above that only together with its memory, all get NaN for its group.
+        """
+        if not within(x_d, call, LARGEST):
             out_d.fill_(math.nan)
             return
-        reduce_bucket(x_d, out_d, code, call)
+        d, n = x_d.numel(), call.group.size
+        starts, total = {}, 0
+        for piece in spans(0, d, piece_length(n)):
+            chunk = chunks(piece, n)[call.group.rank]
+            starts[chunk.start] = total
+            total += chunk.count
+        e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
+        owner_e = self._memory.owner(call.key, call.parts, total)
+        sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
+        reduce_bucket(x_d, out_d, SqueezedCode(self._bits, self._group_size, e_d, owner_e, starts), call)
         call.counters.add_error(sample, sample - e_d[:SAMPLE])

@@ -71,7 +71,7 @@ def plan_of(options: Gradients, d: int, n: int, shapes: Shapes | None = None) ->
     if name == "casq":
         return _casq(options, d, n)
     if name in ("double_squeeze", "quantized_adam"):
-        return Plan((norm,), (_dense(d, n, _nearest(options)),))
+        return Plan((limits,), (_dense(d, n, _nearest(options)),))
     if name in ("qsgd", "nuqsgd", "terngrad"):
         width = 2 if name == "terngrad" else _one(options)
         pieces = spans(0, d, PIECE)
