@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from pipecomp.cli import app
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -65,15 +68,22 @@ def test_store_commands_on_the_demos_store(demo, tmp_path):
     assert "108 values removed (0 of them damaged), 20 kept" in prune.stdout
 
 
+def test_an_error_ends_the_command_with_one_line():
+    done = pipecomp("store", "info", "/no/such/folder", timeout_s=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("pipecomp: ")
+    assert "/no/such/folder" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (("demo", "--bits", "9,4"), "activations.forward_bits: got 9, allowed: a whole number from 1 to 8"),
     (("demo", "--bits", "4"), "bits: got '4', allowed: two numbers"),
     (("demo", "--methods", "none,zip"), "methods: got 'zip', allowed: none, fp16, bf16, direct, aqsgd"),
     (("demo", "--stages", "9"), "stages: got 9, allowed: 1 to 4"),
-    (("store", "info", "/no/such/folder"), "/no/such/folder"),
 ])  # fmt: skip
-def test_errors_are_one_line(arguments, message, tmp_path):
-    done = pipecomp(*arguments, timeout_s=60)
-    assert done.returncode == 1
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+def test_errors_name_what_was_wrong(arguments, message):
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert message in " ".join(done.output.split())
+    assert "Traceback" not in done.output

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.buffers import MemoryStore
+from pipecomp.cli import app
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
 from pipecomp.plan.command import networks_of
@@ -314,7 +316,7 @@ def test_the_command(folder):
     (("--speed", "1", "--nodes", "3", "--stages", "2"), "stages: got 2, allowed: a divisor of 3 nodes"),
 ])  # fmt: skip
 def test_errors_are_one_line(folder, arguments, message):
-    done = pipecomp("plan", "--model", str(folder / "model"), "--tokens", "16", *arguments)
-    assert done.returncode == 1
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    done = CliRunner().invoke(app, ["plan", "--model", str(folder / "model"), "--tokens", "16", *arguments])
+    assert done.exit_code == 1
+    assert message in " ".join(done.output.split())
+    assert "Traceback" not in done.output
