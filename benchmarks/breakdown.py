@@ -4,7 +4,7 @@
 
 Measured here: every method on three buckets, and the methods of the QSGD-MN paper's Figure 15 on whole gradients of its
 two networks, over two processes of this machine. Predicted from that: the same over links of 1 Gbit/s and 100 Mbit/s.
-From the model alone: the paper's Figures 11 to 14, see `throughput.py`. --lab measures behind links of these rates too
+From the model alone: the paper's Figures 11 to 14, see `clusters.py`. --lab measures behind links of these rates too
 (as in 100mbit; needs root on Linux). --redraw takes the measurements from the JSON file.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from breakdown_plot import plot_parts, plot_throughput
-from throughput import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
+from clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
 
 from pipecomp.allreduce import Prediction, predict
 from pipecomp.bench_allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of

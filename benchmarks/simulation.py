@@ -1,9 +1,10 @@
 """The simulation of `pipecomp plan` against measured steps, and what it predicts beyond this machine.
 
-    pipecomp bench pipeline --rates 0,0.3,1,3,5.8,12 --rounds 3 --json pipeline.json
-    python benchmarks/simulation.py [--measured pipeline.json] [--markdown benchmarks/results/simulation.md]
+    python benchmarks/simulation.py [--measured FILE] [--markdown benchmarks/results/simulation.md]
 
-1. Every line that `pipecomp bench pipeline` measured with pipecomp's engine, predicted from its own counters (seconds
+FILE: what `throughput.py` keeps (its default, if it is there), or `pipecomp bench pipeline --json FILE` writes.
+
+1. Every line that they measured with pipecomp's engine, predicted from its own counters (seconds
    of forward, backward, encoding and decoding, bytes, micro-batches in flight) and from those of the same line without
    a slow link. Nothing is fitted.
 2. GPT2-1.5B on 8 stages at the bandwidths of the AQ-SGD paper, beside what it measured; Llama-8B over 4 sites.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from throughput_report import summaries
 
 from pipecomp.config import Config
 from pipecomp.in_flight import numbers
@@ -34,6 +36,7 @@ from pipecomp.plan.profile import balanced, count, without_weights
 from pipecomp.plan.simulation import StageCosts, Step, play
 
 Row = dict[str, Any]
+KEPT = Path(__file__).parent / "results" / "throughput.jsonl"
 MBIT = (10_000, 1_000, 500, 300, 100)
 METHODS = {
     "FP32": {"method": "none"},
@@ -100,14 +103,15 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     """For each measured row of pipecomp's engine: seconds measured and predicted, from its own counters ("own") and,
     on a slow link, from those without one ("free"; None where that was not measured).
     """
-    free = {row["line"]: row["ranks"] for row in rows if row["bits_per_s"] is None}
+    free = {(row["line"], row["stages"]): row["ranks"] for row in rows if row["bits_per_s"] is None}
     found = []
     for row in rows:
         if any(rank is None for rank in row["ranks"]):
             continue  # stock DeepSpeed
         predicted: Row = {"own": play(step_of(row, row["ranks"]), network_of(row)).seconds, "free": None}
-        if row["bits_per_s"] is not None and row["line"] in free:
-            predicted["free"] = play(step_of(row, free[row["line"]]), network_of(row)).seconds
+        without = free.get((row["line"], row["stages"]))
+        if row["bits_per_s"] is not None and without is not None:
+            predicted["free"] = play(step_of(row, without), network_of(row)).seconds
         found.append({"line": row["line"], "r": row["r"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"],
                       **predicted})  # fmt: skip
     return found
@@ -207,21 +211,28 @@ def llama_page() -> list[str]:
     return [*lines, f"| AQ-SGD fw2 bw4, first epoch | {' | '.join(first)} | |"]
 
 
+def load(measured: Path) -> list[Row]:
+    """Rows of `bench_pipeline` from what it or `throughput.py` wrote."""
+    if measured.suffix == ".json":
+        return list(json.loads(measured.read_text()))
+    return list(summaries([json.loads(line) for line in measured.read_text().splitlines()]).values())
+
+
 def page(measured: Path | None) -> str:
     """The whole page."""
     said = [
         "# The simulation, and what it predicts",
         "",
-        f"`python benchmarks/simulation.py{'' if measured is None else f' --measured {measured.name}'}`; "
+        f"`python benchmarks/simulation.py{'' if measured in (None, KEPT) else f' --measured {measured.name}'}`; "
         "`pipecomp/plan/simulation.py` plays the engine's own order of work over given links.",
         "",
         "## Against measured steps",
         "",
     ]
     if measured is None:
-        said += ["Not measured yet: needs what `pipecomp bench pipeline --json FILE` writes."]
+        said += ["Nothing was measured: run `throughput.py`, or `pipecomp bench pipeline --json FILE`."]
     else:
-        said += measured_page(compare(json.loads(measured.read_text())))
+        said += measured_page(compare(load(measured)))
     return "\n".join([
         *said,
         "",
@@ -252,7 +263,7 @@ def page(measured: Path | None) -> str:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, default=None, help="what pipecomp bench pipeline --json wrote")
+    parser.add_argument("--measured", type=Path, default=KEPT if KEPT.exists() else None, help="measured steps")
     parser.add_argument("--markdown", type=Path, default=None)
     options = parser.parse_args()
     text = page(options.measured)

@@ -1,122 +1,111 @@
-"""Images a second of the QSGD-MN paper's clusters: its performance model, and this project's collective in its place.
+"""A training step over links of several rates, beside stock DeepSpeed: the lines of `pipecomp bench pipeline`.
 
-The paper (Vineeth S, "Quantization for Distributed Optimization", arXiv:2109.12497, sections 6.6 and 6.7) shows this in
-Figures 11 to 14 for ResNet-50 and VGG-16 on CIFAR-10: up to 32 nodes with 4 V100 GPUs each, 128 images a GPU, 1 and 10
-Gbit/s between nodes. Its text gives the parameters of both networks, K = 10,000 and the bits. The code, logs and plots
-that its author published (github.com/vineeths96/Gradient-Compression) give a step's seconds on one GPU, the method's
-own kernels included; the formula below; a latency of 9 ms, 200 GiB/s within a node, and 2^30 bits for a Gbit.
+    python benchmarks/throughput.py [--rounds 2] [--steps 3] [--settings NAME ...] [--only NAME ...] [--out FOLDER]
 
-d: values of a network's gradient.
+Needs root and a machine that does nothing else: a round takes about half an hour on two cores. All lines run in turn,
+then again in the next round. Finished runs are kept in --out. Writes throughput.md and .png; `simulation.py` compares
+its predictions with the same runs.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from pipecomp.allreduce import predict
-from pipecomp.bench_buckets import Shapes, values_in
+from pipecomp.bench_pipeline import LINES, RATES, TWICE, UNTHROTTLED, Model, measure, message_bytes
 
-GBIT = 2.0**30  # bits
-LATENCY_S = 9e-3
-NODE_BYTES_PER_S = 200 * 2.0**30
-GPUS = 4  # of a node
-BATCH = 128  # images of a GPU
-K = 10_000
-BITS = (2, 4, 8)
-NAMES = {
-    "none": "AllReduce",
-    "qsgd_mn": "QSGD-MN",
-    "qsgd_mn_ts": "QSGD-MN-TS",
-    "grandk_mn": "GRandK-MN",
-    "grandk_mn_ts": "GRandK-MN-TS",
-}
-STEP_S = {  # forward, backward, kernels and update on one V100
-    "ResNet-50": {
-        "none": 0.193603,
-        "qsgd_mn": 0.198318,
-        "qsgd_mn_ts": 0.204024,
-        "grandk_mn": 0.195166,
-        "grandk_mn_ts": 0.196936,
-    },
-    "VGG-16": {
-        "none": 0.084416,
-        "qsgd_mn": 0.087066,
-        "qsgd_mn_ts": 0.090423,
-        "grandk_mn": 0.085610,
-        "grandk_mn_ts": 0.086943,
-    },
-}
+RESULTS = Path(__file__).parent / "results"
+MODEL = Model()
+BY_NAME = {line.name: line for line in LINES}
+SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches"
+REPLICAS = f"{SIXTEEN}, 2 replicas, 4-bit gradients"
+EVERYWHERE = (
+    "DeepSpeed FP32", "FP32", "DirectQ fw3 bw6", "AQ-SGD fw3 bw6", SIXTEEN, "AQ-SGD fw2 bw4, 16 micro-batches",
+)  # fmt: skip
+SOMEWHERE = ("DeepSpeed BF16", "BF16", "FP32, 1F1B's number in flight", f"{SIXTEEN}, memory store")
 
 
-def vgg16() -> Shapes:
-    """Parameters of VGG-16 for CIFAR-10, with batch normalization and one linear layer."""
-    shapes: list[tuple[int, ...]] = []
-    channels = 3
-    for width in (64, 64, 128, 128, *[256] * 3, *[512] * 6):
-        shapes += [(width, channels, 3, 3), (width,), (width,), (width,)]
-        channels = width
-    return (*shapes, (10, channels), (10,))
+@dataclass(frozen=True)
+class Setting:
+    """Which lines run at which r. delay: one way."""
+
+    stages: int
+    lines: dict[str, tuple[float, ...]]
+    delay: str | None = None
 
 
-def resnet50() -> Shapes:
-    """Parameters of ResNet-50 for CIFAR-10: a 3 × 3 stem, four stages of bottlenecks."""
-    shapes: list[tuple[int, ...]] = []
-
-    def convolution(outputs: int, inputs: int, size: int) -> None:
-        shapes.extend([(outputs, inputs, size, size), (outputs,), (outputs,)])
-
-    convolution(64, 3, 3)
-    channels = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolution(width, channels, 1)
-            convolution(width, width, 3)
-            convolution(4 * width, width, 1)
-            if block == 0:
-                convolution(4 * width, channels, 1)
-            channels = 4 * width
-    return (*shapes, (10, channels), (10,))
+SETTINGS = {
+    "2 stages": Setting(2, {**dict.fromkeys(EVERYWHERE, RATES), **dict.fromkeys(SOMEWHERE, (UNTHROTTLED, 1.0, 5.8))}),
+    "2 stages, 20 ms each way": Setting(2, {SIXTEEN: (5.8,), "AQ-SGD fw2 bw4, 16 micro-batches": (12.0,)}, "20ms"),
+    "2 stages, 2 replicas": Setting(2, {TWICE: (UNTHROTTLED, 5.8), REPLICAS: (UNTHROTTLED, 5.8)}),
+    "4 stages": Setting(4, dict.fromkeys(("FP32", "DeepSpeed FP32", SIXTEEN), (UNTHROTTLED, 1.0, 5.8))),
+}  # fmt: skip
 
 
-NETWORKS: dict[str, Shapes] = {"ResNet-50": resnet50(), "VGG-16": vgg16()}
+def run(setting: str, r: float, name: str, turn: int, rate: int | None, steps: int) -> dict[str, Any]:
+    """One run of one line."""
+    chosen = SETTINGS[setting]
+    row = measure(BY_NAME[name], MODEL, chosen.stages, steps, rate, chosen.delay)
+    return {"setting": setting, "r": r, "line": name, "turn": turn, "bits_per_s": rate, **row}
 
 
-def options(method: str, bits: int) -> dict[str, Any]:
-    """The figures' settings: `bits` is the narrow scale's where there are two."""
-    found: dict[str, Any] = {}
-    if method != "none":
-        found["bits"] = (bits, bits + 4) if method.endswith("_ts") else bits
-    if method.startswith("grandk"):
-        found["k"] = K
-    return found
+def link_rate(runs: list[dict[str, Any]], stages: int, r: float) -> int:
+    """bit/s at which a micro-batch's float32 messages take r times what a stage computes: of the first such run."""
+    free = (x for x in runs if (x["stages"], x["r"], x["line"], x["turn"]) == (stages, UNTHROTTLED, "FP32", 0))
+    return int(8 * message_bytes(MODEL) / (r * next(free)["compute_s"]))
 
 
-def papers_model(network: str, method: str, bits: int, nodes: int, bits_per_s: float) -> float:
-    """The paper's images a second: every doubling of the nodes sends all bits of the gradient once more.
+def main() -> None:
+    """See the top of the file."""
+    from jobs import digest, finished, work_off
+    from throughput_report import write_report
 
-    It counts `bits` for each value, neither sums that need more nor the choice between two scales.
-    """
-    values = K if method.startswith("grandk") else values_in(NETWORKS[network])
-    size = values * (32 if method == "none" else bits) / 8
-    seconds = STEP_S[network][method] + _within_node(size)
-    seconds += (LATENCY_S + 8 * size / bits_per_s) * math.log2(nodes)
-    return BATCH * GPUS * nodes / seconds
+    arguments = _arguments()
+    kept = arguments.out / "throughput.jsonl"
+    setup = digest([asdict(MODEL), [asdict(line) for line in LINES]])
+    runs = finished(kept, setup)
+
+    def work(todo: list[tuple[Any, ...]]) -> None:
+        work_off(run, todo, (arguments.steps,), runs, workers=1, kept=kept, setup=setup, line=_line,
+                 report=lambda found: write_report(arguments.out, found, list(SETTINGS), LINES))  # fmt: skip
+
+    done = {(x["setting"], x["r"], x["line"], x["turn"]) for x in runs}
+    wanted = [
+        (name, r, line, turn)
+        for turn in range(arguments.rounds)
+        for name in arguments.settings
+        for r in sorted({r for rates in SETTINGS[name].lines.values() for r in rates})
+        for line, rates in SETTINGS[name].lines.items()
+        if r in rates and any(part.lower() in line.lower() for part in arguments.only or [""])
+    ]
+    first = [(name, UNTHROTTLED, "FP32", 0) for name in ("2 stages", "4 stages") if name in arguments.settings]
+    if any(SETTINGS[name].stages == 2 for name in arguments.settings):
+        first.append(("2 stages", UNTHROTTLED, "FP32", 0))
+    work([(*job, None) for job in dict.fromkeys(first) if job not in done])
+    work([
+        (*job, None if job[1] == UNTHROTTLED else link_rate(runs, SETTINGS[job[0]].stages, job[1]))
+        for job in wanted
+        if job not in done and job not in first
+    ])  # fmt: skip
 
 
-def this_projects(network: str, method: str, bits: int, nodes: int, bits_per_s: float, *, ranks: str) -> float:
-    """Images a second with the collective of pipecomp.allreduce, one bucket, nothing hidden behind the backward pass.
-
-    ranks: "gpus", each a rank, with a quarter of its node's link (what stays within the node counts as if it crossed
-    it); or "nodes", where gradients are averaged within a node first, uncompressed, as the paper's model has it.
-    """
-    d = values_in(NETWORKS[network])
-    n, rate, before = nodes, bits_per_s, _within_node(4 * d)
-    if ranks == "gpus":
-        n, rate, before = GPUS * nodes, bits_per_s / GPUS, 0.0
-    found = predict(method, d, n, bandwidth_bit_per_s=rate, latency_s=LATENCY_S, **options(method, bits))
-    return BATCH * GPUS * nodes / (STEP_S[network][method] + before + found.total_s)
+def _line(found: dict[str, Any]) -> str:
+    steps = " ".join(f"{s:.2f}" for s in found["steps"])
+    return f"{found['setting']:<25} r {found['r']:<4g} {found['line']:<60} {steps} s"
 
 
-def _within_node(size: float) -> float:
-    return size / NODE_BYTES_PER_S * math.log2(GPUS)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=2, help="how often each line runs (2)")
+    add("--steps", type=int, default=3, help="timed steps of a run (3)")
+    add("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME", help="some only")
+    add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
+    add("--out", type=Path, default=RESULTS, help="where runs are kept and the page is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 Stages run in network namespaces of a lab (root needed), one thread each. r says how slow a link is: the time that the
 messages of one micro-batch take in float32, both directions added, over the time that one stage computes on it. All
-lines of one rate run in turn on the same lab; a line's steps are timed after two that are not counted.
+lines of one rate run in turn; a line's steps are timed after two that are not counted (of stock DeepSpeed one).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pipecomp.netlab.lab import Lab
 Row = dict[str, Any]
 UNTHROTTLED = 0.0
 RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
-_UNCOUNTED = 2
 TWICE = "DeepSpeed FP32, 2 replicas"
 
 
@@ -53,6 +52,11 @@ class Line:
     replicas: int = 1
     section: dict[str, Any] = field(default_factory=dict)
     against: str = "DeepSpeed FP32"
+
+    @property
+    def uncounted(self) -> int:
+        """Steps before those that are timed: stock DeepSpeed's are all alike, AQ-SGD's first one sends all whole."""
+        return 1 if self.engine == "deepspeed" else 2
 
 
 def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
@@ -127,17 +131,17 @@ def bench_pipeline(
         rate = None if r == UNTHROTTLED else int(8 * message_bytes(model) / (r * (compute_s or 1.0)))
         for turn in range(rounds):
             for line in lines:
-                row = _measure(line, model, stages, steps, rate, delay)
+                row = measure(line, model, stages, steps, rate, delay)
                 found.setdefault((r, line.name), []).append({"line": line.name, "r": r, "bits_per_s": rate, **row})
                 if r == UNTHROTTLED and line.name == "FP32":
                     compute_s = row["compute_s"]
                 if turn == rounds - 1 and on_row is not None:
-                    on_row(_summary(found[r, line.name]))
-    return [_summary(runs) for runs in found.values()]
+                    on_row(summary(found[r, line.name]))
+    return [summary(runs) for runs in found.values()]
 
 
-def _summary(runs: list[Row]) -> Row:
-    """All rounds of one line at one rate."""
+def summary(runs: Sequence[Row]) -> Row:
+    """All rounds of one line at one rate: their steps' median, least and most, the rest of the last one."""
     every = [s for run in runs for s in run["steps"]]
     times = {"seconds": statistics.median(every), "least": min(every), "most": max(every)}
     return {**{k: v for k, v in runs[-1].items() if k != "steps"}, **times}
@@ -150,10 +154,11 @@ def message_bytes(model: Model, micro_batches: int = 8) -> int:
 
 def reference_compute(model: Model, stages: int) -> float:
     """Seconds that one stage computes on one micro-batch, from an unthrottled run without compression."""
-    return float(_measure(Line(name="FP32"), model, stages, 3, None, None)["compute_s"])
+    return float(measure(Line(name="FP32"), model, stages, 3, None, None)["compute_s"])
 
 
-def _measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
+def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
+    """One run of a line. rate: of every link, in bit/s. A row as of `bench_pipeline`, with "steps", seconds of each."""
     world = stages * line.replicas
     with Lab(nodes=world, bandwidth=None if rate is None else f"{rate}bit", delay=delay) as lab:
         before = sum(node.sent for node in lab.bytes())
@@ -167,7 +172,7 @@ def _measure(line: Line, model: Model, stages: int, steps: int, rate: int | None
         "wait_s": ranks[0]["wait_s"],
         "in_flight": ranks[0]["in_flight"],
         "compute_s": statistics.mean(compute) if compute else None,
-        "bytes": sent / (steps + _UNCOUNTED + 1),
+        "bytes": sent / (steps + line.uncounted + 1),
         "loss": ranks[0]["loss"],
         "stages": stages,
         "micro_batches": line.micro_batches,
@@ -195,16 +200,16 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     seconds, loss = [], 0.0
     before: dict[str, float] = {}
     first: Row = {}
-    for step in range(steps + _UNCOUNTED):
+    for step in range(steps + line.uncounted):
         if hasattr(engine, "comm_stats"):
             stats = engine.comm_stats()
             before = stats["seconds"]
-            first = stats if step == _UNCOUNTED else first
+            first = stats if step == line.uncounted else first
         dist.barrier()
         began = time.perf_counter()
         loss = float(engine.train_batch())
         dist.barrier()
-        if step >= _UNCOUNTED:
+        if step >= line.uncounted:
             seconds.append(time.perf_counter() - began)
     row: Row = {"steps": seconds, "wait_s": None, "in_flight": None, "compute_s": None, "loss": loss}
     row["counted"] = None

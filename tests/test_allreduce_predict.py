@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.throughput import GBIT, NETWORKS, papers_model, this_projects
+from benchmarks.clusters import GBIT, NETWORKS, papers_model, this_projects
 from pipecomp.allreduce import Prediction, State, allreduce_mean, compression_pays, predict
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.errors import ConfigError

@@ -42,6 +42,27 @@ def test_steps_are_predicted_from_counters():
     assert "| FP32 | 0 | unlimited | 10.00 |" in text
 
 
+def test_rounds_are_put_together_and_compared_with_what_was_to_be_shown():
+    import throughput
+    from throughput_report import findings, summaries
+
+    stock, line = "DeepSpeed FP32", "AQ-SGD fw3 bw6, 16 micro-batches"
+    runs = [
+        {**row(name, None if r == 0 else 800), "r": r, "setting": "2 stages", "turn": turn, "steps": [s, s + turn]}
+        for turn in (1, 0)
+        for name, r, s in ((stock, 0.0, 2.0), (stock, 5.8, 15.0), (line, 0.0, 2.0), (line, 5.8, 2.5))
+    ]
+    rows = summaries(runs)
+    assert (rows["2 stages", 5.8, line]["seconds"], rows["2 stages", 5.8, line]["most"]) == (2.5, 3.5)
+    said = "\n".join(findings(rows))
+    assert "0.800 of its unthrottled step rate" in said
+    assert "6.00 × stock DeepSpeed FP32's at that link" in said
+    assert "replicas" not in said
+    assert throughput.link_rate([{**runs[4], "line": "FP32", "compute_s": 0.5}], 2, 2.0) == 8 * 2 * 2**20
+    for setting in throughput.SETTINGS.values():
+        assert set(setting.lines) <= set(throughput.BY_NAME)
+
+
 def test_what_the_paper_measured_is_near_for_quantized_runs():
     for name in ("AQ-SGD fw3 bw6", "AQ-SGD fw4 bw8"):
         for mbit in (10_000, 300, 100):
