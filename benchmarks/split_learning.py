@@ -106,7 +106,7 @@ def pretrained(images: Any, public: Any, cache: Path, seed: int) -> Any:
         torch.manual_seed(seed)
         network = resnet("tiny", 10, norm="group")
         if kept.exists():
-            network.load_state_dict(torch.load(kept))
+            network.load_state_dict(torch.load(kept, weights_only=True))
             return network
         views, draw = Views(images, CROP), torch.Generator().manual_seed(seed)
         steps = int(PUBLIC["epochs"]) * (len(public) // BATCH)

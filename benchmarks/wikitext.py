@@ -57,7 +57,7 @@ def wikitext_task(data: Path, cache: Path, *, length: int = LENGTH, training: in
 
 def _task(data: Path, kept: Path, length: int, training: int) -> Task:
     if kept.exists():
-        return Task(**torch.load(kept))
+        return Task(**torch.load(kept, weights_only=True))
     general, special = list(articles(data / "train.txt")), list(articles(data / "valid.txt"))
     tokenizer = train_tokenizer(general, VOCABULARY)
     chosen: list[list[int]] = []
@@ -105,7 +105,7 @@ def _pretrained(task: Task, kept: Path, seed: int, width: int) -> tuple[Any, dic
     model = new_model(seed, length, width)
     settings = json.dumps([PRETRAINING, length, VOCABULARY], sort_keys=True)
     if kept.exists():
-        found = torch.load(kept)
+        found = torch.load(kept, weights_only=True)
         if found["settings"] == settings:
             model.load_state_dict(found["weights"])
             return model, found["report"]

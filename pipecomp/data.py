@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipecomp.errors import DataError
+from pipecomp.kernels import ops
 
 LABEL_KEYS = ("labels", "label")
 INPUT_KEYS = ("input_ids", "pixel_values")
@@ -139,7 +140,8 @@ class ShardedSampler:
         return self._own[torch.randperm(len(self._own), generator=self._draw(epoch))] if self._shuffle else self._own
 
     def _draw(self, epoch: int) -> torch.Generator:
-        return torch.Generator().manual_seed((self._seed << 24) + (epoch << 10) + self._replica)
+        # torch's generator takes 32 bits of a seed, and drops the others.
+        return torch.Generator().manual_seed(ops.mix_seed(self._seed, epoch, self._replica) & 0xFFFFFFFF)
 
 
 class _Numbered(Dataset):

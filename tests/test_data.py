@@ -31,6 +31,8 @@ def test_order_follows_from_seed_and_epoch_alone_and_leaves_the_global_generator
     assert a.batch(0) == b.batch(0)
     assert ShardedSampler(23, 2, seed=2).batch(0) != a.batch(0)
     assert a.batch(0) != a.batch(11)
+    assert ShardedSampler(23, 2, seed=1 + 256).batch(0) != a.batch(0)
+    assert ShardedSampler(23, 2, seed=1 + 2**32).batch(0) != a.batch(0)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -26,13 +26,14 @@ from small import gpt2
 import pipecomp
 from pipecomp.buffers import open_environment
 from pipecomp.data import ShardedSampler
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.random_state import random_state, set_random_state
 from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, arguments, checkpoints
 from pipecomp.trainer.evaluation import _joined
 from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of
 from pipecomp.trainer.losses import StepLoss, labels_in
+from pipecomp.trainer.packing import pack, unpack
 from pipecomp.trainer.reports import TrafficMeter
 
 pytestmark = pytest.mark.timeout(60)
@@ -440,6 +441,30 @@ def test_joined_as_trainer_joins(widths: tuple[int, ...], dims: int) -> None:
     both = _joined(pairs)
     assert isinstance(both, tuple)
     assert np.array_equal(both[1]["a"], nested_numpify(expected))
+
+
+@pytest.mark.parametrize("value", [
+    None, "text", -3, float("inf"), True, [], (), {},
+    np.arange(6, dtype=np.int64).reshape(2, 3), np.zeros((0, 4), dtype=np.float32), np.float16(0.5),
+    [(np.ones(3, dtype=np.float32), {"a": [np.array(7), None], 2: (1, [2])}), np.array([True, False])],
+    np.arange(12, dtype=">f8").reshape(3, 4)[:, ::2],
+], ids=str)  # fmt: skip
+def test_what_ranks_send_each_other_arrives(value: Any) -> None:
+    np.testing.assert_equal(unpack(pack(value)), value)
+
+
+def test_other_bytes_are_refused() -> None:
+    whole = pack([np.arange(5), "a"])
+    for cut in range(len(whole)):
+        with pytest.raises(WireError):
+            unpack(whole[:cut])
+    for bad in (whole + b"0", pack("x")[:8] + b"!!!", whole.replace(b"<i8", b"|O8"), whole.replace(b"[5]", b"[6]"),
+                whole.replace(b"[5]", b"[-5]")):  # fmt: skip
+        with pytest.raises(WireError):
+            unpack(bad)
+    for value in (np.array(["text"]), np.array([None]), {1, 2}, object()):
+        with pytest.raises(DataError, match="cannot send"):
+            pack(value)
 
 
 # -- logs

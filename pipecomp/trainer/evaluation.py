@@ -6,7 +6,6 @@ puts them in the dataset's order, padded with -100 as Trainer does, and calls `c
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, sp
 from pipecomp.data import MicroBatch
 from pipecomp.errors import PipecompError
 from pipecomp.trainer.feeding import EvalLoader
+from pipecomp.trainer.packing import pack, unpack
 
 PADDING = -100
 _PIECE = 1 << 24  # bytes a send
@@ -68,20 +68,20 @@ class Evaluation:
         """
         began = time.time()
         rows = self._gather(self._evaluate(loader, loss_only))
-        found: list[Any] = [None]
+        data = b""
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 logits, labels, metrics = self._combine(rows, loader, prefix, began)
-                found = [(logits, labels, metrics) if arrays else (None, None, metrics)]
+                data = pack((logits, labels, metrics) if arrays else (None, None, metrics))
             except Exception as raised:
-                error, found = raised, [f"{type(raised).__name__}: {raised}"]
-        dist.broadcast_object_list(found, src=0, group=self._group, device=torch.device("cpu"))
+                error, data = raised, pack(f"{type(raised).__name__}: {raised}")
+        found = unpack(self._broadcast(data))
         if error is not None:
             raise error
-        if isinstance(found[0], str):
-            raise PipecompError(f"evaluation on rank 0: {found[0]}")
-        logits, labels, metrics = found[0]
+        if isinstance(found, str):
+            raise PipecompError(f"evaluation on rank 0: {found}")
+        logits, labels, metrics = found
         return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=metrics, num_samples=loader.samples)
 
     # -- on every rank
@@ -130,10 +130,21 @@ class Evaluation:
         for replica in range(engine.grid.data_parallel_size):
             source = engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=replica)
             if source != 0 and rank == source:
-                self._send(pickle.dumps(own, protocol=5))
+                self._send(pack(own))
             elif source != 0 and rank == 0:
-                rows += pickle.loads(self._receive(source))
+                rows += [BatchResult(*row) for row in unpack(self._receive(source))]
         return sorted(rows, key=lambda row: row.number)
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self._group)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for start in range(0, int(size), _PIECE):
+            dist.broadcast(buffer[start : start + _PIECE], 0, group=self._group)
+        return buffer.numpy().tobytes()
 
     def _send(self, data: bytes) -> None:
         dist.send(torch.tensor([len(data)]), 0, group=self._group)
