@@ -111,7 +111,8 @@ class StoreEnvironment(Protocol):
         ...
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`; call it between steps. False where nothing is on disk."""
+        """Copy everything committed into `folder`; call it between steps. False, and no copy, where not all of it is on
+        disk."""
         ...
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:

@@ -15,7 +15,10 @@ per sample, and an fsync per step costs every step. `sync()` is for checkpoints.
 
 from __future__ import annotations
 
+import errno
 import heapq
+import mmap
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +31,7 @@ import lmdb
 
 from pipecomp.buffers.lmdb_errors import explained
 from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.lmdb_header import expected_bytes
 from pipecomp.buffers.value import HEADER_BYTES
 from pipecomp.errors import StoreError
 
@@ -93,6 +97,15 @@ def _keys(slot: int, sample: int, first: int, end: int) -> list[bytes]:
     return [_NEXT.pack(slot, i) if i else _FIRST.pack(slot, 0, sample) for i in range(first, end)]
 
 
+def _check_length(file: Path, size: int) -> None:
+    expected = expected_bytes(file) if size else None
+    if expected is not None and size < expected:
+        raise StoreError(
+            f"{file}: is cut short: it has {size} of {expected} bytes. Put the whole file there, or remove it with "
+            f"`pipecomp store prune {file.parent} --everything`; messages are sent whole once then"
+        )
+
+
 class ValueFile:
     """The LMDB file of one rank. One thread writes at a time; any thread reads."""
 
@@ -102,6 +115,7 @@ class ValueFile:
         self._writing = threading.RLock()
         with explained(path, "open the message store"):
             size = self.size_bytes()
+            _check_length(path / DATA_FILE, size)
             self._env = lmdb.open(
                 str(path),
                 map_size=max(map_bytes, 2 * size),
@@ -114,6 +128,7 @@ class ValueFile:
             try:
                 self._meta = self._env.open_db(META, create=not readonly)
                 self._page = self._env.stat()["psize"]
+                self._identity = self._file_identity()
             except BaseException:
                 self._env.close()
                 raise
@@ -252,6 +267,8 @@ class ValueFile:
 
     def _transact(self, body: Callable[[lmdb.Transaction], object]) -> None:
         with explained(self.path, "write"), self._writing:
+            if self._file_identity() != self._identity:  # LMDB would go on with a file that nobody finds any more
+                raise OSError(errno.ENOENT, f"{DATA_FILE} is not the file any more that was opened")
             while True:
                 try:
                     with self._env.begin(write=True) as txn:
@@ -263,4 +280,11 @@ class ValueFile:
     def _grow(self) -> None:
         # LMDB moves the map: no transaction of this process may be open.
         with self._reading:
-            self._env.set_mapsize(2 * self._env.info()["map_size"])
+            size = self._env.info()["map_size"]
+            # It gives up the old map first, and closes the file for good if there is no room for the new one.
+            mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
+            self._env.set_mapsize(2 * size)
+
+    def _file_identity(self) -> tuple[int, int]:
+        found = os.stat(self.path / DATA_FILE)
+        return found.st_dev, found.st_ino

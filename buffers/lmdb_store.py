@@ -166,8 +166,11 @@ class LmdbEnvironment:
             self.file.set_meta(RUN_KEY, run.encode())
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`, for `restore`; call it between steps. True: there is something."""
+        """Copy everything committed into `folder`, for `restore`; call it between steps. False, and no copy, while the
+        disk refuses some of it."""
         self.flush()
+        if self.unwritten:
+            return False
         copy_file(self.path / DATA_FILE, Path(folder) / DATA_FILE)
         return True
 
@@ -181,6 +184,7 @@ class LmdbEnvironment:
         with self._lock:
             self._ended = {}
             self.writer.drain()
+            self.unwritten = {}
             self.file.close()
             self._folder.mark_unsynced()
             (self.path / LOCK_FILE).unlink(missing_ok=True)
@@ -230,10 +234,11 @@ class LmdbEnvironment:
                 self._write_ended()
 
     def flush(self) -> None:
-        """Wait until every commit so far is on disk, safe from a power cut too."""
+        """Wait until every commit so far is on disk, safe from a power cut too, but for what it goes on refusing."""
         self.check()
         with self._lock:
             self._write_ended()
+        self.writer.submit(self._write_refused)
         self.writer.submit(self.file.sync)
         self.writer.drain()
 
@@ -252,6 +257,7 @@ class LmdbEnvironment:
                 store._stop()
             if not self.writer.failed:
                 self.flush()
+                self._say_unwritten()
                 self._folder.mark_synced()
         finally:
             self._closed = True
@@ -297,6 +303,19 @@ class LmdbEnvironment:
             self._go_on_without(merged, error)
         else:
             self.unwritten = {}
+
+    def _write_refused(self) -> None:
+        if self.unwritten:
+            self._write({})
+
+    def _say_unwritten(self) -> None:
+        count = sum(len(step) for step in self.unwritten.values())
+        if count:
+            warnings.warn(
+                f"{self.path}: the disk refused the last messages of {count} samples to the end. When the run goes on, "
+                "they are sent whole once",
+                stacklevel=3,
+            )
 
     def _go_on_without(self, merged: Steps, error: StoreError) -> None:
         known = {s: {i: e for i, e in step.items() if i in s._table.places} for s, step in merged.items()}

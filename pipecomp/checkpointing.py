@@ -175,9 +175,8 @@ class CheckpointingEngine(ReportingEngine):
 
     def _save_rank(self, folder: Path) -> None:
         copy, environment = _messages(folder, self.global_rank), self.links.environment
-        if environment is not None and self.pipecomp_config.store.in_checkpoints:
-            environment.save(copy)
-        elif copy.exists():  # of an earlier checkpoint of this name
+        saves = environment if self.pipecomp_config.store.in_checkpoints else None
+        if (saves is None or not saves.save(copy)) and copy.exists():  # of an earlier checkpoint of this name
             shutil.rmtree(copy)
         state = {"random": random_state(), "messages": self._messages_held()}
         torch.save(state, _rank_file(folder, self.global_rank))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipecomp.buffers import LmdbEnvironment, lmdb_store
+from pipecomp.buffers import LmdbEnvironment, admin, lmdb_store
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
 from pipecomp.stages.boundary import Layout
@@ -21,6 +25,7 @@ from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.link import Position
 from pipecomp.stages.loopback import loopback_pair
 from pipecomp.stages.upstream import UpstreamEnd
+from tests.children import child_of, in_child
 
 SECTION = {"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}}
 
@@ -97,7 +102,8 @@ def test_a_full_disk_goes_on_without_new_samples(tmp_path, small_disk, full):
     stats = [ends.up.stats, ends.down.stats]
     assert stats[0].unstored_samples == stats[1].unstored_samples > 100
     assert stats[0].delta_samples == stats[1].delta_samples > 30, "what is stored is used"
-    ends.close()
+    with pytest.warns(UserWarning, match="refused the last messages of"):
+        ends.close()
     again = LmdbEnvironment(small_disk / "rank")
     found = again.link("link-0", {})
     ids = [h.sample for h in found.inventory()]
@@ -121,7 +127,9 @@ def test_space_that_comes_back_is_used(tmp_path, small_disk):
         ends.visit(tuple(range(start, start + 4)))
     assert len(ends.held()[1]) > few
     assert ends.held()[0] == ends.held()[1]
-    ends.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ends.close()
 
 
 def refuse(environment, monkeypatch, code=errno.ENOSPC):
@@ -203,6 +211,211 @@ def test_a_folder_that_vanished_is_named(tmp_path):
     with pytest.raises(StoreError, match=rf"{tmp_path}/rank: cannot write.*No such file"):
         environment.writer.drain()
     environment.close()
+
+
+def test_a_folder_that_vanishes_later_is_named_too(tmp_path):
+    """LMDB would go on with the file that it has open, which nobody finds when the run goes on."""
+    environment = LmdbEnvironment(tmp_path / "rank")
+    store = environment.link("link-0", {})
+    put_whole_step(environment, store, 1)
+    (tmp_path / "rank").rename(tmp_path / "elsewhere")
+    store.put(5, 2, torch.zeros(2, 3))
+    store.commit()
+    with pytest.raises(StoreError, match=rf"{tmp_path}/rank: cannot write.*No such file"):
+        environment.writer.drain()
+    environment.close()
+
+
+def test_a_disk_that_is_mounted_again_is_used_again(tmp_path):
+    environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
+    store = environment.link("link-0", {})
+    put_whole_step(environment, store, 1)
+    (tmp_path / "rank").rename(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="No such file"):
+        put_whole_step(environment, store, 2)
+    assert not store.keeps_new()
+    assert [m.version for m in store.get([4, 5])] == [2, 2]
+    (tmp_path / "elsewhere").rename(tmp_path / "rank")
+    environment.close()
+    assert held_at(tmp_path / "rank") == {4: 2, 5: 2}
+
+
+def test_another_file_in_the_place_of_the_store_is_noticed(tmp_path):
+    environment = LmdbEnvironment(tmp_path / "rank")
+    store = environment.link("link-0", {})
+    put_whole_step(environment, store, 1)
+    shutil.copy(tmp_path / "rank" / "data.mdb", tmp_path / "copy")
+    os.replace(tmp_path / "copy", tmp_path / "rank" / "data.mdb")
+    store.put(5, 2, torch.zeros(2, 3))
+    store.commit()
+    with pytest.raises(StoreError, match="not the file any more that was opened"):
+        environment.writer.drain()
+    environment.close()
+
+
+def put_whole_step(environment, store, version):
+    for sample in (4, 5):
+        store.put(sample, version, torch.full((2, 3), float(version)))
+    store.commit()
+    environment.writer.drain()
+
+
+def held_at(folder):
+    """Version of each sample in a store that nobody uses; every value is read."""
+    environment = LmdbEnvironment(folder)
+    store = environment.link("link-0", {})
+    held = {h.sample: h.version for h in store.inventory()}
+    assert all(m is not None for m in store.get(list(held)))
+    environment.close()
+    return held
+
+
+def test_closing_tries_once_more_and_says_what_is_not_written(tmp_path, monkeypatch):
+    for name, refused_to_the_end in (("late", False), ("never", True)):
+        environment = LmdbEnvironment(tmp_path / name, on_write_error="continue")
+        store = environment.link("link-0", {})
+        put_whole_step(environment, store, 1)
+        with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            refuse(environment, patched)
+            put_whole_step(environment, store, 2)
+            if not refused_to_the_end:
+                patched.undo()
+            environment.close()
+        ends = [str(w.message) for w in said if "to the end" in str(w.message)]
+        assert len(ends) == refused_to_the_end
+        assert all("last messages of 2 samples" in text for text in ends)
+        assert held_at(tmp_path / name) == dict.fromkeys((4, 5), 1 if refused_to_the_end else 2)
+
+
+def test_a_copy_for_a_checkpoint_is_whole_or_not_made(tmp_path, monkeypatch):
+    environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
+    store = environment.link("link-0", {})
+    put_whole_step(environment, store, 1)
+    assert environment.save(tmp_path / "first")
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="on_write_error"):  # noqa: PT031
+        refuse(environment, patched)
+        put_whole_step(environment, store, 2)
+        assert not environment.save(tmp_path / "second")
+        assert not (tmp_path / "second").exists()
+    assert environment.restore(tmp_path / "first")
+    environment.close()  # what was refused before is of a time that is over
+    assert held_at(tmp_path / "rank") == {4: 1, 5: 1}
+
+
+def limit_memory(more: int) -> None:
+    """No more address space than now, and so many bytes."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("goes_on", ["stop", "continue"])
+def test_no_room_for_a_larger_map(tmp_path, goes_on):
+    """LMDB closes its file if the larger map cannot be had, and nothing could be read any more."""
+
+    def fill():
+        environment = LmdbEnvironment(tmp_path / "rank", map_bytes=1 << 18, on_write_error=goes_on)
+        store = environment.link("link-0", {})
+        put_whole_step(environment, store, 1)
+        limit_memory(12 << 20)
+        said = ""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                for sample in range(6, 700):
+                    store.put(sample, 1, torch.full((64, 128), float(sample)))
+                    if sample % 8 == 0:
+                        store.commit()
+                        environment.writer.drain()
+                    assert float(store.get([5])[0].m_nH[0, 0]) == 1.0
+            except StoreError as error:
+                said = str(error)
+        if goes_on == "stop":
+            environment.close()
+        elif not said:
+            (one,) = warned
+            said = f"went on: {one.message}"
+        return said
+
+    said = in_child(fill)
+    assert said.startswith("went on: ") == (goes_on == "continue")
+    for part in (f"{tmp_path}/rank: cannot write", "Cannot allocate memory", "see `ulimit -v`"):
+        assert part in said
+    held = held_at(tmp_path / "rank")
+    assert held.keys() >= {4, 5}
+    assert len(held) > 20
+
+
+def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
+    """No more than two steps wait in memory, the time is counted, and nothing is lost."""
+    environment = LmdbEnvironment(tmp_path / "rank")
+    store = environment.link("link-0", {})
+    write, steps, ahead = environment.file.write, [], []
+
+    def slowly(changes):
+        time.sleep(0.05)
+        write(changes)
+        steps.append(len(steps))
+
+    monkeypatch.setattr(environment.file, "write", slowly)
+    for version in range(1, 9):
+        store.put(5, version, torch.full((2, 3), float(version)))
+        store.commit()
+        ahead.append(version - len(steps))
+    assert max(ahead) <= 3  # two wait, and the third may just have been given to the disk
+    assert store.stats()["wait_seconds"] > 0
+    environment.close()
+    assert held_at(tmp_path / "rank") == {5: 8}
+
+
+def test_a_file_that_is_cut_short_in_use_ends_the_process(tmp_path):
+    """The system ends who reads a page of a mapped file that is not there: for the other ranks, a killed one."""
+
+    def read():
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        environment = LmdbEnvironment(tmp_path / "rank")
+        store = environment.link("link-0", {})
+        put_whole_step(environment, store, 1)
+        os.truncate(tmp_path / "rank" / "data.mdb", 0)
+        store.get([4])
+        return "read"
+
+    assert child_of(read) == ("", -signal.SIGBUS)
+    assert held_at(tmp_path / "rank") == {}
+
+
+@pytest.mark.parametrize("share", [0.95, 0.5, 0.1, 0.01])
+def test_a_file_that_was_cut_short_is_refused(tmp_path, share):
+    environment = LmdbEnvironment(tmp_path / "rank-0")
+    store = environment.link("link-0", {})
+    for sample in range(50):
+        store.put(sample, 1, torch.full((16, 64), float(sample)))
+    store.commit()
+    environment.close()
+    file = tmp_path / "rank-0" / "data.mdb"
+    size = file.stat().st_size
+    os.truncate(file, int(share * size))
+
+    def read():
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        said = []
+        for use in (lambda: held_at(tmp_path / "rank-0"), lambda: admin.info(tmp_path)):
+            with pytest.raises(StoreError) as caught:
+                use()
+            said.append(str(caught.value))
+        return "\n".join(said)
+
+    said = child_of(read)[0].splitlines()
+    assert len(said) == 2
+    for text in said:
+        if share > 0.01:
+            assert f"is cut short: it has {int(share * size)} of {size} bytes" in text
+            assert f"`pipecomp store prune {tmp_path}/rank-0 --everything`" in text
+    admin.prune(tmp_path, everything=True)
+    assert held_at(tmp_path / "rank-0") == {}
 
 
 def test_wrong_values_are_refused(tmp_path):

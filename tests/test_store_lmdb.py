@@ -7,7 +7,6 @@ import resource
 import signal
 import tempfile
 import threading
-import traceback
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from pipecomp.buffers.lmdb_file import ValueFile, piece_sizes
 from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
 from pipecomp.buffers.value import HEADER_BYTES, ValueFormat
 from pipecomp.errors import ConfigError, StoreError
+from tests.children import in_child
 
 SETTINGS = {"method": "aqsgd", "forward_bits": 4}
 
@@ -439,25 +439,6 @@ def damage(file, pattern: bytes) -> None:
     data = file.read_bytes()
     assert pattern in data
     file.write_bytes(data.replace(pattern, bytes([pattern[0] ^ 1]) + pattern[1:]))
-
-
-def in_child(act) -> str:
-    """What `act` returns in a forked process, which never comes back to the tests."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)
-            os.write(write, act().encode())
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text
 
 
 def test_the_settings_are_readable_json(opened):
