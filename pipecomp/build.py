@@ -42,6 +42,7 @@ from pipecomp.stages import Source, build_stage, default_loss, plan
 from pipecomp.stages.modules import Modules, ModuleStage
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
+from pipecomp.watch import watch_processes
 
 SECTION = "pipecomp"
 
@@ -76,7 +77,62 @@ def initialize(
     DataError for the data.
     """
     join_processes()
-    all_ranks = Together()
+    watch = watch_processes()
+    with watch.starting():
+        all_ranks = Together(lost=lambda: watch.lost)
+        ds_config, settings, split_plan, recomputes = _agreed(
+            model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None
+        )
+        watch.timeout_s = settings.transport.timeout_s
+        with _without_noise():
+            module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
+            if settings.gradients.exchanges_in_optimizer:
+                if optimizer is not None:
+                    raise ConfigError("optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
+                optimizer = _quantized_adam(settings, ds_config.pop("optimizer"), module)
+            engine = PipelineEngine(
+                pipecomp_config=settings,
+                plan=split_plan,
+                tied_groups=tied_groups(split_plan, module.mpu()),
+                exchange=_exchange(settings, split_plan, module.mpu()),
+                args=None,
+                model=module,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                model_parameters=(parameter_groups or _trainable)(module.forward_funcs[0]),
+                mpu=module.mpu(),
+                config=ds_config,
+                config_class=DeepSpeedConfig(ds_config, module.mpu()),
+                dist_init_required=False,
+            )
+        if recomputes:
+            engine.stage.gradient_checkpointing_enable()
+        dispatch.prefer(settings.kernels, engine.device.type)
+        transports = open_transports(engine, settings.transport.timeout_s)
+        if wants_auto(settings):
+            assert isinstance(engine.stage, Stage), "plain modules were refused"
+            tokens = sample_length(training_data, engine.stage)
+            batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
+            engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)
+        engine.open_links(*open_links(engine, settings, transports, all_ranks), watch)
+    _at_exit(engine)
+    if training_data is not None:
+        sampler = ShardedSampler(
+            len(training_data),
+            engine.micro_batch_size,
+            replicas=engine.grid.data_parallel_size,
+            replica=engine.grid.data_parallel_id,
+            seed=settings.seed,
+            shuffle=shuffle,
+        )
+        engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
+    return engine
+
+
+def _agreed(
+    model: Any, num_stages: int | None, cuts: Sequence[int] | None, config: Any, all_ranks: Together, *, own_loss: bool
+) -> tuple[dict[str, Any], Config, SplitPlan, bool]:
+    """DeepSpeed's configuration, its section, the split, and whether activations are recomputed: alike on all ranks."""
     with all_ranks.failing():
         ds_config = _read_config(config)
         settings = Config.from_dict(ds_config.get(SECTION, {}))
@@ -85,7 +141,7 @@ def initialize(
             raise ConfigError(
                 "activations", "bits 'auto'", "numbers for plain modules: only language models are measured"
             )
-        if isinstance(model, Modules) and loss_fn is None:
+        if isinstance(model, Modules) and not own_loss:
             raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
         stages, world = split_plan.num_stages, dist.get_world_size()
         if world % stages:
@@ -101,50 +157,7 @@ def initialize(
         _complete(ds_config)
         recomputes = take_setting(ds_config)
     all_ranks.check_alike({**settings_of(ds_config, SECTION, settings.shared()), **_facts(split_plan, model)})
-
-    with _without_noise():
-        module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
-        if settings.gradients.exchanges_in_optimizer:
-            if optimizer is not None:
-                raise ConfigError("optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
-            optimizer = _quantized_adam(settings, ds_config.pop("optimizer"), module)
-        engine = PipelineEngine(
-            pipecomp_config=settings,
-            plan=split_plan,
-            tied_groups=tied_groups(split_plan, module.mpu()),
-            exchange=_exchange(settings, split_plan, module.mpu()),
-            args=None,
-            model=module,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            model_parameters=(parameter_groups or _trainable)(module.forward_funcs[0]),
-            mpu=module.mpu(),
-            config=ds_config,
-            config_class=DeepSpeedConfig(ds_config, module.mpu()),
-            dist_init_required=False,
-        )
-    if recomputes:
-        engine.stage.gradient_checkpointing_enable()
-    dispatch.prefer(settings.kernels, engine.device.type)
-    transports = open_transports(engine, settings.transport.timeout_s)
-    if wants_auto(settings):
-        assert isinstance(engine.stage, Stage), "plain modules were refused"
-        tokens = sample_length(training_data, engine.stage)
-        batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
-        engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)
-    engine.open_links(*open_links(engine, settings, transports, all_ranks))
-    _at_exit(engine)
-    if training_data is not None:
-        sampler = ShardedSampler(
-            len(training_data),
-            engine.micro_batch_size,
-            replicas=engine.grid.data_parallel_size,
-            replica=engine.grid.data_parallel_id,
-            seed=settings.seed,
-            shuffle=shuffle,
-        )
-        engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
-    return engine
+    return ds_config, settings, split_plan, recomputes
 
 
 def _facts(split_plan: SplitPlan, model: Any) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class CheckpointingEngine(ReportingEngine):
             set_random_state(saved["random"])
         if self.run is None:
             return
-        all_ranks = Together()
+        all_ranks = Together(lost=lambda: None if self.watch is None else self.watch.lost)
         exact = False
         with all_ranks.failing():
             self.run.loaded(saved_run(own))

@@ -102,10 +102,13 @@ class PipelineEngine(CheckpointingEngine):
         super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
         self.in_flight = InFlight(pipecomp_config.in_flight, self.stage_id, self.num_stages, self.micro_batches)
 
-    def open_links(self, links: Links, run: Run | None) -> None:
-        """Use these links, for this run where they keep messages; called once by `initialize`."""
-        self.links, self.run = links, run
-        self.watch = Watch(self.pipecomp_config.transport.timeout_s, links.close)
+    def open_links(self, links: Links, run: Run | None, watch: Watch) -> None:
+        """Use these links, for this run where they keep messages; called once by `initialize`.
+
+        watch: over the other ranks.
+        """
+        self.links, self.run, self.watch = links, run, watch
+        watch.last_words = links.close
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
             links.to_previous.transport.on_arrival(links.prefetch_arrived)

@@ -11,7 +11,8 @@ import importlib.metadata
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipecomp import wire
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
 COMING_S = 1800.0  # for the slowest rank to come to the start: it may have data to prepare
-_PART_S = 10.0
+_PART_S, _POLL_S = 10.0, 0.2
 _PREFIX = "pipecomp/start"
 _VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # what other versions would compute or save otherwise
 # What DeepSpeed tells the user, and where: it need not be the same on all ranks.
@@ -34,18 +35,24 @@ _numbers = itertools.count()
 class Together:
     """Values of all ranks, through a key-value store that all of them reach. Every rank must ask the same questions.
 
-    store: torch's own by default. wait_s: for a rank that has not come yet.
+    store: torch's own by default. wait_s: for a rank that has not come yet. lost: what is known of lost ranks.
     """
 
     def __init__(
-        self, rank: int | None = None, world: int | None = None, store: Any = None, *, wait_s: float = COMING_S
+        self,
+        rank: int | None = None,
+        world: int | None = None,
+        store: Any = None,
+        *,
+        wait_s: float = COMING_S,
+        lost: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world = dist.get_world_size() if world is None else world
         self._store = dist.PrefixStore(
             f"{_PREFIX}/{next(_numbers)}", distributed_c10d._get_default_store() if store is None else store
         )
-        self._wait_s = wait_s
+        self._wait_s, self._lost = wait_s, lost
         self._questions = itertools.count()
 
     def everyone(self, value: Any) -> list[Any]:
@@ -63,12 +70,17 @@ class Together:
 
     def _answer(self, number: int, rank: int) -> Any:
         key = f"{number}/{rank}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._wait_s))
-        except dist.DistStoreError as error:
-            raise LinkTimeoutError(
-                f"rank {rank} did not come to the start of the run within {self._wait_s:g} s: see what it printed"
-            ) from error
+        began = time.monotonic()
+        while not self._store.check([key]):
+            lost = self._lost()
+            if lost is not None:
+                raise lost
+            passed_s = time.monotonic() - began
+            if passed_s > self._wait_s:
+                raise LinkTimeoutError(
+                    f"rank {rank} did not come to the start of the run within {self._wait_s:g} s: see what it printed"
+                )
+            time.sleep(min(_POLL_S, max(0.001, passed_s / 10)))
         return json.loads(self._store.get(key))
 
     def check_alike(self, facts: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.errors import LinkError, LinkTimeoutError
 from pipecomp.handshake import COMING_S, Together, check_byte_order, versions
 from pipecomp.interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
+from pipecomp.watch import watch_processes
 
 _NAME = "pipecomp/name"
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
@@ -78,7 +79,8 @@ def _meet(rank: int, world: int) -> Any:
             "and MASTER_PORT; rank 0's machine must let that port in"
         ) from error
     store = _fresh(store, rank, world)
-    together = Together(rank, world, store)
+    watch_processes(store, rank, world)
+    together = Together(rank, world, store, wait_s=_CONNECT_S)
     address = "127.0.0.1"
     with together.failing():
         check_byte_order()

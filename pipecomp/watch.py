@@ -1,9 +1,10 @@
 """Signs of life of all ranks, for those who wait in a collective: gloo tells a closed connection, but not silence.
 
-Each rank writes a counter to torch's key-value store every few seconds and reads those of the others. One whose counter
-stands still for the configured time is stopped, or its machine cannot be reached. Whoever waits for it in a link gets
-an error from the link. Whoever waits in a collective cannot be woken: torch has no way to end a gloo call from outside.
-So, after the others have been told, this rank says what happened, finishes its message stores and ends itself.
+Each rank writes a counter to torch's key-value store every few seconds and reads those of the others, from when it has
+joined them. One whose counter stands still for the configured time is stopped, dead, or cannot be reached. Whoever
+waits for it in a link gets an error from the link. Whoever waits in a collective cannot be woken: torch has no way to
+end a gloo call from outside. So, after a while for other errors to come first, such a rank says what happened,
+finishes its message stores and ends itself.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -24,44 +25,76 @@ from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.failure import bounded
 
 LOST_STATUS = 13  # exit status of a rank that had to end itself
-_BEAT_S = 2.0
+DEFAULT_TIMEOUT_S = 120.0
+_BEAT_S = 1.0
 _SILENCE = 0.75  # share of the timeout after which a rank is lost; links notice by the whole timeout
 _GRACE_S = 5.0  # after that, for an error to end the waiting
 _LAST_WORDS_S = 10.0
-_LEFT = b"left"
-_STOPPED = b"stopped "
-_KEY = "pipecomp/alive/{}/{}"
+_LEFT, _STOPPED = "left", "stopped"
+_KEY = "pipecomp/alive/{}"
+
+_current: Watch | None = None
+_group: Any = None  # that the current one was made for
+
+
+class _Sign(NamedTuple):
+    """What a rank has written last. since: when that was first seen here. engine: how many it has begun to make."""
+
+    text: str
+    since: float
+
+    @property
+    def words(self) -> list[str]:
+        """Beat, engine, state, rank that is lost, reason."""
+        return [*self.text.split(" ", 4), "", "", ""]
 
 
 class Watch:
-    """Watches the other ranks in threads of its own; made on all ranks in the same order, closed in order.
+    """This process's watch over the other ranks, in threads of its own; `watch_processes` makes it.
 
-    timeout_s: silence after which a rank is lost. last_words: called before this process is ended.
+    timeout_s: silence after which a rank is lost. last_words: called before this process is ended. Both are of the
+    engine that `begin` announced.
     """
 
-    _made = 0  # in this process; the same on all ranks
-
-    def __init__(self, timeout_s: float, last_words: Callable[[], None]) -> None:
-        self._rank, self._timeout_s, self._last_words = dist.get_rank(), timeout_s, last_words
-        self._number = Watch._made
-        Watch._made += 1
-        self._others = [r for r in range(dist.get_world_size()) if r != self._rank]
+    def __init__(self, rank: int, world: int, store: Any) -> None:
+        """store: that all ranks share; a connection of its own is made to it."""
+        self._rank = rank
+        self._others = [r for r in range(world) if r != rank]
+        self._store = store.clone()  # a wait on the shared connection would stop the beats
+        self.timeout_s, self.last_words = DEFAULT_TIMEOUT_S, _nothing
         self.lost: PipecompError | None = None
-        self._beats = 0
+        self._beats = self._engine = 0
+        self._state = _LEFT
         self._waiting_since: float | None = None  # since when this rank does something together with the others
-        self._ended = threading.Event()
-        # Its own connection: a wait on the shared one would stop the beats.
-        shared: Any = distributed_c10d._get_default_store()
-        self._store = shared.clone()
-        self._period_s = min(_BEAT_S, timeout_s / 4)
         self._answered = time.monotonic()
-        self._seen = {rank: (b"", self._answered) for rank in self._others}  # counter, since when it stands there
-        self._threads: list[threading.Thread] = []
+        self._seen: dict[int, _Sign] = {}
+        self._ended = threading.Event()
+        self._writing = threading.Lock()
         if self._others:
             self._beat()
             for target, name in ((self._keep_beating, "pipecomp-beat"), (self._run, "pipecomp-watch")):
-                self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-                self._threads[-1].start()
+                threading.Thread(target=target, name=name, daemon=True).start()
+
+    # -- what this rank does
+
+    def begin(self) -> None:
+        """An engine is about to be made; all ranks make theirs in the same order."""
+        self._engine += 1
+        self.timeout_s, self.last_words, self.lost = DEFAULT_TIMEOUT_S, _nothing, None
+        self._say("")
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """While an engine is made: what ends that here is told to the others."""
+        self.begin()
+        self.enter()
+        try:
+            yield
+        except Exception as error:
+            self.leave()
+            self.stopped(self._rank, f"rank {self._rank} could not start: {type(error).__name__}: {error}")
+            raise
+        self.leave()
 
     def enter(self) -> None:
         """From now on this rank waits for others. Raises what is known to have been lost."""
@@ -74,91 +107,114 @@ class Watch:
         self._waiting_since = None
 
     def stopped(self, rank: int, reason: str) -> None:
-        """This rank's training is over, because `rank` failed: tell those that watch it."""
-        self._say(_STOPPED + f"{rank} {reason}".encode()[:2000])
+        """This rank's training is over, because `rank` failed: tell those that wait for it."""
+        self._say(f"{_STOPPED} {rank} {reason[:2000]}")
 
     def close(self) -> None:
-        """Nobody needs to watch this rank any more; safe to call twice."""
-        if not self._ended.is_set():
+        """The engine has ended in order: nobody needs to wait for a sign of this rank any more."""
+        if not self._state.startswith(_STOPPED):
             self._say(_LEFT)
 
-    def _say(self, word: bytes) -> None:
+    def end(self) -> None:
+        """The processes part."""
         self._ended.set()
-        for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(1.0)  # a beat must not follow the word
-        if self._others:
-            with contextlib.suppress(RuntimeError):  # who serves the store may be gone
-                bounded(lambda: self._store.set(self._key(self._rank), word), 1.0)
 
-    # -- the threads
-
-    def _key(self, rank: int) -> str:
-        return _KEY.format(self._number, rank)
+    def _say(self, state: str) -> None:
+        self._state = state
+        if self._others and not self._ended.is_set():
+            with contextlib.suppress(RuntimeError):  # who serves the store may be gone, or stopped
+                bounded(self._beat, 1.0)
 
     def _beat(self) -> None:
-        self._beats += 1
-        self._store.set(self._key(self._rank), str(self._beats).encode())
+        with self._writing:  # words must not be overtaken by a beat from before
+            self._beats += 1
+            text = f"{self._beats} {self._engine} {self._state}"
+            self._store.set(_KEY.format(self._rank), text.encode())
+
+    # -- the threads
 
     def _keep_beating(self) -> None:
         """Write and read; may be kept without end by a store whose server is stopped."""
         present: list[int] = []
         try:
-            while not self._ended.wait(self._period_s):
+            while not self._ended.wait(min(_BEAT_S, self.timeout_s / 4)):
                 self._beat()
-                present += [r for r in self._others if r not in present and self._store.check([self._key(r)])]
-                values = self._store.multi_get([self._key(r) for r in present]) if present else []
+                present += [r for r in self._others if r not in present and self._store.check([_KEY.format(r)])]
+                values = self._store.multi_get([_KEY.format(r) for r in present]) if present else []
                 now = time.monotonic()
                 for rank, value in zip(present, values, strict=True):
-                    if value != self._seen[rank][0]:
-                        self._seen[rank] = (value, now)
+                    text = value.decode(errors="replace")
+                    if rank not in self._seen or text != self._seen[rank].text:
+                        self._seen[rank] = _Sign(text, now)
                 self._answered = now
         except RuntimeError:
             self._answered = -math.inf  # the store is gone
 
     def _run(self) -> None:
-        while not self._ended.wait(self._period_s):
-            problem = self._problem(time.monotonic())
-            if problem is not None:
-                self._give_up(problem)
-                return
+        noticed: float | None = None
+        while not self._ended.wait(min(_BEAT_S, self.timeout_s / 4)):
+            now = time.monotonic()
+            problem = self._problem(now)
+            self.lost = problem
+            noticed = None if problem is None else noticed or now
+            waiting = self._waiting_since
+            if problem is None or noticed is None or waiting is None:
+                continue
+            if now > max(noticed, waiting) + (1 - _SILENCE) * self.timeout_s + _GRACE_S:
+                self._end_process(problem)
 
     def _problem(self, now: float) -> PipecompError | None:
-        silence_s = _SILENCE * self._timeout_s
+        if self._state == _LEFT or self._state.startswith(_STOPPED):
+            return None
+        silence_s = _SILENCE * self.timeout_s
         if now - self._answered > silence_s:
             why = "is gone" if self._answered == -math.inf else f"has not answered for {silence_s:g} s"
             return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {why}", 0)
         seen = dict(self._seen)
-        for rank, (value, _) in seen.items():
-            if value.startswith(_STOPPED):
-                lost, _, reason = value[len(_STOPPED) :].decode(errors="replace").partition(" ")
+        for rank, sign in seen.items():
+            _, engine, state, lost, reason, *_ = sign.words
+            if state == _STOPPED and engine == str(self._engine):
                 return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
-        for rank, (value, since) in seen.items():
-            if value != _LEFT and now - since > silence_s:
+        for rank, sign in seen.items():
+            if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.words[1] == str(self._engine)):
                 return LinkTimeoutError(
                     f"no sign of life from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
                     "reached"
                 )
         return None
 
-    def _give_up(self, problem: PipecompError) -> None:
-        """Let the training raise the problem by itself, if it can; otherwise end this process."""
-        self.lost = problem
-        noticed, grace_s = time.monotonic(), (1 - _SILENCE) * self._timeout_s + _GRACE_S
-        while not self._ended.wait(0.05):
-            since = self._waiting_since
-            if since is not None and time.monotonic() > max(noticed, since) + grace_s:
-                break
-        else:
-            return
+    def _end_process(self, problem: PipecompError) -> None:
         print(
             f"pipecomp: rank {self._rank}: {type(problem).__name__}: {problem}. This rank waits for the others in a "
             "collective, which cannot be interrupted: it ends here",
             file=sys.stderr,
             flush=True,
         )
-        finishing = threading.Thread(target=self._last_words, daemon=True)
+        finishing = threading.Thread(target=self.last_words, daemon=True)
         finishing.start()
         finishing.join(_LAST_WORDS_S)
         sys.stdout.flush()
         os._exit(LOST_STATUS)
+
+
+def watch_processes(store: Any = None, rank: int = 0, world: int = 1) -> Watch:
+    """This process's watch, made at the first call and again for processes that have joined anew.
+
+    store, rank, world: of processes that torch has not joined yet; its own otherwise.
+    """
+    global _current, _group
+    joined = dist.group.WORLD if dist.is_initialized() else None
+    if _current is not None and joined is not None and _group in (None, joined):
+        _group = joined
+        return _current
+    if _current is not None:
+        _current.end()
+    if store is None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        store = distributed_c10d._get_default_store()
+    _current, _group = Watch(rank, world, store), joined
+    return _current
+
+
+def _nothing() -> None:
+    """No last words."""

@@ -23,7 +23,8 @@ def make(folder: str, *, stages: int = 2, seed: int = 0, store: dict | None = No
     """An engine that keeps its messages in `folder`."""
     import pipecomp
 
-    section = {"activations": AQSGD, "store": {"path": folder, **(store or {})}} | more.pop("section", {})
+    place = {} if (store or {}).get("backend") == "memory" else {"path": folder}
+    section = {"activations": AQSGD, "store": {**place, **(store or {})}} | more.pop("section", {})
     config = ds_config(section, **more)
     return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=samples())
 
@@ -305,6 +306,18 @@ def nobody_there(rank: int, world: int, note: Any) -> str:
 
     join.COMING_S = 3.0
     return error_of(join.join_processes) if rank == 1 else ""
+
+
+def gone_before_the_engine(rank: int, world: int, note: Any, timeout_s: float) -> str:
+    """Rank 1 joins and dies; the others wait for it where engines are made."""
+    from pipecomp import watch
+    from pipecomp.join import join_processes
+
+    watch.DEFAULT_TIMEOUT_S = timeout_s
+    join_processes()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: make("nowhere", store={"backend": "memory"}))
 
 
 def twice_in_one_store(rank: int, world: int, note: Any, address: str, port: int) -> list[float]:

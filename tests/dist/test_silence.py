@@ -103,6 +103,13 @@ def test_waiting_in_a_collective_for_a_stopped_rank(tmp_path):
     assert not (tmp_path / "m" / "rank-0" / "unsynced").exists(), "its store was closed in order"
 
 
+def test_a_rank_that_is_gone_before_the_engine_is_made():
+    ranks = run_ranks(4, work.gone_before_the_engine, TIMEOUT_S, timeout_s=100, may_die=(1,))
+    assert set(ranks) == {0, 2, 3}
+    for error in ranks.values():
+        assert error.startswith("LinkTimeoutError: no sign of life from rank 1"), error
+
+
 def test_nothing_listens_where_the_ranks_meet():
     found = run_ranks(2, work.nobody_there, timeout_s=100)
     assert found[1].startswith("LinkTimeoutError: rank 1 did not find rank 0 at 127.0.0.1 port ")
