@@ -125,7 +125,7 @@ def _instrument(job: Job, note: Note) -> None:
     if job.get("faults"):
         from benchmarks.fault_work import Faults
 
-        faults = Faults(Path(job["folder"]), note)
+        faults = Faults(Path(job["folder"]), note)  # as they are ordered from outside
 
     def checked_load(self: Any, engine: Any) -> str:
         note("loading")
@@ -136,7 +136,8 @@ def _instrument(job: Job, note: Note) -> None:
         return words
 
     def noted_save(self: Any, engine: Any, step: int, **more: Any) -> None:
-        note("step", step)
+        if step % job.get("note_every", 1) == 0:
+            note("step", step)
         save(self, engine, step, **more)
         if more["last"]:
             note("compared", *compare(engine))

@@ -30,6 +30,8 @@ class Start:
         port = free_port()
         self.job, self.world, self.began = job, world, time.monotonic()
         self._notes = [Path(job["folder"]) / f"notes-{number}-{rank}" for rank in range(world)]
+        self._known: list[list[list[Any]]] = [[] for _ in range(world)]
+        self._read = [0] * world  # bytes of the files that are known
         self.ranks = [
             context.Process(
                 target=one_rank, args=(rank, world, port, job, number, dict(environment(rank))), daemon=True
@@ -41,10 +43,14 @@ class Start:
 
     def notes(self, rank: int) -> list[list[Any]]:
         """What a rank has written so far; see `restart_work`."""
-        if not self._notes[rank].is_file():
-            return []
-        whole = self._notes[rank].read_text().split("\n")[:-1]
-        return [json.loads(line) for line in whole]
+        if self._notes[rank].is_file():
+            with self._notes[rank].open("rb") as file:
+                file.seek(self._read[rank])
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read[rank] += len(whole) + 1
+                self._known[rank] += map(json.loads, whole.split(b"\n"))
+        return self._known[rank]
 
     def found(self, kind: str) -> list[list[Any]]:
         """The notes of this kind, of all ranks, without kind and time."""
