@@ -125,8 +125,8 @@ def page(events: list[Event], lives: list[Life], sampler: Sampler, *, minutes: f
 
 {minutes:g} minutes, {len(events)} faults, {len(lives)} starts, {max(life.steps for life in lives)} steps.
 
-A GPT-2 of two stages with two replicas, AQ-SGD with 4 bits, LMDB stores, `transport.timeout_s` 20, `store.drift_check` 5.
-In the first third only the first four faults are drawn.
+A GPT-2 of two stages with two replicas, AQ-SGD with 4 bits, LMDB stores, `transport.timeout_s` 20, `store.drift_check`
+5. In the first third only the first four faults are drawn.
 
 | fault | times | went on | ended, started again | seconds until all had ended: median, most | one of the errors |
 |---|---|---|---|---|---|

@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/fault_run.py --minutes {args.minutes:g} --seed {args.seed}"
+    command = f"python -m benchmarks.fault_run --minutes {args.minutes:g} --seed {args.seed}"
     with tempfile.TemporaryDirectory(prefix="fault-run-") as folder:
         run = FaultRun(Path(folder), args.seed)
         run.run(args.minutes)

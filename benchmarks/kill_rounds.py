@@ -183,7 +183,7 @@ def main() -> None:
             args.rounds, Path(folder), args.out / f"{NAME}.jsonl", seed=args.seed,
             say=lambda text: print(text, flush=True),
         )  # fmt: skip
-    text = page(result, f"python benchmarks/{NAME}.py --rounds {args.rounds} --seed {args.seed}")
+    text = page(result, f"python -m benchmarks.{NAME} --rounds {args.rounds} --seed {args.seed}")
     (args.out / f"{NAME}.md").write_text(text)
     print(text)
     raise SystemExit(bool(verdict(result)))
