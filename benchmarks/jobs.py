@@ -42,15 +42,21 @@ def work_off(
     """Call `train(*job, *more)` for every job, one thread each, `workers` at a time.
 
     A finished run is added to `runs` and, marked with `setup`, to the file `kept`; `line(run)` is printed, and
-    `report(runs)` called, which is called at the end in any case if there are runs.
+    `report(runs)` called, which is called at the end in any case if there are runs. A job that fails keeps no other
+    from running; RuntimeError at the end then.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     kept.parent.mkdir(parents=True, exist_ok=True)
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     with pool, kept.open("a") as file:
-        waiting = [pool.submit(train, *job, *more) for job in todo]
+        waiting = {pool.submit(train, *job, *more): job for job in todo}
+        failed = []
         for number, ready in enumerate(as_completed(waiting), 1):
+            if (error := ready.exception()) is not None:
+                failed.append(waiting[ready])
+                print(f"{number}/{len(todo)}  {waiting[ready]} failed: {error!r}", flush=True)
+                continue
             run = ready.result()
             runs.append(run)
             print(json.dumps({**run, "setup": setup}), file=file, flush=True)
@@ -58,3 +64,5 @@ def work_off(
             report(runs)
     if runs:
         report(runs)
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(todo)} runs failed: {failed}")
