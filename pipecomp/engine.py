@@ -107,7 +107,7 @@ class PipelineEngine(CheckpointingEngine):
 
         watch: over the other ranks.
         """
-        self.links, self.run, self.watch = links, run, watch
+        self.links, self.run, self.watch, self._watched = links, run, watch, watch.engine
         watch.last_words = links.close
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:

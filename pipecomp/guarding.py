@@ -22,6 +22,7 @@ class GuardedEngine(ReducingEngine):
     def __init__(self, **more: Any) -> None:
         self.links = Links()
         self.watch: Watch | None = None
+        self._watched = 0  # this engine's number there
         self._depth = 0
         super().__init__(**more)
 
@@ -67,7 +68,7 @@ class GuardedEngine(ReducingEngine):
     def close(self) -> None:
         """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
         if self.watch is not None:
-            self.watch.close()
+            self.watch.close(self._watched)
         self.links.close()
         if self._exchange is not None:
             self._exchange.close()

@@ -66,7 +66,7 @@ class Together:
             return [self._answer(number, rank) for rank in range(self.world)]
         except dist.DistNetworkError as error:
             reason = "torch.distributed's key-value store is gone, which it serves"
-            raise PeerLostError(f"lost rank 0 at the start: {reason}", 0) from error
+            raise self._lost() or PeerLostError(f"lost rank 0 at the start: {reason}", 0) from error
 
     def _answer(self, number: int, rank: int) -> Any:
         key = f"{number}/{rank}"

@@ -9,6 +9,7 @@ finishes its message stores and ends itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -30,6 +31,8 @@ _BEAT_S = 1.0
 _SILENCE = 0.75  # share of the timeout after which a rank is lost; links notice by the whole timeout
 _GRACE_S = 5.0  # after that, for an error to end the waiting
 _LAST_WORDS_S = 10.0
+_LINGER_S, _LINGER_POLL_S = 5.0, 0.1
+_JOIN_S = 1.0
 _LEFT, _STOPPED = "left", "stopped"
 _KEY = "pipecomp/alive/{}"
 
@@ -63,23 +66,26 @@ class Watch:
         self._store = store.clone()  # a wait on the shared connection would stop the beats
         self.timeout_s, self.last_words = DEFAULT_TIMEOUT_S, _nothing
         self.lost: PipecompError | None = None
-        self._beats = self._engine = 0
+        self.engine = 0  # how many this process has begun to make
+        self._beats = 0
         self._state = _LEFT
         self._waiting_since: float | None = None  # since when this rank does something together with the others
         self._answered = time.monotonic()
         self._seen: dict[int, _Sign] = {}
         self._ended = threading.Event()
         self._writing = threading.Lock()
+        self._threads: list[threading.Thread] = []
         if self._others:
             self._beat()
             for target, name in ((self._keep_beating, "pipecomp-beat"), (self._run, "pipecomp-watch")):
-                threading.Thread(target=target, name=name, daemon=True).start()
+                self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+                self._threads[-1].start()
 
     # -- what this rank does
 
     def begin(self) -> None:
         """An engine is about to be made; all ranks make theirs in the same order."""
-        self._engine += 1
+        self.engine += 1
         self.timeout_s, self.last_words, self.lost = DEFAULT_TIMEOUT_S, _nothing, None
         self._say("")
 
@@ -93,6 +99,7 @@ class Watch:
         except Exception as error:
             self.leave()
             self.stopped(self._rank, f"rank {self._rank} could not start: {type(error).__name__}: {error}")
+            self._linger()
             raise
         self.leave()
 
@@ -110,14 +117,29 @@ class Watch:
         """This rank's training is over, because `rank` failed: tell those that wait for it."""
         self._say(f"{_STOPPED} {rank} {reason[:2000]}")
 
-    def close(self) -> None:
-        """The engine has ended in order: nobody needs to wait for a sign of this rank any more."""
-        if not self._state.startswith(_STOPPED):
-            self._say(_LEFT)
+    def _linger(self) -> None:
+        """On rank 0, which may serve the store: stay until the others have said that they stopped, or are silent."""
+        deadline = time.monotonic() + _LINGER_S
+        while self._rank == 0 and time.monotonic() < deadline:
+            now = time.monotonic()
+            silence_s = _SILENCE * self.timeout_s
+            if all(s.words[2] == _STOPPED or now - s.since > silence_s for s in dict(self._seen).values()):
+                return
+            time.sleep(_LINGER_POLL_S)
+
+    def close(self, engine: int) -> None:
+        """This engine has ended in order; if it is the last one that was made, nobody needs to wait for a sign of this
+        rank any more."""
+        if engine == self.engine:
+            self.last_words = _nothing
+            if not self._state.startswith(_STOPPED):
+                self._say(_LEFT)
 
     def end(self) -> None:
-        """The processes part."""
+        """The processes part. A thread that is inside torch when the interpreter ends would abort the process."""
         self._ended.set()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
 
     def _say(self, state: str) -> None:
         self._state = state
@@ -128,7 +150,7 @@ class Watch:
     def _beat(self) -> None:
         with self._writing:  # words must not be overtaken by a beat from before
             self._beats += 1
-            text = f"{self._beats} {self._engine} {self._state}"
+            text = f"{self._beats} {self.engine} {self._state}"
             self._store.set(_KEY.format(self._rank), text.encode())
 
     # -- the threads
@@ -154,7 +176,10 @@ class Watch:
         noticed: float | None = None
         while not self._ended.wait(min(_BEAT_S, self.timeout_s / 4)):
             now = time.monotonic()
+            engine = self.engine
             problem = self._problem(now)
+            if engine != self.engine:  # of the engine before
+                continue
             self.lost = problem
             noticed = None if problem is None else noticed or now
             waiting = self._waiting_since
@@ -173,10 +198,10 @@ class Watch:
         seen = dict(self._seen)
         for rank, sign in seen.items():
             _, engine, state, lost, reason, *_ = sign.words
-            if state == _STOPPED and engine == str(self._engine):
+            if state == _STOPPED and engine == str(self.engine):
                 return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
         for rank, sign in seen.items():
-            if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.words[1] == str(self._engine)):
+            if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.words[1] == str(self.engine)):
                 return LinkTimeoutError(
                     f"no sign of life from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
                     "reached"
@@ -207,13 +232,20 @@ def watch_processes(store: Any = None, rank: int = 0, world: int = 1) -> Watch:
     if _current is not None and joined is not None and _group in (None, joined):
         _group = joined
         return _current
-    if _current is not None:
+    if _current is None:
+        atexit.register(_end)
+    else:
         _current.end()
     if store is None:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
     _current, _group = Watch(rank, world, store), joined
     return _current
+
+
+def _end() -> None:
+    if _current is not None:
+        _current.end()
 
 
 def _nothing() -> None:

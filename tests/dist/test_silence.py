@@ -107,7 +107,8 @@ def test_a_rank_that_is_gone_before_the_engine_is_made():
     ranks = run_ranks(4, work.gone_before_the_engine, TIMEOUT_S, timeout_s=100, may_die=(1,))
     assert set(ranks) == {0, 2, 3}
     for error in ranks.values():
-        assert error.startswith("LinkTimeoutError: no sign of life from rank 1"), error
+        assert error.startswith(("LinkTimeoutError", "PeerLostError")), error
+        assert "LinkTimeoutError: no sign of life from rank 1" in error, error
 
 
 def test_nothing_listens_where_the_ranks_meet():
@@ -118,4 +119,4 @@ def test_nothing_listens_where_the_ranks_meet():
 def test_a_start_does_not_see_what_the_one_before_it_wrote():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     ranks = run_ranks(3, work.twice_in_one_store, "127.0.0.1", store.port, timeout_s=100)
-    assert ranks == dict.fromkeys(range(3), [6.0, 9.0])
+    assert ranks == dict.fromkeys(range(3), [6.0, 2.0, 9.0, 2.0, 0.0]), "one watch at a time, and none at the end"
