@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,6 +52,17 @@ def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
     if error is not None:
         raise error
     return value
+
+
+def of_a_collective(error: Exception) -> bool:
+    """Whether torch.distributed raised it, so that another rank may be its cause; else it is this rank's own."""
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    # gloo's errors, which are plain ones, begin with the file of its source.
+    return "gloo" in str(error) or any(name.startswith("torch.distributed") for name in raised_in)
 
 
 def report_stopped(reason: str) -> None:

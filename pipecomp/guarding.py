@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipecomp.errors import PeerLostError, PipecompError
-from pipecomp.failure import find_lost, linger, report_lost, report_stopped
+from pipecomp.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
 from pipecomp.reduction import ReducingEngine
 from pipecomp.stages.links import Links
 from pipecomp.watch import Watch
@@ -60,7 +60,7 @@ class GuardedEngine(ReducingEngine):
 
     def _first_cause(self, error: Exception) -> Exception:
         """A failed collective says little; the links, or the silence of a rank, tell who was lost."""
-        if isinstance(error, PipecompError) or not isinstance(error, RuntimeError):
+        if isinstance(error, PipecompError) or not of_a_collective(error):
             return error
         known = None if self.watch is None else self.watch.lost
         return self.links.failure(wait_s=1.0) or known or find_lost(_FIND_LOST_S) or error

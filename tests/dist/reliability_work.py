@@ -20,14 +20,16 @@ from small import ds_config, gpt2, samples
 AQSGD = {"method": "aqsgd", "forward_bits": 4}
 
 
-def make(folder: str, *, stages: int = 2, seed: int = 0, store: dict | None = None, **more: Any) -> Any:
+def make(
+    folder: str, *, stages: int = 2, seed: int = 0, store: dict | None = None, data: Any = None, **more: Any
+) -> Any:
     """An engine that keeps its messages in `folder`."""
     import pipecomp
 
     place = {} if (store or {}).get("backend") == "memory" else {"path": folder}
     section = {"activations": AQSGD, "store": {**place, **(store or {})}} | more.pop("section", {})
     config = ds_config(section, **more)
-    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=samples())
+    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=data or samples())
 
 
 def losses(engine: Any, steps: int) -> list[float]:
