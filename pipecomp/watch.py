@@ -123,7 +123,9 @@ class Watch:
         while self._rank == 0 and time.monotonic() < deadline:
             now = time.monotonic()
             silence_s = _SILENCE * self.timeout_s
-            if all(s.words[2] == _STOPPED or now - s.since > silence_s for s in dict(self._seen).values()):
+            seen = dict(self._seen)
+            gone = [s for s in seen.values() if s.words[2] == _STOPPED or now - s.since > silence_s]
+            if len(gone) == len(self._others):
                 return
             time.sleep(_LINGER_POLL_S)
 
