@@ -80,17 +80,20 @@ def report_lost(rank: int, reason: str) -> None:
 
 
 def find_lost(wait_s: float) -> PeerLostError | None:
-    """The rank that was reported lost, or has said nothing when `wait_s` seconds are over; None if all have spoken.
+    """The rank that was reported lost, or has said nothing when `wait_s` seconds are over; None if all have spoken, and
+    no other rank was reported.
 
     Call `report_stopped` first. If the store itself is gone, the rank that serves it (0, with the usual launchers) is.
     """
     deadline = time.monotonic() + wait_s
     try:
-        while missing := bounded(_silent, _ASK_S):
-            told = bounded(_told, _ASK_S)
+        while True:
+            missing, told = bounded(_silent, _ASK_S), bounded(_told, _ASK_S)
             if told is not None:
                 rank, _, reason = told.partition(" ")
-                return PeerLostError(reason, int(rank))
+                return PeerLostError(reason, int(rank)) if int(rank) != dist.get_rank() else None
+            if not missing:
+                return None
             if time.monotonic() > deadline:
                 return PeerLostError(f"lost rank {missing[0]}: it stopped without a word", missing[0])
             time.sleep(_POLL_S)
@@ -98,7 +101,6 @@ def find_lost(wait_s: float) -> PeerLostError | None:
         return PeerLostError(f"lost rank 0: {error}, which it serves", 0)
     except (RuntimeError, ValueError):
         return PeerLostError("lost rank 0: torch.distributed's key-value store is gone, which it serves", 0)
-    return None
 
 
 def linger(lost: int, wait_s: float) -> None:

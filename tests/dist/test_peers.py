@@ -48,3 +48,34 @@ def test_the_lost_rank_is_named_by_all_others(world, stages, victim, tmp_path):
         assert f"rank {victim}" in message
         assert seconds < WITHIN_S
         assert step in (2, 3)
+
+
+def stops_at_step_3(rank, world, note, victim, folder):
+    """The victim's weights become NaN: it stops with an error, the other replica waits for it in a collective."""
+    import torch
+
+    import pipecomp
+    from pipecomp.errors import PipecompError
+
+    section = {"activations": {"method": "aqsgd"}, "store": {"path": folder}}
+    engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(section), training_data=samples())
+    for step in range(100):
+        if rank == victim and step == 3:
+            with torch.no_grad():
+                next(engine.stage.parameters()).fill_(float("nan"))
+        try:
+            engine.train_batch()
+        except PipecompError as error:
+            return getattr(error, "rank", None), str(error)
+    return None
+
+
+def test_why_a_replica_stopped_is_said_by_all_others(tmp_path):
+    victim = 1
+    ranks = run_ranks(4, stops_at_step_3, victim, str(tmp_path), timeout_s=150)
+    lost, reason = ranks.pop(victim)
+    assert lost is None
+    assert "NaN" in reason
+    for rank, message in ranks.values():
+        assert rank == victim
+        assert f"rank {victim} stopped: NonFiniteError: " in message
