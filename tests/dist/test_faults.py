@@ -98,7 +98,7 @@ def fails(rank: int, world: int, note: Any, victim: int, fault: Any, folder: str
 @pytest.mark.parametrize(
     ("world", "fault", "words"),
     [
-        (3, killed, ""),
+        (2, killed, ""),
         (3, out_of_memory, "allocate memory"),
         (2, wrong_code, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         (3, not_a_number, "NonFiniteError: link 1, step 3, micro-batch 0, activations: NaN or Inf"),
