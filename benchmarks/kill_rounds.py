@@ -102,19 +102,20 @@ def losses(folder: Path) -> list[float]:
     return [found[step] for step in sorted(found)][-steps_of_epoch(1) :]
 
 
-def new_run(folder: Path, seed: int, *, copies: bool) -> None:
-    """An empty folder with a job. copies: of the message stores in checkpoints."""
+def new_run(folder: Path, seed: int, *, copies: bool, timeout_s: float | None) -> None:
+    """An empty folder with a job. copies: of the message stores in checkpoints. timeout_s: as for `kill_rounds`."""
     shutil.rmtree(folder, ignore_errors=True)
     job = make_job(
-        folder, seed=seed, stages=WORLD, epochs=EPOCHS, save_every=SAVE_EVERY, timeout_s=TIMEOUT_S,
+        folder, seed=seed, stages=WORLD, epochs=EPOCHS, save_every=SAVE_EVERY, timeout_s=timeout_s or TIMEOUT_S,
         store={"in_checkpoints": copies},
     )  # fmt: skip
+    job["start_timeout_s"] = timeout_s
     (folder / "job.json").write_text(json.dumps(job))
 
 
 def undisturbed(folder: Path, seed: int) -> Found:
     """A run that nobody kills: the losses of its last epoch, seconds until its first step and after."""
-    new_run(folder, seed, copies=False)
+    new_run(folder, seed, copies=False, timeout_s=None)
     row, start = one_start(folder, -1, 0, None)
     notes = start.notes(0)
     first = next(note[-1] for note in notes if note[0] == "step")
@@ -123,11 +124,13 @@ def undisturbed(folder: Path, seed: int) -> Found:
             "starting_s": first - start.began, "training_s": closed - first}  # fmt: skip
 
 
-def disturbed(folder: Path, number: int, seed: int, reference: list[Found], kills: int) -> Found:
+def disturbed(
+    folder: Path, number: int, seed: int, reference: list[Found], kills: int, timeout_s: float | None
+) -> Found:
     """A run from its beginning to its end with kills, `kills` at most."""
     draw = random.Random(f"{seed} {number}")
     run_seed, copies = number % SEEDS, number % 2 == 0
-    new_run(folder, run_seed, copies=copies)
+    new_run(folder, run_seed, copies=copies, timeout_s=timeout_s)
     starting_s = min(run["starting_s"] for run in reference)  # the first one loads the packages
     training_s = statistics.fmean(run["training_s"] for run in reference) / 2
     rounds: list[Found] = []
@@ -147,9 +150,13 @@ def killed(runs: list[Found]) -> int:
 
 
 def kill_rounds(
-    rounds: int, folder: Path, kept: Path, *, seed: int = 0, say: Callable[[str], object] = print
-) -> dict[str, Any]:
-    """Rounds that are not in `kept` yet, up to `rounds`; the summary. A run that has begun is brought to its end."""
+    rounds: int, folder: Path, kept: Path, *, seed: int = 0, timeout_s: float | None = None,
+    say: Callable[[str], object] = print,
+) -> dict[str, Any]:  # fmt: skip
+    """Rounds that are not in `kept` yet, up to `rounds`; the summary. A run that has begun is brought to its end.
+
+    timeout_s: for a rank to be silent, also before it knows its configuration, where it is 120 s otherwise.
+    """
     setup = digest([settings(), seed])
     runs = finished(kept, setup)
 
@@ -164,7 +171,7 @@ def kill_rounds(
     reference = [run for run in runs if isinstance(run["run"], str)]
     while (left := rounds - killed(runs)) > 0:
         number = len(runs) - SEEDS
-        keep(disturbed(folder / f"run-{number}", number, seed, reference, left))
+        keep(disturbed(folder / f"run-{number}", number, seed, reference, left, timeout_s))
         shutil.rmtree(folder / f"run-{number}")
         phases = [row["phase"] for row in runs[-1]["rounds"] if row["victim"] is not None]
         say(f"{killed(runs)} of {rounds} kills; run {number}: {', '.join(phases)}")
