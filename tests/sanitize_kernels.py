@@ -29,7 +29,7 @@ def main() -> int:
     """Build, run, return pytest's exit status."""
     tests = Path(__file__).with_name("test_kernels_backends.py")
     with tempfile.TemporaryDirectory() as folder:
-        library = build(Path(folder) / "sanitized.so", FLAGS)
+        library = build(Path(folder) / "sanitized.so", FLAGS, timeout_s=1800)
         env = {
             **os.environ,
             "KERNELS_UNDER_TEST": str(library),
