@@ -110,7 +110,7 @@ def page(events: list[Event], lives: list[Life], sampler: Sampler, *, minutes: f
     everything = "\n".join(
         f"| {name} | {values[0]:,} | {max(values):,} | {values[-1]:,} |"
         for name, values in (
-            ("processes below the supervisor, the server that forks the ranks and a tracker among them", [m.processes for m in machine]),
+            ("processes below the supervisor, a server and a tracker among them", [m.processes for m in machine]),
             ("entries of /dev/shm, which others use too", [m.shared for m in machine]),
             ("bytes of the run's folder", [m.folder for m in machine]),
             ("free bytes of the disk, which others use too", [m.free for m in machine]),
