@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 import reliability_work as work
@@ -20,7 +24,8 @@ from leftovers import Sessions
 
 from pipecomp import sealing
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.local import run_ranks
+from pipecomp.failure import of_a_collective
+from pipecomp.local import free_port, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -30,10 +35,6 @@ WITHIN_S = 60.0
 
 def out_of_memory(engine: Any) -> None:
     """The next forward finds no memory. What it has got by then is kept as long as the error."""
-    import resource
-
-    import torch
-
     def eat(*_: Any) -> None:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
@@ -46,22 +47,16 @@ def out_of_memory(engine: Any) -> None:
 
 
 def wrong_code(engine: Any) -> None:
-    import torch
-
     engine.stage.register_forward_pre_hook(lambda *_: torch.ones(2, 3) @ torch.ones(2, 3))
 
 
 def not_a_number(engine: Any) -> None:
-    import torch
-
     with torch.no_grad():
         next(engine.stage.parameters()).fill_(float("nan"))
 
 
 def limit_files(size: int | None) -> None:
     """Files cannot grow above `size` bytes; None: as they like."""
-    import resource
-
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY if size is None else size, resource.RLIM_INFINITY))
 
@@ -247,3 +242,23 @@ def test_a_rank_that_never_comes():
     error = run_ranks(2, starts_alone, timeout_s=100)[0]
     assert error.startswith("LinkTimeoutError: "), error
     assert "1/2 clients joined" in error
+
+
+def test_whose_error_it_is():
+    """Only torch.distributed's own can be another rank's fault; gloo's are plain RuntimeErrors."""
+
+    def raised(call: Any) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (any)
+            call()
+        return caught.value
+
+    port = free_port()
+    gone = raised(lambda: dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(milliseconds=300)))
+    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:7")
+    assert of_a_collective(gone)
+    assert of_a_collective(gloo)
+    for own in (
+        raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3)), raised(lambda: torch.empty(1 << 60)), MemoryError(),
+        ValueError("gloo"), raised(lambda: torch.zeros(3, requires_grad=True).backward()),
+    ):  # fmt: skip
+        assert not of_a_collective(own), own
