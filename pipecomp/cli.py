@@ -267,8 +267,9 @@ def store_prune(
 
         report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)
         _write_json(json_file, dataclasses.asdict(report))
+        values = f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept"
         console.print(
-            f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept; "
+            f"{'all values removed' if everything else values}; "
             f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
             highlight=False,
         )

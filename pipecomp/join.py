@@ -74,8 +74,9 @@ def _meet(rank: int, world: int) -> Any:
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=COMING_S))))
     except (RuntimeError, ValueError) as error:
+        what = f"rank {rank} did not find rank 0" if rank else f"rank 0 waited in vain for {world - 1} others"
         raise LinkTimeoutError(
-            f"rank {rank} did not find rank 0 at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "
+            f"{what} at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "
             "and MASTER_PORT; rank 0's machine must let that port in"
         ) from error
     store = _fresh(store, rank, world)

@@ -66,6 +66,9 @@ def test_store_commands_on_the_demos_store(demo, tmp_path):
     prune = pipecomp("store", "prune", folder, "--ids-below", "10")
     assert prune.returncode == 0, prune.stderr
     assert "108 values removed (0 of them damaged), 20 kept" in prune.stdout
+    everything = CliRunner().invoke(app, ["store", "prune", folder, "--everything"])
+    assert everything.output.startswith("all values removed; ")
+    assert everything.output.endswith(" 0.00 MB now\n")
 
 
 def test_an_error_ends_the_command_with_one_line():
