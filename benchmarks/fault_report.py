@@ -25,7 +25,8 @@ _WORDS = {
     "nan": "a NaN in activations or gradients",
     "stored byte": "a bit of a stored value flipped in the file",
 }
-_SURVIVED = ("pause", "cut for a while", "value", "disk")
+SURVIVED = ("pause", "cut for a while", "value", "disk")
+NOTICED = ("kill", "stop", "cut for good", "message", "nan")  # always; a flipped bit in a file may never be read
 
 
 class Event(NamedTuple):
@@ -57,9 +58,9 @@ def problems(events: list[Event], lives: list[Life], sampler: Sampler) -> list[s
     wrong = [f"rank {rank} did not end after: {event.kind}" for event in events for rank in event.late]
     for event in events:
         flipped = "damaged" in event.words  # a bit that was flipped earlier was read only now
-        if event.kind in (*_SURVIVED, "nothing") and not event.went_on and not flipped:
+        if event.kind in (*SURVIVED, "nothing") and not event.went_on and not flipped:
             wrong.append(f"ended by what it should survive ({event.kind}): {event.words}")
-        if event.kind in ("kill", "stop", "cut for good", "message", "nan") and event.went_on:
+        if event.kind in NOTICED and event.went_on:
             wrong.append(f"not noticed: {event.kind}")
     for number, life in enumerate(lives):
         if life.disk.unopened:

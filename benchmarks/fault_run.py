@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
-from benchmarks.fault_report import Event, Life, page, problems
+from benchmarks.fault_report import NOTICED, SURVIVED, Event, Life, page, problems
 from benchmarks.fault_work import DISK_S, ORDERED, order
 from benchmarks.leaks import Sampler
 from benchmarks.restart_work import Job, make_job, steps_of_epoch
@@ -28,8 +28,7 @@ TIMEOUT_S = 20.0  # transport.timeout_s
 BEGIN_S, END_S = 300.0, 150.0  # on a busy machine: for a start to train, for the ranks to end by themselves
 AGAIN_S = 90.0  # for a run to go on after a fault that it survives
 PAUSE_S, CUT_S = (1.0, 6.0), (2.0, 8.0)
-SURVIVED = ("pause", "cut for a while", "value", "disk")
-FATAL = ("kill", "stop", "cut for good", "message", "nan", "stored byte")
+FATAL = (*NOTICED, "stored byte")
 _VALUE = b"PCMV"  # what a stored value begins with
 
 

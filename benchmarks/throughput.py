@@ -80,10 +80,9 @@ def main() -> None:
         for line, rates in SETTINGS[name].lines.items()
         if r in rates and any(part.lower() in line.lower() for part in arguments.only or [""])
     ]
-    first = [(name, UNTHROTTLED, "FP32", 0) for name in ("2 stages", "4 stages") if name in arguments.settings]
-    if any(SETTINGS[name].stages == 2 for name in arguments.settings):
-        first.append(("2 stages", UNTHROTTLED, "FP32", 0))
-    work([(*job, None) for job in dict.fromkeys(first) if job not in done])
+    stages = sorted({SETTINGS[name].stages for name in arguments.settings})
+    first = [(f"{K} stages", UNTHROTTLED, "FP32", 0) for K in stages]  # what `link_rate` looks at
+    work([(*job, None) for job in first if job not in done])
     work([
         (*job, None if job[1] == UNTHROTTLED else link_rate(runs, SETTINGS[job[0]].stages, job[1]))
         for job in wanted

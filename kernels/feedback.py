@@ -29,15 +29,10 @@ def feedback_quantize_(
     sum_d = x_d.to(torch.float32) + e_d
     scale_G = sum_scales(sum_d, group_size, mean)
     usable_G = scale_G.isfinite()
-    every = bool(usable_G.all())
-    usable_d = None if every else usable_G.repeat_interleave(group_size)[: e_d.numel()]
-    if usable_d is not None:
-        sum_d, s_G = torch.where(usable_d, sum_d, 0.0), torch.where(usable_G, scale_G, 0.0)
-    else:
-        s_G = scale_G
-    codes, decoded_d = (quantize or _quantize)(sum_d, s_G, bits, group_size)
-    rest_d = sum_d - decoded_d
-    e_d.copy_(rest_d if usable_d is None else torch.where(usable_d, rest_d, e_d))
+    usable_d = usable_G.repeat_interleave(group_size)[: e_d.numel()]
+    y_d, s_G = torch.where(usable_d, sum_d, 0.0), torch.where(usable_G, scale_G, 0.0)
+    codes, decoded_d = (quantize or _quantize)(y_d, s_G, bits, group_size)
+    e_d.copy_(torch.where(usable_d, y_d - decoded_d, e_d))
     return codes, torch.where(usable_G, scale_G, math.nan)
 
 
