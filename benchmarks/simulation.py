@@ -145,8 +145,8 @@ def _off(predicted: float, measured: float) -> str:
 def gpt2(mbit: int, activations: dict[str, Any], *, first_visit: bool = False) -> float:
     """Sequences a second of GPT2-1.5B on 8 stages, with this project's messages and schedule."""
     config, counts = Config.from_dict({"activations": activations}), [GPT2_TOKENS]
-    forward = activation_bytes(config, counts, GPT2_HIDDEN, torch.float32, first_visit=first_visit)
-    backward = gradient_bytes(config, counts, GPT2_HIDDEN, torch.float32)
+    forward = activation_bytes(config, 0, counts, GPT2_HIDDEN, torch.float32, first_visit=first_visit)
+    backward = gradient_bytes(config, 0, counts, GPT2_HIDDEN, torch.float32)
     links = GPT2_STAGES - 1
     step = Step(
         stages=[StageCosts(forward_s=GPT2_FORWARD_S, backward_s=GPT2_BACKWARD_S)] * GPT2_STAGES,
@@ -205,7 +205,7 @@ def llama_page() -> list[str]:
     for name in names:
         row = [found[name, mbit] for mbit in MBIT]
         cells = [f"{p.step_s:.1f} s ({row[0].job.batch * LLAMA_TOKENS / p.step_s:,.0f} tokens/s)" for p in row]
-        size = (row[0].forward_bytes + row[0].backward_bytes) / 1e6
+        size = (row[0].forward_bytes[0] + row[0].backward_bytes[0]) / 1e6
         lines.append(f"| {name} | {' | '.join(cells)} | {size:.2f} |")
     first = [f"{found['AQ-SGD fw2 bw4', mbit].first_epoch_s:.1f} s" for mbit in MBIT]
     return [*lines, f"| AQ-SGD fw2 bw4, first epoch | {' | '.join(first)} | |"]

@@ -144,6 +144,7 @@ def _agreed(
         if isinstance(model, Modules) and not own_loss:
             raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
         stages, world = split_plan.num_stages, dist.get_world_size()
+        settings.activations.check_links(stages - 1)
         if world % stages:
             raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
         if stages == 1 and settings.activations.method != "none":

@@ -185,10 +185,13 @@ def plan_run(
     micro_batch: Annotated[int | None, typer.Option(help="Its samples; by default what is fastest.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Of a sample; by default 1024.")] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of each node, each way, as in 100mbit; with commas, the plan is for the first.")
+        str | None,
+        typer.Option(help="Each way: 100mbit or, link by link, 1gbit/100mbit; with commas, the plan is for the first."),
     ] = None,
     delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
-    speed: Annotated[float | None, typer.Option(help="TFLOP/s that a node's machine reaches in training.")] = None,
+    speed: Annotated[
+        str | None, typer.Option(help="TFLOP/s that nodes reach in training, as in 30 or, node by node, 30/10.")
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="Instead: what --measure --json wrote before.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB of a node for the model; by default unlimited.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 training.")] = "fp32",

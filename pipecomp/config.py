@@ -20,6 +20,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 
 BITS = "a whole number from 1 to 8"
+Bits = int | str | tuple[int, ...]
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,7 +38,9 @@ def _require_choice(key: str, got: object, choices: tuple[str, ...]) -> None:
 
 
 def _require_bits(key: str, got: Any) -> None:
-    _require(_is_int(got) and 1 <= got <= 8, key, got, f"{BITS}, or 'auto'")
+    every = got if isinstance(got, tuple) else (got,)
+    ok = every != () and all(_is_int(bits) and 1 <= bits <= 8 for bits in every)
+    _require(ok, key, list(got) if isinstance(got, tuple) else got, f"{BITS}, a list with one for each link, or 'auto'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +49,8 @@ class Activations:
 
     method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
     "aqsgd" quantizes its change since the sample's last visit.
-    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd", or "auto": `pipecomp.initialize` measures
-    and chooses.
+    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd"; a list has one number for each link; with
+    "auto" `pipecomp.initialize` measures and chooses.
     first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8 quantizes it too.
     rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
     whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
@@ -57,8 +60,8 @@ class Activations:
     """
 
     method: str = "none"
-    forward_bits: int | str = 4
-    backward_bits: int | str = 8
+    forward_bits: Bits = 4
+    backward_bits: Bits = 8
     first_visit: str | int = "full"
     rounding: str = "nearest"
     scale: str = "max"
@@ -73,6 +76,8 @@ class Activations:
     def __post_init__(self) -> None:
         _require_choice("activations.method", self.method, self.METHODS)
         for key in ("forward_bits", "backward_bits"):
+            if isinstance(getattr(self, key), list):  # as JSON has it
+                object.__setattr__(self, key, tuple(getattr(self, key)))
             if getattr(self, key) != "auto":
                 _require_bits(f"activations.{key}", getattr(self, key))
             elif self.method not in self.QUANTIZED:
@@ -107,13 +112,27 @@ class Activations:
                 "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)",
             )
 
-    @property
-    def bits(self) -> tuple[int, int]:
-        """Forward and backward. ConfigError while one of them is "auto"."""
+    def bits(self, link: int) -> tuple[int, int]:
+        """Forward and backward, of one link. ConfigError while one of them is "auto", or a list that is too short."""
+        return self.bits_of("forward_bits", link), self.bits_of("backward_bits", link)
+
+    def bits_of(self, key: str, link: int) -> int:
+        """One of them: key is "forward_bits" or "backward_bits"."""
+        got = getattr(self, key)
+        if got == "auto":
+            raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
+        if isinstance(got, tuple):
+            _require(link < len(got), f"activations.{key}", list(got), f"a number for link {link} too")
+            return got[link]
+        return int(got)
+
+    def check_links(self, links: int) -> None:
+        """ConfigError if a list of bits is not one for each of so many links."""
         for key in ("forward_bits", "backward_bits"):
-            if getattr(self, key) == "auto":
-                raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
-        return int(self.forward_bits), int(self.backward_bits)
+            got = getattr(self, key)
+            if isinstance(got, tuple):
+                allowed = f"one number, or {links}: one for each link between {links + 1} stages"
+                _require(len(got) == links, f"activations.{key}", list(got), allowed)
 
     def check_given(self, given: Mapping[str, object]) -> None:
         """Refuse the keys in `given` that `method` gives no effect."""
@@ -247,12 +266,12 @@ class Config:
             raise ConfigError("store", given["store"], f"only with activations.method 'aqsgd', not {method!r}")
         return config
 
-    def link_settings(self) -> dict[str, Any]:
+    def link_settings(self, link: int) -> dict[str, Any]:
         """Everything that both ends of a link must agree on to hold the same messages."""
         a = self.activations
         return {
             "method": a.method,
-            "forward_bits": a.forward_bits,
+            "forward_bits": "auto" if a.forward_bits == "auto" else a.bits_of("forward_bits", link),
             "first_visit": a.first_visit,
             "rotation": a.rotation,
             "rounding": a.rounding,
@@ -273,6 +292,11 @@ class Config:
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
         return values
+
+
+def bits_text(bits: Bits) -> str:
+    """For people: "4", or "8/2/8" on links that differ."""
+    return "/".join(map(str, bits)) if isinstance(bits, tuple) else str(bits)
 
 
 def _require_unset(section: str, key: str, given: Mapping[str, object], allowed: str) -> None:

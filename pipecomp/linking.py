@@ -70,7 +70,7 @@ def open_links(
     dtype = str(weight.dtype).removeprefix("torch.")
     described = {
         indices[name]: {
-            **given.link_settings(),
+            **given.link_settings(indices[name]),
             **crossing.settings,
             "hidden_size": crossing.width,
             "model": f"{engine.plan.model_class} {model_digest(engine.plan, stage.config)}",

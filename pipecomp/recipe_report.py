@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipecomp.config import Activations, Config
+from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
 
 DIRECTIONS = ("forward", "backward", "evaluation")
@@ -257,7 +257,8 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
 def _in_words(activations: Activations) -> str:
     if activations.method not in Activations.QUANTIZED:
         return "not compressed" if activations.method == "none" else activations.method
-    words = f"{activations.method}, {activations.forward_bits} bits forward, {activations.backward_bits} bits backward"
+    forward, backward = (bits_text(bits) for bits in (activations.forward_bits, activations.backward_bits))
+    words = f"{activations.method}, {forward} bits forward, {backward} bits backward"
     if activations.method == "aqsgd":
         visit = activations.first_visit
         words += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")

@@ -85,7 +85,7 @@ class LinkEnd:
         how = (a.rounding, a.scale, a.group_size)
         self._group_size = a.group_size
         whole = Rotated if a.rotation else Quantized  # for activations themselves
-        forward_bits, backward_bits = a.bits
+        forward_bits, backward_bits = a.bits(index)
         self._forward = (whole if a.method == "direct" else Quantized)(forward_bits, *how)
         self._first = None if a.first_visit == "full" else whole(int(a.first_visit), *how)
         self._backward: Codec = Quantized(backward_bits, *how)

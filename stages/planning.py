@@ -70,8 +70,12 @@ def plan_model(
     block_seconds: Sequence[float] | None = None,
     *,
     tie: bool = True,
+    paces: Sequence[float] = (),
 ) -> SplitPlan:
-    """Plan the split of a Hugging Face model, which may be on the meta device. Arguments and errors as for `plan`."""
+    """Plan the split of a Hugging Face model, which may be on the meta device. Arguments and errors as for `plan`.
+
+    paces: how many times the others' seconds each stage's machine takes, for cuts that are chosen; empty: all alike.
+    """
     architecture = architecture_of(model.config)
     head = head_name(architecture, type(model))
     blocks = block_count(model, architecture)
@@ -98,7 +102,7 @@ def plan_model(
     bounds = check_cuts(blocks, num_stages, cuts)
     if bounds is None:
         assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(per_block, num_stages, first=embeddings, last=matrix)
+        bounds = balance(per_block, num_stages, first=embeddings, last=matrix, paces=paces)
     stages = len(bounds) - 1
 
     costs = [sum(per_block[lo:hi]) for lo, hi in pairwise(bounds)]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pipecomp.config import Activations, Config
+from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
 
 DESIGN_EXAMPLE = {
@@ -50,6 +50,10 @@ BAD = [
     ({"activations": {"method": "aqsgd", "forward_bits": 9}}, "activations.forward_bits", "1 to 8"),
     ({"activations": {"method": "aqsgd", "forward_bits": True}}, "activations.forward_bits", "1 to 8"),
     ({"activations": {"method": "aqsgd", "forward_bits": "4"}}, "activations.forward_bits", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "forward_bits": []}}, "activations.forward_bits", "one for each link"),
+    ({"activations": {"method": "aqsgd", "forward_bits": [4, 9]}}, "activations.forward_bits", "1 to 8"),
+    ({"activations": {"method": "aqsgd", "backward_bits": [4, "auto"]}}, "activations.backward_bits", "1 to 8"),
+    ({"activations": {"method": "none", "backward_bits": [4]}}, "activations.backward_bits", "only with"),
     ({"activations": {"method": "aqsgd", "backward_bits": 0}}, "activations.backward_bits", "1 to 8"),
     ({"activations": {"method": "aqsgd", "first_visit": "half"}}, "activations.first_visit", "full"),
     ({"activations": {"method": "aqsgd", "first_visit": 9}}, "activations.first_visit", "1 to 8"),
@@ -103,6 +107,21 @@ def test_a_value_too_large_to_show():
 def test_direct_evaluation_may_set_forward_bits_without_a_quantized_method():
     config = Config.from_dict({"activations": {"method": "none", "eval": "direct", "forward_bits": 3}})
     assert config.activations.forward_bits == 3
+
+
+def test_bits_of_each_link():
+    section = {"activations": {"method": "aqsgd", "forward_bits": [4, 2, 8], "backward_bits": 6}}
+    config = Config.from_dict(section)
+    assert [config.activations.bits(link) for link in range(3)] == [(4, 6), (2, 6), (8, 6)]
+    assert [config.link_settings(link)["forward_bits"] for link in range(3)] == [4, 2, 8]
+    assert hash(config) == hash(Config.from_dict(section))
+    config.activations.check_links(3)
+    with pytest.raises(ConfigError, match=r"forward_bits: got \[4, 2, 8\], allowed: one number, or 1: .* 2 stages"):
+        config.activations.check_links(1)
+    with pytest.raises(ConfigError, match="a number for link 3 too"):
+        config.activations.bits(3)
+    assert bits_text(config.activations.forward_bits) == "4/2/8"
+    assert bits_text(config.activations.backward_bits) == "6"
 
 
 def test_digest_differs_with_any_setting_but_the_stores_place():

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from pipecomp.allreduce import predict as predict_average
 from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, SplitError
 from pipecomp.plan.command import networks_of
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.network import TCP_SHARE, Line, Network, uniform
+from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
 from pipecomp.plan.prediction import Job, Speeds, average_seconds, best_in_flight, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
-from pipecomp.plan.search import bits_for_links, choose, choose_average, choose_bits, layouts, shares
+from pipecomp.plan.search import choose, choose_average, choose_bits, layouts, shares
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd
@@ -60,9 +61,9 @@ def test_bytes_are_those_that_links_send(section, dtype):
         up.recv_gradient(where, Position(visit, 0))
         sent.append((up.stats.forward.bytes_sent, up.stats.backward.bytes_sent))
     (first, gradient), (both, _) = sent
-    assert activation_bytes(config, counts, H, dtype, first_visit=True) == first
-    assert activation_bytes(config, counts, H, dtype) == both - first
-    assert gradient_bytes(config, counts, H, dtype) == gradient
+    assert activation_bytes(config, 0, counts, H, dtype, first_visit=True) == first
+    assert activation_bytes(config, 0, counts, H, dtype) == both - first
+    assert gradient_bytes(config, 0, counts, H, dtype) == gradient
 
 
 def llama(layers=4, width=64, tied=False):
@@ -156,7 +157,7 @@ class TestPrediction:
 
     def test_first_epoch_sends_whole_activations(self):
         found = predict(job(), with_bits(AQSGD, 2, 4), uniform(2, 1e7))
-        assert found.first_visit_bytes > 15 * found.forward_bytes
+        assert found.first_visit_bytes[0] > 15 * found.forward_bytes[0]
         assert found.first_epoch_s > 2 * found.step_s
 
     def test_kernels_and_updates_count(self):
@@ -212,13 +213,28 @@ class TestChoices:
         def predicted(limit):
             return lambda f, b: max(1.0, (f + b) / limit)
 
-        assert choose_bits(predicted(16)) == (8, 8, True)
-        assert choose_bits(predicted(12)) == (4, 8, True)
-        assert choose_bits(predicted(9)) == (3, 6, True)
-        assert choose_bits(predicted(5)) == (2, 4, False)
-        assert choose_bits(predicted(12), 3) == (3, 8, True)
-        assert choose_bits(predicted(12), "auto", 6) == (6, 6, True)
-        assert choose_bits(predicted(1), 7, 7)[:2] == (7, 7)
+        alike = uniform(2, 1e6)
+        assert choose_bits(predicted(16), alike) == (8, 8, True)
+        assert choose_bits(predicted(12), alike) == (4, 8, True)
+        assert choose_bits(predicted(9), alike) == (3, 6, True)
+        assert choose_bits(predicted(5), alike) == (2, 4, False)
+        assert choose_bits(predicted(12), alike, 3) == (3, 8, True)
+        assert choose_bits(predicted(12), alike, "auto", 6) == (6, 6, True)
+        assert choose_bits(predicted(1), alike, 7, 7)[:2] == (7, 7)
+        assert choose_bits(predicted(1), alike, (7,), (7,))[:2] == (7, 7)
+
+    def test_fast_links_get_more(self):
+        """Bits of link k take 1, 1 / 2 and 1 / 10 of a limit of 10: links that are not twice as fast stay alike."""
+        network = chain(4, (1e6, 1.9e6, 1e7))
+
+        def predicted(f, b):
+            slow = [2.0, 1.9, 10.0]
+            pairs = [(f if isinstance(f, int) else f[k], b if isinstance(b, int) else b[k]) for k in range(3)]
+            return max(1.0, *((p + q) / (7 * s / 2) for (p, q), s in zip(pairs, slow, strict=True)))
+
+        assert choose_bits(predicted, network) == ((2, 2, 8), (4, 4, 8), False)
+        assert choose_bits(predicted, network, 2) == (2, (4, 4, 8), False)
+        assert choose_bits(predicted, network, (5, 4, 4), "auto") == ((5, 4, 4), (4, 4, 8), False)
 
     def test_a_fast_link_needs_no_compression(self):
         found = choose(job(), AQSGD, uniform(2, 1e12))
@@ -239,9 +255,23 @@ class TestChoices:
 
     def test_each_link_has_its_own(self):
         lines = (Line(bits_per_s=1e12), Line(bits_per_s=21e6))
-        found = bits_for_links(job(K=3, M=64), AQSGD, Network(forward=lines, backward=lines))
-        assert found[0] == (8, 8)
-        assert found[1] in {(3, 6), (4, 8)}
+        found = choose(job(K=3, M=64), AQSGD, Network(forward=lines, backward=lines))
+        bits = [found.prediction.config.activations.bits(k) for k in range(2)]
+        assert bits[0] == (8, 8)
+        assert bits[1] in {(3, 6), (4, 8)}
+        sizes = found.prediction.forward_bytes
+        assert sizes[0] > 1.9 * sizes[1]
+
+    def test_slower_machines_get_less(self):
+        model, profile = without_weights(llama(8)), job(K=4).profile
+        assert balanced(model, profile, 2).cuts == (0, 4, 8)
+        split = balanced(model, profile, 2, paces=(1.0, 1 / 3))
+        assert split.cuts == (0, 2, 8)
+        one = replace(job(K=4), plan=split, paces=(1.0, 1 / 3))
+        (first, _), (second, _) = one.stage_seconds()
+        assert first == pytest.approx(second)
+        with pytest.raises(SplitError, match=r"paces: got .*, allowed: 2 numbers above 0"):
+            balanced(model, profile, 2, paces=(1.0,))
 
     def test_averages(self):
         slow, fast = uniform(2, 1e6), uniform(2, 1e15)
@@ -265,7 +295,10 @@ class TestChoices:
 
 def test_rates_of_the_command():
     assert networks_of("100mbit, 1gbit", "20ms") == {
-        "100 Mbit/s": (1e8 * TCP_SHARE, 0.02), "1 Gbit/s": (1e9 * TCP_SHARE, 0.02),
+        "100 Mbit/s": ((1e8 * TCP_SHARE,), 0.02), "1 Gbit/s": ((1e9 * TCP_SHARE,), 0.02),
+    }  # fmt: skip
+    assert networks_of("1gbit/ 100mbit", None) == {
+        "1 Gbit/s/100 Mbit/s": ((1e9 * TCP_SHARE, 1e8 * TCP_SHARE), 0.0),
     }  # fmt: skip
     assert len(networks_of(None, None)) == 5
 
@@ -309,8 +342,28 @@ def test_the_command(folder):
     Config.from_dict(found["config"]["pipecomp"])
 
 
+def test_links_and_machines_that_differ(folder):
+    out = folder / "plan.json"
+    arguments = ["plan", "--model", str(folder / "model"), "--tokens", "64", "--micro-batch", "1", "--batch", "8"]
+    more = ["--speed", "0.05/0.01/0.05", "--bandwidth", "1gbit/1mbit", "--json", str(out)]
+    done = CliRunner().invoke(app, [*arguments, *more])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert len(found["cuts"]) == 4
+    blocks = [hi - lo for lo, hi in pairwise(found["cuts"])]
+    assert blocks[1] < min(blocks[0], blocks[2])
+    assert [round(link["forward"]["bits_per_s"] / TCP_SHARE) for link in found["links"]] == [10**9, 10**6]
+    assert found["bits"][0] == [8, 8]
+    assert found["bits"][1][0] < 8
+    section = Config.from_dict(found["config"]["pipecomp"])
+    assert [list(section.activations.bits(k)) for k in range(2)] == found["bits"]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("arguments", "message"), [
+    (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
+    (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
+    (("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"), "bandwidth: got "),
     ((), "speed: got None, allowed: TFLOP/s"),
     (("--speed", "1", "--bandwidth", "fast"), "bandwidth: got 'fast', allowed: a number and bit"),
     (("--speed", "1", "--nodes", "3", "--stages", "2"), "stages: got 2, allowed: a divisor of 3 nodes"),

@@ -157,4 +157,4 @@ class TestDecision:
         with pytest.raises(ConfigError, match="got 'most'"):
             Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "most"}})
         with pytest.raises(ConfigError, match="settles 'auto'"):
-            _ = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto"}}).activations.bits
+            _ = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto"}}).activations.bits(0)

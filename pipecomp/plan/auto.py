@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp.config import Config
+from pipecomp.config import Bits, Config, bits_text
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.peers import bits_per_second
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
@@ -49,8 +49,8 @@ class Batch(NamedTuple):
 class Decision(NamedTuple):
     """forward_bits, backward_bits; reason: a sentence with the predictions behind them."""
 
-    forward_bits: int
-    backward_bits: int
+    forward_bits: Bits
+    backward_bits: Bits
     reason: str
 
 
@@ -111,22 +111,25 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
         counts = [batch.tokens] * batch.samples
         step = Step(
             stages=stages, micro_batches=batch.micro_batches,
-            forward_bytes=[activation_bytes(made, counts, hidden, dtype)] * (K - 1),
-            backward_bytes=[gradient_bytes(made, counts, hidden, dtype)] * (K - 1),
+            forward_bytes=[activation_bytes(made, k, counts, hidden, dtype) for k in range(K - 1)],
+            backward_bytes=[gradient_bytes(made, k, counts, hidden, dtype) for k in range(K - 1)],
         )  # fmt: skip
         return best_in_flight(step, network, config.in_flight)[1].seconds
 
     a = config.activations
-    f, b, fits = choose_bits(lambda f, b: predicted(with_bits(config, f, b)), a.forward_bits, a.backward_bits)
+    f, b, fits = choose_bits(
+        lambda f, b: predicted(with_bits(config, f, b)), network, a.forward_bits, a.backward_bits
+    )
     return Decision(f, b, _reason(f, b, fits, predicted(with_bits(config, f, b)), predicted(Config()), network))
 
 
-def _reason(f: int, b: int, fits: bool, step_s: float, plain_s: float, network: Network) -> str:
+def _reason(f: Bits, b: Bits, fits: bool, step_s: float, plain_s: float, network: Network) -> str:
     compared = f"predicted {step_s:.3g} s a step, {plain_s:.3g} s without compression"
+    slowest = bits_per_second(network.slowest)
     if plain_s <= PAYS * step_s:
         why = "these links are so fast that method 'none' would do"
     elif fits:
         why = "the most that hide behind computing"
     else:
         why = "the fewest that are taken by themselves: the slowest link is the limit"
-    return f"bits 'auto': {f} forward, {b} back ({why}; {compared}; slowest link {bits_per_second(network.slowest)})"
+    return f"bits 'auto': {bits_text(f)} forward, {bits_text(b)} back ({why}; {compared}; slowest link {slowest})"

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.errors import ConfigError
 from pipecomp.netlab.shape import MAX_DELAY_S, parse_rate, parse_time, rate_text
-from pipecomp.plan.network import TCP_SHARE, Line, Network, uniform
+from pipecomp.plan.network import TCP_SHARE, Line, Network, chain
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
 from pipecomp.plan.profile import Profile, balanced, count, without_weights
 from pipecomp.plan.report import (
@@ -28,7 +28,7 @@ from pipecomp.plan.report import (
     method_table,
     stage_table,
 )
-from pipecomp.plan.search import Choice, bits_for_links, choose, choose_average, gentlest, layouts, shares
+from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layouts, shares
 from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
 from pipecomp.stages.planning import SplitPlan
 
@@ -50,6 +50,7 @@ class Wanted:
     """What the options say. networks: by name; the first one is planned for, the others are only predicted.
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
+    paces: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are alike.
     """
 
     model: Any
@@ -60,21 +61,26 @@ class Wanted:
     dtype: torch.dtype = torch.float32
     tie: bool = True
     memory_bytes: float = math.inf
+    paces: tuple[float, ...] = ()
+
+    def stage_paces(self, K: int) -> tuple[float, ...]:
+        """Of each stage the slowest replica's."""
+        R = self.nodes // K
+        return tuple(max(self.paces[k * R : (k + 1) * R]) for k in range(K)) if self.paces else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan. rows: each method at each network. bits: that each link alone would hide."""
+    """A plan. rows: each method at each network."""
 
     choice: Choice
     averages: list[tuple[str, float]]
     rows: list[tuple[str, list[Prediction]]]
-    bits: list[tuple[int, int]]
 
 
 def run_plan(
     console: Console, *, model: str, nodes: int | None, stages: int | None, batch: int, micro_batch: int | None,
-    tokens: int | None, bandwidth: str | None, delay: str | None, speed: float | None, profile: Path | None,
+    tokens: int | None, bandwidth: str | None, delay: str | None, speed: str | None, profile: Path | None,
     memory: float | None, dtype: str, tie: bool, recompute: bool, measure: bool, store: Path,
 ) -> dict[str, Any] | None:  # fmt: skip
     """What the command does with its options; prints the plan and returns it for JSON; None on ranks other than 0.
@@ -90,11 +96,17 @@ def run_plan(
         for key, value in (("nodes", nodes), ("bandwidth", bandwidth), ("delay", delay)):
             _check(value is None, key, value, "nothing where a launcher's ranks are measured")
     world = launch.world if launch.started and launch.world else None
-    wanted = Wanted(
-        model=model, nodes=world or nodes or stages or 2, stages=stages or world, batch=batch, micro_batch=micro_batch,
-        tie=tie, dtype=DTYPES[dtype], memory_bytes=math.inf if memory is None else memory * 1e9,
-    )  # fmt: skip
     networks = networks_of(bandwidth, delay)
+    drawn = stages_of(next(iter(networks.values())))
+    speeds = speeds_of(speed)
+    wanted = Wanted(
+        model=model, nodes=world or nodes or (len(speeds) if len(speeds) > 1 else None) or stages or drawn or 2,
+        stages=stages or world or drawn, batch=batch, micro_batch=micro_batch, tie=tie, dtype=DTYPES[dtype],
+        memory_bytes=math.inf if memory is None else memory * 1e9,
+    )  # fmt: skip
+    if len(speeds) > 1:
+        _check(len(speeds) == wanted.nodes, "speed", speed, f"one number, or one for each of {wanted.nodes} nodes")
+        wanted = replace(wanted, paces=tuple(min(speeds) / one for one in speeds))
     if measure:
         for key, option in (("speed", speed), ("profile", profile), ("recompute", recompute or None)):
             _check(option is None, key, option, "nothing beside --measure")
@@ -103,13 +115,15 @@ def run_plan(
         if seen is None:
             return None
     else:
-        read = profile_of(model, tokens=tokens, dtype=wanted.dtype, speed=speed, file=profile, recompute=recompute)
+        slowest = min(speeds) if speeds else None
+        read = profile_of(model, tokens=tokens, dtype=wanted.dtype, speed=slowest, file=profile, recompute=recompute)
         seen = Survey(profile=read, speeds=Speeds())
     if launch.started:
-        networks = {"measured": (math.inf, 0.0)}
+        networks = {"measured": ((math.inf,), 0.0)}
+        wanted = replace(wanted, paces=seen.paces)
     found = plan(wanted, seen.profile, list(networks.values()), seen.speeds, seen.network)
     K = found.choice.prediction.job.plan.num_stages
-    network = seen.network or uniform(K, *next(iter(networks.values())))
+    network = seen.network or chain(K, *next(iter(networks.values())))
     show(found, network, list(networks), console)
     return {**as_json(found, network, list(networks)), "speeds": speeds_as_dict(seen.speeds)}
 
@@ -119,18 +133,40 @@ def _check(right: bool, key: str, got: object, allowed: str) -> None:
         raise ConfigError(key, got, allowed)
 
 
-def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, tuple[float, float]]:
-    """By name: bits per second of content, and seconds one way. bandwidth: nominal rates with commas between them."""
+def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, tuple[tuple[float, ...], float]]:
+    """By name: bits per second of content, of all links or of each, and seconds one way.
+
+    bandwidth: nominal rates; commas between networks, slashes between the links of one.
+    """
     latency_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
-    names = [name.strip() for name in bandwidth.split(",")] if bandwidth is not None else list(RATES)
-    rates = [parse_rate("bandwidth", name) for name in names]
-    return {rate_text(rate): (rate * TCP_SHARE, latency_s) for rate in rates}
+    found = {}
+    for name in bandwidth.split(",") if bandwidth is not None else RATES:
+        rates = [parse_rate("bandwidth", link.strip()) for link in name.split("/")]
+        found["/".join(map(rate_text, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
+    return found
+
+
+def stages_of(network: tuple[tuple[float, ...], float]) -> int | None:
+    """How many stages links that were given one by one connect."""
+    rates, _ = network
+    return len(rates) + 1 if len(rates) > 1 else None
+
+
+def speeds_of(speed: str | None) -> tuple[float, ...]:
+    """TFLOP/s of all nodes, or of each, with slashes between them; empty for None."""
+    try:
+        found = tuple(float(part) for part in speed.split("/")) if speed is not None else ()
+    except ValueError:
+        found = (0.0,)
+    _check(all(0 < one < math.inf for one in found), "speed", speed, "numbers above 0, with slashes between them")
+    return found
 
 
 def plan(
-    wanted: Wanted, profile: Profile, rates: Sequence[tuple[float, float]], speeds: Speeds, measured: Network | None
-) -> Found:
-    """Choose for the first network: `measured`, or links of the first of `rates` (bits per second, latency)."""
+    wanted: Wanted, profile: Profile, rates: Sequence[tuple[tuple[float, ...], float]], speeds: Speeds,
+    measured: Network | None,
+) -> Found:  # fmt: skip
+    """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     config = Config.from_dict({
@@ -138,17 +174,18 @@ def plan(
     })  # fmt: skip
 
     def network(split: SplitPlan, index: int) -> Network:
-        return measured if measured is not None and index == 0 else uniform(split.num_stages, *rates[index])
+        return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
 
     choices: list[Choice] = []
     too_large = math.inf
     for K, replicas in layouts(wanted.nodes, wanted.stages, len(profile.blocks)):
-        split = balanced(model, profile, K, tie=wanted.tie)
+        paces = wanted.stage_paces(K)
+        split = balanced(model, profile, K, tie=wanted.tie, paces=paces)
         tied = tuple(sizes[group.name] for group in split.tied)
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
                 profile=profile, plan=split, samples=samples, micro_batches=micro_batches, replicas=replicas,
-                dtype=wanted.dtype, tied=tied,
+                dtype=wanted.dtype, tied=tied, paces=paces,
             )  # fmt: skip
             if K == 1:
                 alone = predict(job, Config(tie=wanted.tie), network(split, 0), speeds)
@@ -176,8 +213,7 @@ def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networ
     averages = []
     if job.replicas > 1:
         averages = choose_average(config, max(job.plan.parameters), job.replicas, first, speeds)
-    bits = bits_for_links(job, config, first, speeds) if job.plan.num_stages > 1 else []
-    return Found(choice=choice, averages=averages, rows=rows, bits=bits)
+    return Found(choice=choice, averages=averages, rows=rows)
 
 
 def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
@@ -185,7 +221,7 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
     p = found.choice.prediction
     console.print(stage_table(p))
     if p.job.plan.num_stages > 1:
-        console.print(link_table(network, p, found.choice.plain, found.bits))
+        console.print(link_table(network, p, found.choice.plain))
     console.print(method_table(found.rows, names))
     job = p.job
     console.print(
@@ -205,9 +241,9 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
     return {
         "cuts": list(p.job.plan.cuts),
         "parameters": list(p.job.plan.parameters),
-        "stage_s": [list(pair) for pair in p.job.profile.stage_seconds(p.job.plan, p.job.samples)],
+        "stage_s": [list(pair) for pair in p.job.stage_seconds()],
         "links": [{"forward": out, "backward": back} for out, back in lines],
-        "bits_that_hide": [list(pair) for pair in found.bits],
+        "bits": [list(p.config.activations.bits(k)) for k in range(len(lines))],
         "chosen": as_row(p),
         "plain": as_row(found.choice.plain),
         "pays": found.choice.pays,

@@ -65,6 +65,16 @@ def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: b
     return Network(forward=lines, backward=lines, shared=shared)
 
 
+def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> Network:
+    """Links with a rate each, or one for all; ConfigError for another number of them."""
+    if len(bits_per_s) == 1:
+        return uniform(stages, bits_per_s[0], latency_s)
+    if len(bits_per_s) != stages - 1:
+        raise ConfigError("bandwidth", list(bits_per_s), f"one rate, or {stages - 1} for {stages} stages")
+    lines = tuple(Line(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
+    return Network(forward=lines, backward=lines)
+
+
 def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
     """Bits per second that each of the `active` directions ("forward" or "backward", link) gets at once.
 

@@ -43,7 +43,10 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained. plan: the cuts. tied: values of each tied weight, in the order of `plan.tied`."""
+    """What is to be trained. plan: the cuts. tied: values of each tied weight, in the order of `plan.tied`.
+
+    paces: how many times the profile's seconds each stage's machine takes; empty where all are alike.
+    """
 
     profile: Profile
     plan: SplitPlan
@@ -52,6 +55,13 @@ class Job:
     replicas: int = 1
     dtype: torch.dtype = torch.float32
     tied: tuple[int, ...] = ()
+    paces: tuple[float, ...] = ()
+
+    def stage_seconds(self) -> list[tuple[float, float]]:
+        """Forward and backward of each stage on a micro-batch."""
+        found = self.profile.stage_seconds(self.plan, self.samples)
+        paces = self.paces or (1.0,) * len(found)
+        return [(pace * forward, pace * backward) for pace, (forward, backward) in zip(paces, found, strict=True)]
 
     @property
     def batch(self) -> int:
@@ -61,7 +71,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one step. step_s; first_epoch_s: while every sample is new. forward_bytes, backward_bytes: of a message.
+    """Of one step. step_s; first_epoch_s: while every sample is new. forward_bytes, backward_bytes and
+    first_visit_bytes: of a message on each link.
 
     average_s: of its gradients over replicas, the slowest stage. slack: forwards in flight that each stage has more
     than the next. wait_s: of each stage, for messages. store_s: what the disk needs for the messages of a step; the
@@ -72,9 +83,9 @@ class Prediction:
     config: Config
     step_s: float
     first_epoch_s: float
-    forward_bytes: int
-    first_visit_bytes: int
-    backward_bytes: int
+    forward_bytes: tuple[int, ...]
+    first_visit_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
     average_s: float
     slack: int
     wait_s: tuple[float, ...]
@@ -101,14 +112,15 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     counts = [job.profile.tokens] * job.samples
     hidden = job.profile.hidden
     values = sum(counts) * hidden
-    forward = activation_bytes(config, counts, hidden, job.dtype)
-    first = activation_bytes(config, counts, hidden, job.dtype, first_visit=True)
-    backward = gradient_bytes(config, counts, hidden, job.dtype)
-    average, tied = _averages(job, config, network, speeds)
     links = job.plan.num_stages - 1
+    size = (counts, hidden, job.dtype)
+    forward = tuple(activation_bytes(config, k, *size) for k in range(links))
+    first = tuple(activation_bytes(config, k, *size, first_visit=True) for k in range(links))
+    backward = tuple(gradient_bytes(config, k, *size) for k in range(links))
+    average, tied = _averages(job, config, network, speeds)
     step = Step(
         stages=_costs(job, config, speeds, values, average), micro_batches=job.micro_batches,
-        forward_bytes=[forward] * links, backward_bytes=[backward] * links, together_s=tied + _together(job, network),
+        forward_bytes=forward, backward_bytes=backward, together_s=tied + _together(job, network),
     )  # fmt: skip
     slack, played = best_in_flight(step, network, config.in_flight)
     store_s = 0.0
@@ -117,7 +129,7 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
         store_s = ends * job.micro_batches * values * config.store.bits / 8 / speeds.disk_bytes_s
     first_epoch_s = played.seconds
     if first != forward:
-        whole = replace(step, forward_bytes=[first] * links)
+        whole = replace(step, forward_bytes=first)
         first_epoch_s = best_in_flight(whole, network, config.in_flight)[1].seconds
     return Prediction(
         job=job, config=config, step_s=max(played.seconds, store_s), first_epoch_s=max(first_epoch_s, store_s),
@@ -147,13 +159,13 @@ def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[
     quantized = config.activations.method in config.activations.QUANTIZED
     encode_s = values / (speeds.encode_values_s if quantized else speeds.cast_values_s)
     decode_s = values / (speeds.decode_values_s if quantized else speeds.cast_values_s)
-    compute = job.profile.stage_seconds(job.plan, job.samples)
+    seconds = job.stage_seconds()
     return [
         StageCosts(
             forward_s=forward_s, backward_s=backward_s, encode_s=encode_s, decode_s=decode_s, reduce_s=reduce_s,
             update_s=parameters * speeds.update_s_per_parameter,
         )
-        for (forward_s, backward_s), reduce_s, parameters in zip(compute, average, job.plan.parameters, strict=True)
+        for (forward_s, backward_s), reduce_s, parameters in zip(seconds, average, job.plan.parameters, strict=True)
     ]  # fmt: skip
 
 
@@ -205,8 +217,9 @@ def as_row(prediction: Prediction) -> dict[str, Any]:
         "micro_batches": p.job.micro_batches, "method": a.method,
         "forward_bits": a.forward_bits if quantized else None, "backward_bits": a.backward_bits if quantized else None,
         "gradients": p.config.gradients.method, "step_s": p.step_s, "first_epoch_s": p.first_epoch_s,
-        "samples_per_s": p.samples_per_s, "forward_bytes": p.forward_bytes, "first_visit_bytes": p.first_visit_bytes,
-        "backward_bytes": p.backward_bytes, "average_s": p.average_s, "wait_s": list(p.wait_s), "store_s": p.store_s,
+        "samples_per_s": p.samples_per_s, "forward_bytes": list(p.forward_bytes),
+        "first_visit_bytes": list(p.first_visit_bytes), "backward_bytes": list(p.backward_bytes),
+        "average_s": p.average_s, "wait_s": list(p.wait_s), "store_s": p.store_s,
         "in_flight": list(numbers(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
         "memory_bytes": p.memory_bytes(),
     }  # fmt: skip

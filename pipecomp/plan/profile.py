@@ -205,9 +205,14 @@ class _Kept:
             yield
 
 
-def balanced(model: Any, profile: Profile | None, stages: int | Sequence[int], *, tie: bool = True) -> SplitPlan:
-    """Where to cut a model (on the meta device) into so many stages, or at given blocks; by seconds where there are."""
+def balanced(
+    model: Any, profile: Profile | None, stages: int | Sequence[int], *, tie: bool = True, paces: Sequence[float] = ()
+) -> SplitPlan:  # fmt: skip
+    """Where to cut a model (on the meta device) into so many stages, or at given blocks; by seconds where there are.
+
+    paces: how many times those seconds each stage's machine takes.
+    """
     by = None if profile is None or profile.blocks[0].forward_s is None else profile.block_seconds()
     if isinstance(stages, int):
-        return plan_model(model, stages, block_seconds=by, tie=tie)
+        return plan_model(model, stages, block_seconds=by, tie=tie, paces=paces)
     return plan_model(model, cuts=list(stages), block_seconds=by, tie=tie)

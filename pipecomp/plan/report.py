@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from pipecomp.config import Bits, bits_text
 from pipecomp.doctor.peers import bits_per_second, milliseconds
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Prediction
@@ -21,7 +22,7 @@ def stage_table(prediction: Prediction) -> Table:
     table = Table(title=f"Stages ({job.profile.measured})")
     for heading in ("stage", "blocks", "M parameters", "forward ms", "backward ms", "memory GB"):
         table.add_column(heading, justify="right")
-    compute = job.profile.stage_seconds(job.plan, job.samples)
+    compute = job.stage_seconds()
     for k, (lo, hi) in enumerate(pairwise(job.plan.cuts)):
         forward_s, backward_s = compute[k]
         table.add_row(
@@ -31,16 +32,18 @@ def stage_table(prediction: Prediction) -> Table:
     return table
 
 
-def link_table(network: Network, prediction: Prediction, plain: Prediction, bits: Sequence[tuple[int, int]]) -> Table:
-    """Each link's rates and what a micro-batch sends over it. bits: that would hide on each link alone."""
+def link_table(network: Network, prediction: Prediction, plain: Prediction) -> Table:
+    """Each link's rates and what a micro-batch sends over it."""
     table = Table(title="Links, for each micro-batch")
-    for heading in ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits that hide"):
+    for heading in ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits"):
         table.add_column(heading, justify="right")
     for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True)):
-        sizes = (plain.forward_bytes, prediction.first_visit_bytes, prediction.forward_bytes, prediction.backward_bytes)
+        p = prediction
+        forward, backward = p.config.activations.bits(k)
+        sizes = (plain.forward_bytes, p.first_visit_bytes, p.forward_bytes, p.backward_bytes)
         table.add_row(
             f"{k}→{k + 1}", rate(out.bits_per_s), rate(back.bits_per_s), milliseconds(out.latency_s),
-            *(f"{size / 1e3:.1f}" for size in sizes), f"fw{bits[k][0]} bw{bits[k][1]}",
+            *(f"{size[k] / 1e3:.1f}" for size in sizes), f"fw{forward} bw{backward}",
         )  # fmt: skip
     return table
 
@@ -72,7 +75,7 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
     said = []
     if p.job.plan.num_stages > 1:
         gain = plain.step_s / p.step_s
-        bits = f"AQ-SGD with {choice.forward_bits} bits forward and {choice.backward_bits} back"
+        bits = f"AQ-SGD with {bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
         if not choice.pays:
             said.append(
                 f"Compressing activations does not pay on these links: a step takes {plain.step_s:.3g} s without, "
@@ -96,13 +99,17 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
     return said
 
 
+def _json(bits: Bits) -> Any:
+    return list(bits) if isinstance(bits, tuple) else bits
+
+
 def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """What to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         section["activations"] = {
-            "method": "aqsgd", "forward_bits": choice.forward_bits, "backward_bits": choice.backward_bits,
+            "method": "aqsgd", "forward_bits": _json(choice.forward_bits), "backward_bits": _json(choice.backward_bits),
         }  # fmt: skip
     if averages and averages[0][0] != "none":
         section["gradients"] = {"method": averages[0][0]}

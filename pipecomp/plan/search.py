@@ -1,7 +1,7 @@
 """Which settings to take: bits that hide behind compute, stages and micro-batches, the gradients' method.
 
 A choice is made among predictions only; of settings that take about equally long the gentlest wins: more bits, no
-compression, fewer micro-batches.
+compression, fewer micro-batches. Links that are much faster than the slowest one get bits of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipecomp.config import Config
+from pipecomp.config import Bits, Config
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits
@@ -20,18 +20,20 @@ from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, p
 PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
 ALMOST = 1.02  # a step that takes at most so much longer takes as long
+FREE = 1.001  # so much longer it may be for more bits on a fast link
+FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
 PAYS = 1.05  # compression must make a step so much faster
 _AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """forward_bits, backward_bits: chosen. prediction: with them. plain: without compression. fits: whether fewer bits
-    would not make a step faster.
+    """forward_bits, backward_bits: chosen, one number or one for each link. prediction: with them. plain: without
+    compression. fits: whether fewer bits would not make a step faster.
     """
 
-    forward_bits: int
-    backward_bits: int
+    forward_bits: Bits
+    backward_bits: Bits
     prediction: Prediction
     plain: Prediction
     fits: bool
@@ -43,23 +45,50 @@ class Choice:
 
 
 def choose_bits(
-    predicted: Callable[[int, int], float], forward: int | str = "auto", backward: int | str = "auto"
-) -> tuple[int, int, bool]:
+    predicted: Callable[[Bits, Bits], float], network: Network, forward: Bits = "auto", backward: Bits = "auto"
+) -> tuple[Bits, Bits, bool]:
     """The most bits whose step takes hardly longer than with the fewest, and whether those hide behind compute.
 
-    predicted(forward, backward): seconds of a step. forward, backward: a number where it is settled. The third value
-    is False if the link is the limit even with the fewest bits: more than 2 bits forward then would be slower.
+    The same bits on all links first; then fast ones get as many as cost nothing. predicted(forward, backward): seconds
+    of a step. forward, backward: anything but "auto" is settled. The third value is False if the slowest link is the
+    limit even with the fewest bits: more than 2 bits forward there would be slower.
     """
-    pairs = _pairs(forward, backward)
-    least = predicted(*pairs[-1])
-    for f, b in pairs:
-        if predicted(f, b) <= ALMOST * least:
-            return f, b, pairs[-1] != (f, b)
-    raise AssertionError("the last pair is as fast as itself")
+    links = max(1, len(network.forward))
+    options = [_pairs(_of_link(forward, k), _of_link(backward, k)) for k in range(links)]
+
+    def bits(places: Sequence[int]) -> tuple[Bits, Bits]:
+        chosen = [options[k][place] for k, place in enumerate(places)]
+        return _one_for_all([f for f, _ in chosen]), _one_for_all([b for _, b in chosen])
+
+    last = len(options[0]) - 1
+    least = predicted(*bits([last] * links))
+    common = next(p for p in range(last + 1) if predicted(*bits([p] * links)) <= ALMOST * least)
+    places = [common] * links
+    limit = FREE * predicted(*bits(places))
+    for k in _fast(network):
+        tried = ([*places[:k], p, *places[k + 1 :]] for p in range(common + 1))
+        places = next(found for found in tried if predicted(*bits(found)) <= limit)
+    return *bits(places), common != last
+
+
+def _fast(network: Network) -> list[int]:
+    """Links that have much more than the slowest line's rate, both ways."""
+    both = zip(network.forward, network.backward, strict=True)
+    return [
+        k for k, (out, back) in enumerate(both) if min(out.bits_per_s, back.bits_per_s) >= FASTER * network.slowest
+    ]
+
+
+def _of_link(bits: Bits, k: int) -> int | str:
+    return bits[k] if isinstance(bits, tuple) else bits
+
+
+def _one_for_all(bits: list[int]) -> Bits:
+    return bits[0] if len(set(bits)) == 1 else tuple(bits)
 
 
 def _pairs(forward: int | str, backward: int | str) -> list[tuple[int, int]]:
-    """What there is to choose from, the gentlest first."""
+    """What a link can have, the gentlest first."""
     if isinstance(forward, int) and isinstance(backward, int):
         return [(forward, backward)]
     if isinstance(forward, int):
@@ -72,31 +101,16 @@ def _pairs(forward: int | str, backward: int | str) -> list[tuple[int, int]]:
 def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Choice:
     """The bits for a configuration whose method quantizes, "auto" or not."""
     a = config.activations
-    seen: dict[tuple[int, int], Prediction] = {}
+    seen: dict[tuple[Bits, Bits], Prediction] = {}
 
-    def predicted(f: int, b: int) -> float:
+    def predicted(f: Bits, b: Bits) -> float:
         if (f, b) not in seen:
             seen[f, b] = predict(job, with_bits(config, f, b), network, speeds)
         return seen[f, b].step_s
 
-    f, b, fits = choose_bits(predicted, a.forward_bits, a.backward_bits)
+    f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
     return Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits)
-
-
-def bits_for_links(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> list[tuple[int, int]]:
-    """For each link the bits that it could have if it were the only slow one. A configuration has one pair for all."""
-    found = []
-    for k in range(len(network.forward)):
-        fast = replace(network.forward[k], bits_per_s=float("inf"), latency_s=0.0)
-        alone = Network(
-            forward=tuple(line if i == k else fast for i, line in enumerate(network.forward)),
-            backward=tuple(line if i == k else fast for i, line in enumerate(network.backward)),
-            shared=network.shared,
-        )
-        chosen = choose(job, config, alone, speeds)
-        found.append((chosen.forward_bits, chosen.backward_bits))
-    return found
 
 
 def choose_average(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> list[tuple[str, float]]:

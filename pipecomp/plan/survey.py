@@ -33,11 +33,15 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher."""
+    """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher.
+
+    paces: how many times the profile's seconds each rank's machine takes, at most 1; empty without a launcher.
+    """
 
     profile: Profile
     speeds: Speeds
     network: Network | None = None
+    paces: tuple[float, ...] = ()
 
 
 def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
@@ -86,9 +90,12 @@ def survey_ranks(
     R = launch.world // K
     links = [[seen[k * R + r][0] for r in range(R)] for k in range(K - 1)]
     machines = [survey for _, survey in seen]
+    profile = slowest_profile([m.profile for m in machines])
+    whole_s = sum(profile.block_seconds())
     return Survey(
-        profile=slowest_profile([m.profile for m in machines]), speeds=slowest_speeds([m.speeds for m in machines]),
+        profile=profile, speeds=slowest_speeds([m.speeds for m in machines]),
         network=network_of(links) if K > 1 else None,
+        paces=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
     )  # fmt: skip
 
 

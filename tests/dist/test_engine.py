@@ -89,11 +89,12 @@ def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(scale < 2.0**-100, torch.zeros(()), scale * ((code + 0.5) / 2 ** (bits - 1) - 1))
 
 
-def algorithm_1(stages: int, forward_bits: int, backward_bits: int, steps: int, micro_batches: int = 3):
+def algorithm_1(forward_bits: list[int], backward_bits: list[int], steps: int, micro_batches: int = 3):
     """AQ-SGD in one process: plain torch, one message per sample and link. Returns losses and messages."""
     from pipecomp.data import ShardedSampler
     from pipecomp.stages import default_loss, split
 
+    stages = len(forward_bits) + 1
     parts = split(gpt2(), num_stages=stages)
     loss_fn = default_loss(parts[0].config)
     optimizers = [torch.optim.AdamW(p.parameters(), lr=1e-3, weight_decay=0.01) for p in parts]
@@ -115,14 +116,14 @@ def algorithm_1(stages: int, forward_bits: int, backward_bits: int, steps: int, 
                 a = outputs[k]["hidden_states"].detach()
                 for i, sample in enumerate(ids):
                     m = held[k].get(sample)
-                    held[k][sample] = a[i].clone() if m is None else m + quantize(a[i] - m, forward_bits)
+                    held[k][sample] = a[i].clone() if m is None else m + quantize(a[i] - m, forward_bits[k])
                 received = torch.stack([held[k][sample] for sample in ids]).requires_grad_()
                 inputs.append({"hidden_states": received, "attention_mask": None})
             loss = loss_fn(outputs[-1], x)
             total += loss.detach()
             (loss / micro_batches).backward()
             for k in reversed(range(stages - 1)):
-                g = quantize(inputs[k + 1]["hidden_states"].grad, backward_bits)
+                g = quantize(inputs[k + 1]["hidden_states"].grad, backward_bits[k])
                 outputs[k]["hidden_states"].backward(g)
         for name in tied[0]:
             grad = tied[0][name].grad + tied[-1][name].grad
@@ -142,14 +143,13 @@ def algorithm_1(stages: int, forward_bits: int, backward_bits: int, steps: int, 
     return losses, [{i: digest(m) for i, m in link.items()} for link in held]
 
 
-def compressed(rank, world, note, folder):
+def compressed(rank, world, note, folder, bits):
     out = {}
+    activations = {"method": "aqsgd", **bits}
     for name, section in {
-        "lmdb": {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
-                 "store": {"path": f"{folder}/lmdb"}},
-        "memory": {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
-                   "store": {"backend": "memory"}},
-    }.items():  # fmt: skip
+        "lmdb": {"activations": activations, "store": {"path": f"{folder}/lmdb"}},
+        "memory": {"activations": activations, "store": {"backend": "memory"}},
+    }.items():
         engine, losses = train(world, section)
         before = messages(engine)
         evaluated = [float(engine.eval_batch(iter(eval_data()), num_micro_batches=3)) for _ in range(2)]
@@ -164,11 +164,15 @@ def eval_data():
     return eval_batches(samples(6, seed=5), 2)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_aqsgd_is_algorithm_1_bit_for_bit(stages, tmp_path):
+@pytest.mark.parametrize(("bits", "forward_bits", "backward_bits"), [
+    ({"forward_bits": 3, "backward_bits": 6}, [3], [6]),
+    ({"forward_bits": [2, 5], "backward_bits": 6}, [2, 5], [6, 6]),
+])  # fmt: skip
+def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp_path):
     torch.set_num_threads(1)
-    losses, held = algorithm_1(stages, 3, 6, STEPS)
-    ranks = run_ranks(stages, compressed, str(tmp_path), timeout_s=200)
+    stages = len(forward_bits) + 1
+    losses, held = algorithm_1(forward_bits, backward_bits, STEPS)
+    ranks = run_ranks(stages, compressed, str(tmp_path), bits, timeout_s=200)
     for name in ("lmdb", "memory"):
         for rank, result in ranks.items():
             got, kept, untouched, evaluated, stats = result[name]
@@ -285,6 +289,9 @@ def refused(rank, world, note):
             gpt2(), num_stages=1, config=ds_config({"activations": {"method": "direct"}})
         ),
         "key": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config({"activations": {"bits": 4}})),
+        "bits": lambda: pipecomp.initialize(
+            gpt2(), num_stages=2, config=ds_config({"activations": {"method": "direct", "forward_bits": [4, 4]}})
+        ),
         "file": lambda: pipecomp.initialize(gpt2(), num_stages=2, config="no/such.json"),
     }.items():
         try:
@@ -307,6 +314,7 @@ def test_what_is_refused():
         assert "num_stages: got 3, allowed: a divisor of the 2 processes" in out["stages"]
         assert "activations.method: got 'direct', allowed: 'none' with one stage" in out["one stage"]
         assert "activations.bits" in out["key"]
+        assert "activations.forward_bits: got [4, 4], allowed: one number, or 1: one for each link" in out["bits"]
         assert "no/such.json" in out["file"]
     assert "training_data" in ranks[0]["no data"]
     assert "rank 0 stopped: DataError: no data" in ranks[1]["no data"]

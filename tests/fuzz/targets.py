@@ -59,7 +59,7 @@ def fuzz_config(data: bytes) -> None:
         try:
             config = Config.from_dict(section)
             config.digest()
-            config.link_settings()
+            config.link_settings(0)
         except PipecompError as error:
             str(error)
 
