@@ -17,7 +17,7 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 
 # An import may point to its own layer or to a lower one.
 LAYERS = [
-    {"errors", "wire", "kernels", "local"},
+    {"errors", "wire", "kernels", "local", "plain"},
     {
         "config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation",
         "interfaces", "random_state", "sealing",

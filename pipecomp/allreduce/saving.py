@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.state import State
 from pipecomp.errors import ConfigError
+from pipecomp.plain import describe, rebuild
 
 FORMAT = "pipecomp gradient memories 1"
 _TORCHS = ("error_dict", "p_memory_dict", "q_memory_dict")  # what PowerSGD keeps of each bucket
@@ -72,26 +73,18 @@ def load(state: State, path: str | os.PathLike[str], device: torch.device | str 
 
 
 def _describe(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Plain containers as JSON that keeps tuples apart from lists and takes any keys; tensors are put aside."""
-    if isinstance(value, Tensor):
+    """Plain containers as JSON; tensors are put aside, by name."""
+
+    def put_aside(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
         name = str(len(tensors))
-        tensors[name] = value.detach().cpu().contiguous()
+        tensors[name] = leaf.detach().cpu().contiguous()
         return {"tensor": name}
-    if isinstance(value, dict):
-        return {"dict": [[_describe(key, tensors), _describe(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, (tuple, list)):
-        return {type(value).__name__: [_describe(item, tensors) for item in value]}
-    return value
+
+    return describe(value, put_aside)
 
 
 def _rebuild(described: Any, tensors: dict[str, Tensor]) -> Any:
     """What `_describe` was given."""
-    if not isinstance(described, dict):
-        return described
-    ((kind, value),) = described.items()
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {_rebuild(key, tensors): _rebuild(item, tensors) for key, item in value}
-    items = [_rebuild(item, tensors) for item in value]
-    return tuple(items) if kind == "tuple" else items
+    return rebuild(described, lambda _, name: tensors[name])
