@@ -47,6 +47,10 @@ class _Sign(NamedTuple):
     since: float
 
     @property
+    def engine(self) -> int:
+        return int(self.words[1] or 0)
+
+    @property
     def words(self) -> list[str]:
         """Beat, engine, state, rank that is lost, reason."""
         return [*self.text.split(" ", 4), "", "", ""]
@@ -118,14 +122,18 @@ class Watch:
         self._say(f"{_STOPPED} {rank} {reason[:2000]}")
 
     def _linger(self) -> None:
-        """On rank 0, which may serve the store: stay until the others have said that they stopped, or are silent."""
+        """On rank 0, which may serve the store: stay until the others have said that they stopped, make another engine
+        already, or are silent."""
         deadline = time.monotonic() + _LINGER_S
         while self._rank == 0 and time.monotonic() < deadline:
             now = time.monotonic()
             silence_s = _SILENCE * self.timeout_s
             seen = dict(self._seen)
-            gone = [s for s in seen.values() if s.words[2] == _STOPPED or now - s.since > silence_s]
-            if len(gone) == len(self._others):
+            gone = [
+                sign.words[2] == _STOPPED or sign.engine > self.engine or now - sign.since > silence_s
+                for sign in seen.values()
+            ]
+            if sum(gone) == len(self._others):
                 return
             time.sleep(_LINGER_POLL_S)
 
@@ -199,11 +207,11 @@ class Watch:
             return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {why}", 0)
         seen = dict(self._seen)
         for rank, sign in seen.items():
-            _, engine, state, lost, reason, *_ = sign.words
-            if state == _STOPPED and engine == str(self.engine):
+            _, _, state, lost, reason, *_ = sign.words
+            if state == _STOPPED and sign.engine == self.engine:
                 return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
         for rank, sign in seen.items():
-            if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.words[1] == str(self.engine)):
+            if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.engine == self.engine):
                 return LinkTimeoutError(
                     f"no sign of life from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
                     "reached"
