@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/pipecomp demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

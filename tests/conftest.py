@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 PACKAGES = [
     "torch.distributed", "transformers.models.gpt2.modeling_gpt2", "deepspeed.pipe", "pipecomp.engine",
@@ -20,3 +24,17 @@ def pytest_configure() -> None:
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         multiprocessing.set_forkserver_preload(PACKAGES)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which looks at the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `--dist loadgroup`: all tests of several ranks one after the other, the rest file by file."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("dist" if "dist" in item.path.parts else item.path.name))
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory where there is such a place: an fsync can take seconds while others write to the same disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)

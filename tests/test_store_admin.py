@@ -2,9 +2,7 @@
 
 import os
 import signal
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +18,8 @@ RANKS, LINKS, SAMPLES = (0, 2), ("link-0", "link-1"), 12
 
 
 @pytest.fixture
-def tmp_path():
-    """In memory where there is such a place: an fsync can take seconds while others write to the same disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder)
+def tmp_path(memory_folder):
+    return memory_folder
 
 
 def value(rank: int, link: str, sample: int, version: int) -> torch.Tensor:

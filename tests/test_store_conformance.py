@@ -22,10 +22,8 @@ SETTINGS = {"method": "aqsgd", "forward_bits": 4}
 
 
 @pytest.fixture
-def tmp_path():
-    """In memory where there is such a place: an fsync can take seconds while others write to the same disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder)
+def tmp_path(memory_folder):
+    return memory_folder
 
 
 @pytest.fixture(params=["memory", "lmdb"])

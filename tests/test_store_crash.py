@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -56,10 +55,8 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def tmp_path():
-    """In memory where there is such a place: an fsync can take seconds while others write to the same disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder)
+def tmp_path(memory_folder):
+    return memory_folder
 
 
 class Host:

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -31,10 +30,8 @@ SECTION = {"activations": {"method": "aqsgd"}, "store": {"on_write_error": "cont
 
 
 @pytest.fixture
-def tmp_path():
-    """In memory where there is such a place: an fsync can take seconds while others write to the same disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder)
+def tmp_path(memory_folder):
+    return memory_folder
 
 
 @pytest.fixture
