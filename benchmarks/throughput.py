@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
 SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches"
-REPLICAS = f"{SIXTEEN}, 2 replicas, 4-bit gradients"
+REPLICAS = tuple(f"AQ-SGD fw3 bw6, 2 replicas, {bits}-bit gradients" for bits in (4, 1))
 EVERYWHERE = (
     "DeepSpeed FP32", "FP32", "DirectQ fw3 bw6", "AQ-SGD fw3 bw6", SIXTEEN, "AQ-SGD fw2 bw4, 16 micro-batches",
 )  # fmt: skip
@@ -39,7 +39,7 @@ class Setting:
 SETTINGS = {
     "2 stages": Setting(2, {**dict.fromkeys(EVERYWHERE, RATES), **dict.fromkeys(SOMEWHERE, (UNTHROTTLED, 1.0, 5.8))}),
     "2 stages, 20 ms each way": Setting(2, {SIXTEEN: (5.8,), "AQ-SGD fw2 bw4, 16 micro-batches": (12.0,)}, "20ms"),
-    "2 stages, 2 replicas": Setting(2, {TWICE: (UNTHROTTLED, 5.8), REPLICAS: (UNTHROTTLED, 5.8)}),
+    "2 stages, 2 replicas": Setting(2, dict.fromkeys((TWICE, *REPLICAS), (UNTHROTTLED, 5.8))),
     "4 stages": Setting(4, dict.fromkeys(("FP32", "DeepSpeed FP32", SIXTEEN), (UNTHROTTLED, 1.0, 5.8))),
 }  # fmt: skip
 

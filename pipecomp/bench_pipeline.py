@@ -76,9 +76,12 @@ LINES = (
     Line(name="AQ-SGD fw2 bw4, 16 micro-batches", section=_aqsgd(2, 4), micro_batches=16),
     Line(name="AQ-SGD fw3 bw6, 16 micro-batches, memory store", section=_aqsgd(3, 6, "memory"), micro_batches=16),
     Line(name=TWICE, engine="deepspeed", replicas=2, against=TWICE),
-    Line(
-        name="AQ-SGD fw3 bw6, 16 micro-batches, 2 replicas, 4-bit gradients", micro_batches=16, replicas=2,
-        section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": 4}}, against=TWICE,
+    *(
+        Line(
+            name=f"AQ-SGD fw3 bw6, 2 replicas, {bits}-bit gradients", replicas=2,
+            section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}}, against=TWICE,
+        )
+        for bits in (4, 1)
     ),
 )  # fmt: skip
 
@@ -182,21 +185,27 @@ def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None,
     }
 
 
-def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: int, steps: int, folder: str) -> Row:
-    """One rank's steps: seconds of each, and what it waited and computed in the last one."""
+def start_engine(line: Line, model: Model, stages: int, folder: str) -> Any:
+    """The engine of a line on one of its ranks. folder: for its message store."""
     import torch
-    import torch.distributed as dist
 
     from pipecomp.demo_task import gpt2
 
-    torch.set_num_threads(1)
     whole = gpt2(model.vocabulary, model.tokens, layers=model.blocks, width=model.width, heads=model.heads, seed=0)
     whole.config.tie_word_embeddings = False
     whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.vocabulary, (model.samples * line.replicas, model.tokens), generator=draw)
-    start = _stock if line.engine == "deepspeed" else _ours
-    engine = start(line, whole, tokens, stages, folder)
+    return (_stock if line.engine == "deepspeed" else _ours)(line, whole, tokens, stages, folder)
+
+
+def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: int, steps: int, folder: str) -> Row:
+    """One rank's steps: seconds of each, and what it waited and computed in the last one."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    engine = start_engine(line, model, stages, folder)
     seconds, loss = [], 0.0
     before: dict[str, float] = {}
     first: Row = {}

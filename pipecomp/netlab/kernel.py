@@ -130,9 +130,9 @@ class KernelNetwork:
             self._without_ipv6(name, "eth0")
             self._without_ipv6(hub, port)
             delay = shape if self.delay_by == "netem" else None
-            for text in queue_commands(name, "eth0", shape.up[node], shape.delay_s, delay):
+            for text in queue_commands("add", name, "eth0", shape.up[node], shape.delay_s, delay):
                 run(text)
-            for text in queue_commands(hub, port, shape.down[node], shape.delay_s, None):
+            for text in queue_commands("add", hub, port, shape.down[node], shape.delay_s, None):
                 run(text)
             run(f"ip -n {hub} link set {port} master br0")
             run(f"ip -n {hub} link set {port} up")
@@ -187,6 +187,15 @@ class KernelNetwork:
         queues = json.loads(self._run(f"tc -n {namespace} -s -j qdisc show dev {interface}"))
         return next(int(queue["bytes"]) for queue in queues if queue.get("root"))
 
+    def set_rate(self, rate: int) -> None:
+        delay = self._shape if self.delay_by == "netem" else None
+        for node, name in enumerate(self._nodes):
+            for text in (
+                *queue_commands("change", name, "eth0", rate, self._shape.delay_s, delay),
+                *queue_commands("change", self._hub, f"port{node}", rate, self._shape.delay_s, None),
+            ):
+                self._run(text)
+
     def cut(self, node: int) -> None:
         # Off the bridge, not down: as with a line that breaks far away, the node itself notices nothing.
         self._run(f"ip -n {self._hub} link set port{node} nomaster")
@@ -201,12 +210,15 @@ class KernelNetwork:
         delete_namespaces([*self._nodes, self._hub], self._run)
 
 
-def queue_commands(namespace: str, interface: str, rate: int | None, delay_s: float, delay: Shape | None) -> list[str]:
-    """The tc commands that give an interface its queue: netem if `delay` says one, tbf at `rate` bits per second.
+def queue_commands(
+    verb: str, namespace: str, interface: str, rate: int | None, delay_s: float, delay: Shape | None
+) -> list[str]:
+    """The tc commands that "add" an interface's queue or "change" it: netem if `delay` says one, tbf at `rate` bits per
+    second.
 
     delay_s: seconds one way that the queue must be long enough for.
     """
-    add = f"tc -n {namespace} qdisc add dev {interface}"
+    add = f"tc -n {namespace} qdisc {verb} dev {interface}"
     place, commands = "root", []
     if delay is not None:
         netem = f"delay {round(delay.delay_s * 1e6)}us"

@@ -20,7 +20,7 @@ from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
 from pipecomp.netlab.network import Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
-from pipecomp.netlab.shape import Shape, read_shape
+from pipecomp.netlab.shape import Shape, parse_rate, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 
 LAUNCHERS = ("none", "deepspeed")
@@ -117,6 +117,16 @@ class Lab:
     def bytes(self) -> list[NodeBytes]:
         """What each node has sent and received since the lab began."""
         return self.network.bytes()
+
+    def set_bandwidth(self, bandwidth: str) -> None:
+        """From now on every node sends and receives at this rate, as in "100mbit".
+
+        Raises NetlabError in a software lab, and in one that began without a limit on every node.
+        """
+        rate = parse_rate("bandwidth", bandwidth)
+        if None in (*self.shape.up, *self.shape.down):
+            raise NetlabError("a lab without a limit at its beginning gets none later; begin with 10gbit, say")
+        self.network.set_rate(rate)
 
     def cut(self, node: int) -> None:
         """Cut a node off, as the option `cuts` does on time."""

@@ -41,6 +41,10 @@ class Network(Protocol):
         """Counters of all nodes."""
         ...
 
+    def set_rate(self, rate: int) -> None:
+        """All nodes' rate from now on, each way, in bits per second; NetlabError where it cannot be changed."""
+        ...
+
     def cut(self, node: int) -> None:
         """Nothing reaches or leaves the node any more."""
         ...

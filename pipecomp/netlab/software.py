@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.local import free_port
+from pipecomp.netlab.errors import NetlabError
 from pipecomp.netlab.network import NodeBytes
 from pipecomp.netlab.shape import Shape
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
@@ -42,6 +43,9 @@ class SoftwareNetwork:
     def bytes(self) -> list[NodeBytes]:
         states = [self._state.read(node) for node in range(self._shape.nodes)]
         return [NodeBytes(node, int(state.sent), int(state.received)) for node, state in enumerate(states)]
+
+    def set_rate(self, rate: int) -> None:
+        raise NetlabError("the rate of a software lab is that of its beginning: its links know no other")
 
     def cut(self, node: int) -> None:
         with self._state.change(node) as (state,):

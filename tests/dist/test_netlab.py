@@ -18,7 +18,7 @@ from small import ds_config
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.local import RankFailedError
-from pipecomp.netlab import Lab, missing
+from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab.kernel import command, has_netem, namespace_names, processes_in
 from pipecomp.netlab.names import folder_of
 
@@ -170,6 +170,26 @@ def test_deepspeeds_launcher(tmp_path):
         for rank in range(4)
     ]
     assert (done.failed, done.status) == ("node1", 4)
+
+
+@needs_kernel
+def test_a_rate_that_changes():
+    def rates(lab):
+        queues = [command(f"tc -n {lab.name}-n{node} -j qdisc show dev eth0") for node in range(2)]
+        queues += [command(f"tc -n {lab.name}-hub -j qdisc show dev port{node}") for node in range(2)]
+        return [8 * json.loads(found)[0]["options"]["rate"] for found in queues]
+
+    with Lab(nodes=2, bandwidth="100mbit") as lab:
+        assert rates(lab) == [100_000_000] * 4
+        lab.run(plain_tcp, 100_000, lab.network.address(0), timeout_s=60, on_line=quiet)
+        sent = lab.bytes()[1].sent
+        lab.set_bandwidth("3mbit")
+        assert rates(lab) == [3_000_000] * 4
+        assert lab.bytes()[1].sent >= sent > 100_000, "counters go on"
+    with Lab(nodes=2) as lab, pytest.raises(NetlabError, match="without a limit at its beginning"):
+        lab.set_bandwidth("3mbit")
+    with Lab(nodes=2, bandwidth="3mbit", software=True) as lab, pytest.raises(NetlabError, match="software lab"):
+        lab.set_bandwidth("4mbit")
 
 
 # -- nothing is left

@@ -1,0 +1,223 @@
+"""Differences of a few percent: steps of two engines in turn, in the same processes.
+
+    python benchmarks/paired.py [--pairs 8] [--only NAME ...] [--out FOLDER]
+
+A shared machine's speed changes by more from run to run than what is to be shown. Here two engines with the model of
+`throughput.py` live in the same processes; one makes a step, then the other, and what counts is the ratio of two steps
+that follow each other. Where they differ in the link's rate, it is set before each step. Needs root. Finished
+comparisons are kept in --out. Writes paired.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipecomp.bench_pipeline import (
+    LINES,
+    UNTHROTTLED,
+    Model,
+    message_bytes,
+    reference_compute,
+    start_engine,
+)
+
+RESULTS = Path(__file__).parent / "results"
+MODEL = Model()
+BY_NAME = {line.name: line for line in LINES}
+STAGES, WARM_UP = 2, 8  # steps of an engine that do not count: samples go whole, the number in flight is found
+NO_LIMIT = "10gbit"  # where the other engine's link is slow
+DELAY = "20ms"
+STOCK, EIGHT = "DeepSpeed FP32", "AQ-SGD fw3 bw6"
+SIXTEEN, COARSE = "AQ-SGD fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw4, 16 micro-batches"
+MEMORY = f"{SIXTEEN}, memory store"
+HEADINGS = ("what", "against", "ratio of step times", "a quarter below", "a quarter above", "aim", "s a step")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A line of `bench_pipeline` at a link. delayed: by `DELAY` each way."""
+
+    line: str
+    r: float = UNTHROTTLED
+    delayed: bool = False
+
+    def __str__(self) -> str:
+        link = "no limit" if self.r == UNTHROTTLED else f"r = {self.r:g}"
+        return f"{self.line}, {link}{f', {DELAY} each way' if self.delayed else ''}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """aim: what one's step time over the other's shall be at most. pairs: at most so many, where steps are long."""
+
+    name: str
+    one: Side
+    other: Side
+    aim: float
+    pairs: int = 100
+
+
+COMPARISONS = (
+    Comparison("stock", Side(EIGHT), Side(STOCK), 1.03),
+    Comparison("stock, slow link", Side(SIXTEEN, 5.8), Side(STOCK, 5.8), 1 / 6, pairs=6),
+    Comparison("stock, slower link", Side(COARSE, 12.0), Side(STOCK, 12.0), 1 / 10, pairs=4),
+    Comparison("store", Side(SIXTEEN), Side(MEMORY), 1.02),
+    Comparison("store, slow link", Side(SIXTEEN, 5.8), Side(MEMORY, 5.8), 1.02),
+    Comparison("slow link", Side(SIXTEEN, 5.8), Side(SIXTEEN), 1 / 0.95),
+    Comparison("slower link", Side(COARSE, 12.0), Side(COARSE), 1 / 0.9),
+    Comparison("delay, slow link", Side(SIXTEEN, 5.8, delayed=True), Side(SIXTEEN, 5.8), 1.05),
+    Comparison("delay, slower link", Side(COARSE, 12.0, delayed=True), Side(COARSE, 12.0), 1.05),
+)
+BY_COMPARISON = {comparison.name: comparison for comparison in COMPARISONS}
+
+
+def run(name: str, compute_s: float, pairs: int) -> dict[str, Any]:
+    """One comparison: seconds of both steps of each pair. compute_s: of a micro-batch on a stage, which r counts in."""
+    import paired as this  # the nodes import it by name
+
+    from pipecomp.netlab import Lab
+
+    comparison = BY_COMPARISON[name]
+    both = comparison.one, comparison.other
+    pairs = min(pairs, comparison.pairs)
+    rates = [
+        NO_LIMIT if side.r == UNTHROTTLED else f"{int(8 * message_bytes(MODEL) / (side.r * compute_s))}bit"
+        for side in both
+    ]
+    limited = any(side.r != UNTHROTTLED for side in both)
+    delay = DELAY if any(side.delayed for side in both) else None
+    with (
+        Lab(nodes=STAGES, bandwidth=rates[0] if limited else None, delay=delay) as lab,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+
+        def set_rate(rank: int, wish: tuple[int, int]) -> None:
+            number, side = wish
+            lab.set_bandwidth(rates[side])
+            _set(folder).write_text(f"{number}.")
+
+        ranks = lab.run(this.one_rank, name, pairs, limited, folder, on_note=set_rate, timeout_s=3600)
+    steps = [[max(end) for end in zip(*both, strict=True)] for both in zip(*ranks.values(), strict=True)]
+    return {"name": name, "pairs": steps, "compute_s": compute_s, "rates": rates if limited else None}
+
+
+def _set(folder: str) -> Path:
+    """Names the change of rate that was made last, with a full stop behind it."""
+    return Path(folder) / "rate"
+
+
+def one_rank(rank: int, world: int, note: Any, name: str, pairs: int, limited: bool, folder: str) -> list[list[float]]:
+    """Seconds of both steps of each pair. limited: whether the link's rate is set before each step."""
+    import torch
+    import torch.distributed as dist
+
+    from pipecomp.netlab.throttle import VARIABLE
+
+    torch.set_num_threads(1)
+    delaying = os.environ.pop(VARIABLE, None)
+    engines = []
+    sides = (BY_COMPARISON[name].one, BY_COMPARISON[name].other)
+    for index, side in enumerate(sides):
+        if side.delayed and delaying is not None:
+            os.environ[VARIABLE] = delaying  # for the links that are opened now
+        engines.append(start_engine(BY_NAME[side.line], MODEL, STAGES, f"{folder}/{index}"))
+        os.environ.pop(VARIABLE, None)
+    changes = 0
+
+    def step(side: int) -> float:
+        nonlocal changes
+        if limited:
+            changes += 1
+            if rank == 0:
+                note((changes, side))
+            while not (_set(folder).exists() and _set(folder).read_text() == f"{changes}."):
+                time.sleep(0.02)
+        dist.barrier()
+        began = time.perf_counter()
+        engines[side].train_batch()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    for index, side in enumerate(sides):
+        for _ in range(1 if side.line == STOCK else WARM_UP):
+            step(index)
+    found = []
+    for number in range(pairs):
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        seconds = {side: step(side) for side in order}
+        found.append([seconds[0], seconds[1]])
+    for engine in engines:
+        if hasattr(engine, "close"):
+            engine.close()
+    return found
+
+
+def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
+    """Write paired.md."""
+    page = [
+        "# Differences of a few percent",
+        "",
+        f"`python benchmarks/paired.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU). Two engines in the "
+        "same processes make a step in turn; the ratio is the median over pairs of steps that follow each other, with "
+        "the quarters of pairs below and above. The model and the meaning of r are those of "
+        f"[throughput.md](throughput.md). The first {WARM_UP} steps of each do not count (of stock DeepSpeed, whose "
+        f'steps are all alike, one). "No limit" is {NO_LIMIT} where the other one\'s link is slow.',
+        "",
+        f"| {' | '.join(HEADINGS)} |",
+        "|" + "---|" * len(HEADINGS),
+    ]  # fmt: skip
+    by_name = {run["name"]: run for run in runs}
+    for c in COMPARISONS:
+        if c.name in by_name:
+            pairs = by_name[c.name]["pairs"]
+            low, middle, high = statistics.quantiles([one / other for one, other in pairs], n=4)
+            seconds = " and ".join(f"{statistics.median(side):.2f}" for side in zip(*pairs, strict=True))
+            page.append(
+                f"| {c.one} | {c.other} | **{middle:.3f}** | {low:.3f} | {high:.3f} | {c.aim:.3f} | {seconds} |"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "paired.md").write_text("\n".join(page) + "\n")
+
+
+def main() -> None:
+    """See the top of the file."""
+    from jobs import digest, finished, work_off
+
+    arguments = _arguments()
+    kept = arguments.out / "paired.jsonl"
+    setup = digest([asdict(MODEL), [asdict(line) for line in LINES], [asdict(c) for c in COMPARISONS], WARM_UP])
+    runs = finished(kept, setup)
+    done = {run["name"] for run in runs}
+    chosen = [c.name for c in COMPARISONS if any(part in c.name for part in arguments.only or [""])]
+    todo = [name for name in chosen if name not in done]
+    compute_s = runs[0]["compute_s"] if runs else reference_compute(MODEL, STAGES) if todo else 0.0
+    work_off(
+        run, [(name,) for name in todo], (compute_s, arguments.pairs), runs, workers=1, kept=kept, setup=setup,
+        line=_line, report=lambda found: write_report(arguments.out, found),
+    )  # fmt: skip
+
+
+def _line(found: dict[str, Any]) -> str:
+    ratio = statistics.median(one / other for one, other in found["pairs"])
+    return f"{found['name']:<20} {ratio:.3f}  {' '.join(f'{one:.2f}/{other:.2f}' for one, other in found['pairs'])} s"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--pairs", type=int, default=8, help="of steps (8)")
+    add("--only", nargs="*", default=[], metavar="NAME", help="comparisons whose name contains one of these")
+    add("--out", type=Path, default=RESULTS, help="where comparisons are kept and the page is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
