@@ -21,10 +21,11 @@ MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
 SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches"
 REPLICAS = tuple(f"AQ-SGD fw3 bw6, 2 replicas, {bits}-bit gradients" for bits in (4, 1))
-EVERYWHERE = (
-    "DeepSpeed FP32", "FP32", "DirectQ fw3 bw6", "AQ-SGD fw3 bw6", SIXTEEN, "AQ-SGD fw2 bw4, 16 micro-batches",
+EVERYWHERE = ("DeepSpeed FP32", "FP32", SIXTEEN, "AQ-SGD fw2 bw4, 16 micro-batches")
+SOMEWHERE = (
+    "DirectQ fw3 bw6", "AQ-SGD fw3 bw6", "FP32, 1F1B's number in flight", f"{SIXTEEN}, memory store", "BF16",
+    "DeepSpeed BF16",
 )  # fmt: skip
-SOMEWHERE = ("DeepSpeed BF16", "BF16", "FP32, 1F1B's number in flight", f"{SIXTEEN}, memory store")
 
 
 @dataclass(frozen=True)

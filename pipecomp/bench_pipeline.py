@@ -2,7 +2,8 @@
 
 Stages run in network namespaces of a lab (root needed), one thread each. r says how slow a link is: the time that the
 messages of one micro-batch take in float32, both directions added, over the time that one stage computes on it. All
-lines of one rate run in turn; a line's steps are timed after two that are not counted (of stock DeepSpeed one).
+lines of one rate run in turn; a line's steps are timed after some that are not counted: of stock DeepSpeed one, of
+pipecomp two and more, until it has settled how many micro-batches are in flight.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -22,6 +24,7 @@ from pipecomp.netlab.lab import Lab
 
 Row = dict[str, Any]
 UNTHROTTLED = 0.0
+_MOST_UNCOUNTED = 8
 RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
 TWICE = "DeepSpeed FP32, 2 replicas"
 
@@ -53,10 +56,11 @@ class Line:
     section: dict[str, Any] = field(default_factory=dict)
     against: str = "DeepSpeed FP32"
 
-    @property
-    def uncounted(self) -> int:
-        """Steps before those that are timed: stock DeepSpeed's are all alike, AQ-SGD's first one sends all whole."""
-        return 1 if self.engine == "deepspeed" else 2
+    def counts(self, step: int, engine: Any) -> bool:
+        """Whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends all whole."""
+        if self.engine == "deepspeed":
+            return step >= 1
+        return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)
 
 
 def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
@@ -120,7 +124,8 @@ def bench_pipeline(
     """Measure every line at every r in `rates` (0: unthrottled) and return one row for each.
 
     A row: "line", "r", "bits_per_s" (None unthrottled), "seconds" (median step), "least", "most", "wait_s" and
-    "in_flight" (of the first stage), "compute_s" (of a micro-batch on one stage, mean over stages), "bytes" a step.
+    "in_flight" (of the first stage), "compute_s" (of a micro-batch on one stage, mean over stages), "bytes" (of a timed
+    step, on all nodes' interfaces), "loss" (of the second step, which all lines make).
     "stages", "micro_batches", "replicas" and "delay" (as given); "ranks": what each rank's counters say of a mean timed
     step (not of stock DeepSpeed): see `counted`.
     Raises NetlabError without root.
@@ -163,11 +168,9 @@ def reference_compute(model: Model, stages: int) -> float:
 def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
     """One run of a line. rate: of every link, in bit/s. A row as of `bench_pipeline`, with "steps", seconds of each."""
     world = stages * line.replicas
-    with Lab(nodes=world, bandwidth=None if rate is None else f"{rate}bit", delay=delay) as lab:
-        before = sum(node.sent for node in lab.bytes())
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = lab.run(train, line, model, stages, steps, folder, timeout_s=1800)
-        sent = sum(node.sent for node in lab.bytes()) - before
+    bandwidth = None if rate is None else f"{rate}bit"
+    with Lab(nodes=world, bandwidth=bandwidth, delay=delay) as lab, tempfile.TemporaryDirectory() as folder:
+        ranks = lab.run(train, line, model, stages, steps, folder, timeout_s=1800)
     times = [max(rank["steps"][i] for rank in ranks.values()) for i in range(steps)]
     compute = [rank["compute_s"] for rank in ranks.values() if rank["compute_s"]]
     return {
@@ -175,7 +178,7 @@ def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None,
         "wait_s": ranks[0]["wait_s"],
         "in_flight": ranks[0]["in_flight"],
         "compute_s": statistics.mean(compute) if compute else None,
-        "bytes": sent / (steps + line.uncounted + 1),
+        "bytes": sum(rank["bytes"] for rank in ranks.values()),
         "loss": ranks[0]["loss"],
         "stages": stages,
         "micro_batches": line.micro_batches,
@@ -206,22 +209,28 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
 
     torch.set_num_threads(1)
     engine = start_engine(line, model, stages, folder)
-    seconds, loss = [], 0.0
+    seconds: list[float] = []
+    loss, sent = 0.0, 0
     before: dict[str, float] = {}
     first: Row = {}
-    for step in range(steps + line.uncounted):
+    for step in itertools.count():
+        timed = bool(seconds) or line.counts(step, engine)
         if hasattr(engine, "comm_stats"):
             stats = engine.comm_stats()
             before = stats["seconds"]
-            first = stats if step == line.uncounted else first
+            first = stats if timed and not seconds else first
         dist.barrier()
+        sent = sent if seconds else _sent_bytes()
         began = time.perf_counter()
-        loss = float(engine.train_batch())
+        found = float(engine.train_batch())
+        loss = found if step == 1 else loss
         dist.barrier()
-        if step >= line.uncounted:
+        if timed:
             seconds.append(time.perf_counter() - began)
+        if len(seconds) == steps:
+            break
     row: Row = {"steps": seconds, "wait_s": None, "in_flight": None, "compute_s": None, "loss": loss}
-    row["counted"] = None
+    row["counted"], row["bytes"] = None, (_sent_bytes() - sent) / steps
     if hasattr(engine, "comm_stats"):
         stats = engine.comm_stats()
         spent = {part: stats["seconds"][part] - before[part] for part in before}
@@ -230,6 +239,11 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         row["counted"] = counted(first, stats, steps)
         engine.close()
     return row
+
+
+def _sent_bytes() -> int:
+    """What this node's interface has sent."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def counted(first: Row, last: Row, steps: int) -> Row:
