@@ -101,7 +101,8 @@ def network_of(row: Row) -> Network:
 
 def compare(rows: Sequence[Row]) -> list[Row]:
     """For each measured row of pipecomp's engine: seconds measured and predicted, from its own counters ("own") and,
-    on a slow link, from those without one ("free"; None where that was not measured).
+    on a slow link, from those without one ("free"; None where that was not measured, and for replicas, whose averages
+    take longer there).
     """
     free = {(row["line"], row["stages"]): row["ranks"] for row in rows if row["bits_per_s"] is None}
     found = []
@@ -110,7 +111,7 @@ def compare(rows: Sequence[Row]) -> list[Row]:
             continue  # stock DeepSpeed
         predicted: Row = {"own": play(step_of(row, row["ranks"]), network_of(row)).seconds, "free": None}
         without = free.get((row["line"], row["stages"]))
-        if row["bits_per_s"] is not None and without is not None:
+        if row["bits_per_s"] is not None and without is not None and row.get("replicas", 1) == 1:
             predicted["free"] = play(step_of(row, without), network_of(row)).seconds
         found.append({"line": row["line"], "r": row["r"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"],
                       **predicted})  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from pipecomp.errors import ConfigError
 from pipecomp.in_flight import numbers
-from pipecomp.plan.network import Line, Network, rates, uniform
+from pipecomp.plan.network import ACKNOWLEDGED, Line, Network, rates, uniform
 from pipecomp.plan.simulation import StageCosts, Step, play
 from pipecomp.schedule import TrainSchedule
 
@@ -74,7 +74,7 @@ class TestByHand:
         made = Step(stages=stages, micro_batches=1, forward_bytes=[0], backward_bytes=[0], together_s=0.5)
         assert seconds(made) == pytest.approx(1 + 1 + 2 + 5 + 0.5 + 2)  # while stage 0 does its backward
 
-    @pytest.mark.parametrize(("T", "slack", "each"), [(0.9, 1, 3 + 0.9), (0.9, 2, 3), (5.0, 9, 5)])
+    @pytest.mark.parametrize(("T", "slack", "each"), [(0.9, 1, 3 + 0.9), (0.9, 2, 3), (5.0, 9, 5 / ACKNOWLEDGED)])
     def test_steady_state_of_two_stages(self, T, slack, each):
         """DESIGN: c + T with two micro-batches in flight, max(c, T) with more; T one way, both ways alike."""
         assert seconds(step(2, 200, V_f=T, V_b=T, slack=slack), 8) / 200 == pytest.approx(each, rel=0.03)
@@ -85,9 +85,15 @@ class TestNetwork:
         """The middle of three stages sends forward and back at once: each has half of its line."""
         net = uniform(3, 100.0)
         assert rates(net, [("forward", 1), ("backward", 0)]) == [50.0, 50.0]
-        assert rates(net, [("forward", 0), ("backward", 0)]) == [100.0, 100.0]
+        assert rates(net, [("forward", 0), ("backward", 0)]) == [100 * ACKNOWLEDGED] * 2
         assert rates(net, [("forward", 0), ("backward", 1)]) == [50.0, 50.0]  # what it receives
-        assert rates(uniform(3, 100.0, shared=False), [("forward", 1), ("backward", 0)]) == [100.0, 100.0]
+        apart = uniform(3, 100.0, shared=False)
+        assert rates(apart, [("forward", 1), ("backward", 0)]) == [100.0, 100.0]
+        assert rates(apart, [("forward", 0), ("backward", 0), ("backward", 1)]) == [*[100 * ACKNOWLEDGED] * 2, 100.0]
+
+    def test_acknowledgements(self):
+        """Sockets between two shaped namespaces, both directions full, at 6 and at 36 Mbit/s: 0.953 of one alone."""
+        assert pytest.approx(0.953, abs=0.006) == ACKNOWLEDGED
 
     def test_a_slow_link_leaves_the_rest_to_the_other(self):
         lines = (Line(bits_per_s=100.0), Line(bits_per_s=10.0))
@@ -97,8 +103,8 @@ class TestNetwork:
     def test_sharing_takes_longer(self):
         """K = 3: in the steady state a middle stage sends 2 messages of 3 s for each micro-batch."""
         made = step(3, 100, V_f=3, V_b=3, slack=4)
-        assert 6 < seconds(made, 8) / 100 < 6.8
-        assert 3 < seconds(made, 8, shared=False) / 100 < 3.6
+        assert 6 < seconds(made, 8) / 100 < 7.1
+        assert 3 < seconds(made, 8, shared=False) / 100 < 3.7
 
     def test_directions_differ(self):
         net = Network(forward=(Line(bits_per_s=8),), backward=(Line(bits_per_s=80, latency_s=1.0),))

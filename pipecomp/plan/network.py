@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipecomp.errors import ConfigError
-from pipecomp.netlab.shape import FRAME, SEGMENT
+from pipecomp.netlab.shape import FRAME, FRAME_HEADERS, SEGMENT
 
 TCP_SHARE = SEGMENT / FRAME
 """Of a network's nominal rate, what TCP over Ethernet leaves for content: frames of 1,500 bytes, headers off."""
+ACKNOWLEDGED = 1 - FRAME_HEADERS / (FRAME + FRAME_HEADERS)
+"""What is left of a line's rate while the other direction is busy too: it carries an acknowledgement of each segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +81,13 @@ def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
     """Bits per second that each of the `active` directions ("forward" or "backward", link) gets at once.
 
     Where lines are shared, as TCP connections share them about: everyone gets as much as anyone else, except those
-    that another line holds back (max-min fairness). A stage's line carries what the fastest of its links does.
+    that another line holds back (max-min fairness). A stage's line carries what the fastest of its links does, and the
+    acknowledgements of what the stage receives.
     """
     own = [(network.forward if way == "forward" else network.backward)[k].bits_per_s for way, k in active]
     if not network.shared:
-        return own
+        both_ways = [sum(1 for _, other in active if other == k) == 2 for _, k in active]
+        return [rate * (ACKNOWLEDGED if both else 1.0) for rate, both in zip(own, both_ways, strict=True)]
     room: dict[tuple[str, int], float] = {}
     passes: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for way, k in active:
@@ -92,6 +96,10 @@ def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
     for index, lanes in enumerate(passes):
         for lane in lanes:
             room[lane] = max(room.get(lane, 0.0), own[index])
+    busy = set(room)
+    for way, stage in busy:
+        if ("in" if way == "out" else "out", stage) in busy:
+            room[way, stage] *= ACKNOWLEDGED
     found = [0.0] * len(active)
     left = set(range(len(active)))
     while left:
