@@ -15,7 +15,7 @@ from pipecomp.netlab.shape import FRAME, FRAME_HEADERS, SEGMENT
 TCP_SHARE = SEGMENT / FRAME
 """Of a network's nominal rate, what TCP over Ethernet leaves for content: frames of 1,500 bytes, headers off."""
 ACKNOWLEDGED = 1 - FRAME_HEADERS / (FRAME + FRAME_HEADERS)
-"""What is left of a line's rate while the other direction is busy too: it carries an acknowledgement of each segment."""
+"""What is left of a line's rate while the other direction is busy too, each of whose segments is acknowledged."""
 
 
 @dataclass(frozen=True, kw_only=True)
