@@ -20,14 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import (
-    LINES,
-    UNTHROTTLED,
-    Model,
-    message_bytes,
-    reference_compute,
-    start_engine,
-)
+from pipecomp.bench_pipeline import LINES, UNTHROTTLED, Model, rate_for, reference_compute, start_engine
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
@@ -88,10 +81,7 @@ def run(name: str, compute_s: float, pairs: int) -> dict[str, Any]:
     comparison = BY_COMPARISON[name]
     both = comparison.one, comparison.other
     pairs = min(pairs, comparison.pairs)
-    rates = [
-        NO_LIMIT if side.r == UNTHROTTLED else f"{int(8 * message_bytes(MODEL) / (side.r * compute_s))}bit"
-        for side in both
-    ]
+    rates = [NO_LIMIT if side.r == UNTHROTTLED else f"{rate_for(MODEL, side.r, compute_s)}bit" for side in both]
     limited = any(side.r != UNTHROTTLED for side in both)
     delay = DELAY if any(side.delayed for side in both) else None
     with (

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import LINES, RATES, TWICE, UNTHROTTLED, Model, measure, message_bytes
+from pipecomp.bench_pipeline import LINES, RATES, TWICE, UNTHROTTLED, Model, measure, rate_for
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
@@ -53,9 +53,9 @@ def run(setting: str, r: float, name: str, turn: int, rate: int | None, steps: i
 
 
 def link_rate(runs: list[dict[str, Any]], stages: int, r: float) -> int:
-    """bit/s at which a micro-batch's float32 messages take r times what a stage computes: of the first such run."""
+    """bit/s of a link, by what a stage computed in the first run without a limit."""
     free = (x for x in runs if (x["stages"], x["r"], x["line"], x["turn"]) == (stages, UNTHROTTLED, "FP32", 0))
-    return int(8 * message_bytes(MODEL) / (r * next(free)["compute_s"]))
+    return rate_for(MODEL, r, next(free)["compute_s"])
 
 
 def main() -> None:

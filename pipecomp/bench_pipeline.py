@@ -136,7 +136,7 @@ def bench_pipeline(
     for r in sorted(rates, key=lambda rate: rate != UNTHROTTLED):
         if r != UNTHROTTLED and compute_s is None:
             compute_s = reference_compute(model, stages)
-        rate = None if r == UNTHROTTLED else int(8 * message_bytes(model) / (r * (compute_s or 1.0)))
+        rate = None if compute_s is None or r == UNTHROTTLED else rate_for(model, r, compute_s)
         for turn in range(rounds):
             for line in lines:
                 row = measure(line, model, stages, steps, rate, delay)
@@ -158,6 +158,11 @@ def summary(runs: Sequence[Row]) -> Row:
 def message_bytes(model: Model, micro_batches: int = 8) -> int:
     """Float32 bytes of one micro-batch's activations and gradients together."""
     return 2 * 4 * model.samples // micro_batches * model.tokens * model.width
+
+
+def rate_for(model: Model, r: float, compute_s: float) -> int:
+    """bit/s at which a micro-batch's float32 messages take r times what a stage computes on it."""
+    return int(8 * message_bytes(model) / (r * compute_s))
 
 
 def reference_compute(model: Model, stages: int) -> float:

@@ -123,8 +123,7 @@ class Activations:
             raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
         if isinstance(got, tuple):
             _require(link < len(got), f"activations.{key}", list(got), f"a number for link {link} too")
-            return got[link]
-        return int(got)
+        return int(bits_of_link(got, link))
 
     def check_links(self, links: int) -> None:
         """ConfigError if a list of bits is not one for each of so many links."""
@@ -271,7 +270,7 @@ class Config:
         a = self.activations
         return {
             "method": a.method,
-            "forward_bits": "auto" if a.forward_bits == "auto" else a.bits_of("forward_bits", link),
+            "forward_bits": bits_of_link(a.forward_bits, link),
             "first_visit": a.first_visit,
             "rotation": a.rotation,
             "rounding": a.rounding,
@@ -292,6 +291,11 @@ class Config:
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
         return values
+
+
+def bits_of_link(bits: Bits, link: int) -> int | str:
+    """A number, or "auto"."""
+    return bits[link] if isinstance(bits, tuple) else bits
 
 
 def bits_text(bits: Bits) -> str:

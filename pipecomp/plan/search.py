@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipecomp.config import Bits, Config
+from pipecomp.config import Bits, Config, bits_of_link
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits
@@ -54,7 +54,7 @@ def choose_bits(
     limit even with the fewest bits: more than 2 bits forward there would be slower.
     """
     links = max(1, len(network.forward))
-    options = [_pairs(_of_link(forward, k), _of_link(backward, k)) for k in range(links)]
+    options = [_pairs(bits_of_link(forward, k), bits_of_link(backward, k)) for k in range(links)]
 
     def bits(places: Sequence[int]) -> tuple[Bits, Bits]:
         chosen = [options[k][place] for k, place in enumerate(places)]
@@ -77,10 +77,6 @@ def _fast(network: Network) -> list[int]:
     return [
         k for k, (out, back) in enumerate(both) if min(out.bits_per_s, back.bits_per_s) >= FASTER * network.slowest
     ]
-
-
-def _of_link(bits: Bits, k: int) -> int | str:
-    return bits[k] if isinstance(bits, tuple) else bits
 
 
 def _one_for_all(bits: list[int]) -> Bits:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 def main() -> int:
     folder, node = Path(sys.argv[1]), int(os.environ["NODE_RANK"])
-    own = subprocess.check_output(["ip", "-4", "-o", "addr", "show", "dev", "eth0"], text=True).split()[3]
+    own = subprocess.check_output(["ip", "-4", "-o", "addr", "show", "dev", "eth0"], text=True).split()[3].split("/")[0]
     server = subprocess.Popen(
-        ["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd_config", "-o", f"ListenAddress={own.split('/')[0]}"],
+        ["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd_config", "-o", f"ListenAddress={own}"],
         stderr=(folder / f"sshd-{node}.log").open("w"),
     )
     done = folder / "done"
@@ -30,7 +30,7 @@ def main() -> int:
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
         launcher = str(Path(sys.executable).with_name("deepspeed"))
-        command = [launcher, "--hostfile", str(folder / "hosts"), "--master_addr", own.split("/")[0], *sys.argv[2:]]
+        command = [launcher, "--hostfile", str(folder / "hosts"), "--master_addr", own, *sys.argv[2:]]
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
     finally:
         done.touch()
