@@ -1,0 +1,260 @@
+"""The recipes as their READMEs start them on a machine without a GPU: what they reach, what they send, how long.
+
+    python benchmarks/recipes.py [--only RECIPE ...] [--methods FP32 AQ-SGD DirectQ] [--data FOLDER] [--work FOLDER]
+                                 [--out FOLDER]
+
+DeepSpeed's launcher with two processes (three for resnet_split) of one thread each. Models are pre-trained first, with
+the recipes' own commands, and kept in --work. FP32 and DirectQ have the recipe's configuration with another method.
+Finished runs are kept in --out. Writes recipes.md, and continuations.md when all three GPT-2s are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS = ("FP32", "AQ-SGD", "DirectQ")
+LANGUAGE = "--train-file finetune.txt --eval-file held-out.txt --seed 1"
+DEBERTA = "--model deberta --tokenizer deberta --epochs 3 --seed 1"
+PRETRAIN = "--tokenizer train:2048 --block-size 128 --train-file pretrain.txt --eval-file held-out.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One recipe's CPU-sized run. before: the model it starts from. measures: what its evaluations have."""
+
+    arguments: str
+    before: str
+    measures: tuple[str, ...] = ("loss",)
+    config: str = "ds_config_cpu.json"
+    processes: int = 2
+
+
+RECIPES = {
+    "gpt2_wikitext2": Recipe(
+        arguments=f"--model gpt2 --tokenizer gpt2 --epochs 5 {LANGUAGE}", before="gpt2"
+    ),
+    "deberta_cola": Recipe(
+        arguments=f"{DEBERTA} --train-file cola/in_domain_train.tsv --eval-file cola/in_domain_dev.tsv",
+        before="deberta", measures=("loss", "accuracy", "matthews"),
+    ),
+    "deberta_qnli": Recipe(
+        arguments=f"{DEBERTA} --train-file qnli/train_10k.tsv --eval-file qnli/dev.tsv --max-tokens 64",
+        before="deberta", measures=("loss", "accuracy", "matthews"),
+    ),
+    "llama_lora": Recipe(
+        arguments=f"--model llama --tokenizer llama --lora-targets all-linear --epochs 3 {LANGUAGE}", before="llama"
+    ),
+    "resnet_split": Recipe(
+        arguments="--model tiny --norm group --train-file clients.npz --eval-file clients.npz --rounds 8 "
+        "--decay-rounds 6 --seed 1 --start resnet",
+        before="resnet", measures=("loss", "accuracy"), config="ds_config.json", processes=3,
+    ),
+    "gpt2_arxiv": Recipe(
+        arguments="--model gpt2 --tokenizer gpt2 --epochs 5 --train-file documents.txt --eval-file held-out.txt "
+        "--seed 1",
+        before="gpt2",
+    ),
+}  # fmt: skip
+PRETRAINING = {
+    "gpt2": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model tiny {PRETRAIN}",
+    "llama": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model {ROOT}/recipes/llama_lora/llama_tiny.json {PRETRAIN}",
+    "resnet": "3 resnet_split ds_config_fp32.json --model tiny --norm group --train-file public.npz "
+    "--eval-file public.npz --clients 1 --epochs 10 --rounds 1 --seed 1",
+}  # fmt: skip
+
+
+def lay_out(data: Path, work: Path) -> None:
+    """The files that the commands name, made of the datasets."""
+    import numpy as np
+
+    lines = {part: (data / "wikitext-2" / f"{part}.txt").read_text().splitlines() for part in ("train", "valid")}
+    texts = {"pretrain": lines["train"][:14000], "finetune": lines["train"][-2500:], "held-out": lines["valid"][:1000]}
+    texts["documents"] = [line for line in texts["finetune"] if len(line) >= 300]
+    for name, chosen in texts.items():
+        (work / f"{name}.txt").write_text("\n".join(chosen) + "\n")
+    for name in ("wikitext-2", "cola", "qnli"):
+        if not (work / name).exists():
+            (work / name).symlink_to((data / name).resolve())
+    with np.load(data / "cifar10" / "cifar10_4k_1k.npz") as images:
+        tests = {key: images[key] for key in ("x_test", "y_test")}
+        order = np.random.default_rng(0).permutation(len(images["y_train"]))
+        for name, chosen in (("public", order[:2000]), ("clients", order[2000:])):
+            np.savez(
+                work / f"{name}.npz", x_train=images["x_train"][chosen], y_train=images["y_train"][chosen], **tests
+            )
+
+
+def command(work: Path, *words: str) -> float:
+    """Run to the end in `work`, its output in a file there; seconds. RuntimeError with the end of the output."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    began = time.monotonic()
+    with (work / "output.txt").open("w") as output:
+        status = subprocess.run(words, cwd=work, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
+    if status:
+        raise RuntimeError(f"{' '.join(words)}: status {status}\n{(work / 'output.txt').read_text()[-2000:]}")
+    return time.monotonic() - began
+
+
+def launched(work: Path, processes: int, recipe: str, config: str, *arguments: str) -> float:
+    """The recipe under DeepSpeed's launcher; seconds."""
+    from pipecomp.local import free_port
+
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(processes)]
+    script = str(ROOT / "recipes" / recipe / "train.py")
+    return command(
+        work, *launcher, f"--master_port={free_port()}", script, "--deepspeed_config", config, *arguments
+    )  # fmt: skip
+
+
+def pretrained(work: Path, name: str) -> float | None:
+    """Make the model that recipes start from, unless it is there; seconds."""
+    if (work / name).exists():
+        return None
+    saved = ["--save", f"{name}.partial"]
+    if name == "deberta":
+        script = str(ROOT / "recipes" / "pretrain_deberta.py")
+        seconds = command(work, sys.executable, script, "--train-file", "wikitext-2/train.txt", *saved)
+    else:
+        processes, recipe, config, *arguments = PRETRAINING[name].split()
+        config = str(ROOT / "recipes" / recipe / config)
+        seconds = launched(work, int(processes), recipe, config, *arguments, *saved)
+    (work / f"{name}.partial").replace(work / name)
+    return seconds
+
+
+def with_method(recipe: str, method: str, work: Path) -> str:
+    """The recipe's configuration with this method; a file in `work`."""
+    config = json.loads((ROOT / "recipes" / recipe / RECIPES[recipe].config).read_text())
+    section = config["pipecomp"]
+    if method == "AQ-SGD":
+        section["store"]["path"] = "messages"
+    else:
+        del section["store"]
+        section["activations"] = (
+            {"method": "none"} if method == "FP32" else {**section["activations"], "method": "direct"}
+        )
+    (work / "ds_config.json").write_text(json.dumps(config))
+    return "ds_config.json"
+
+
+def run(recipe: str, method: str, work: Path) -> dict[str, Any]:
+    """One run; plain values."""
+    chosen = RECIPES[recipe]
+    before_s = pretrained(work, chosen.before)
+    config = with_method(recipe, method, work)
+    saved = work / f"{recipe}-{method}"
+    shutil.rmtree(saved, ignore_errors=True)
+    seconds = launched(
+        work, chosen.processes, recipe, config, *chosen.arguments.split(),
+        "--metrics", "metrics.jsonl", "--save", saved.name,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    ends = [line for line in lines if "eval" in line]
+    sent = {
+        f"{way}_{kind}": sum(link[f"{way}_bytes_{kind}"] for link in ends[-1]["links"].values())
+        for way in ("forward", "backward")
+        for kind in ("raw", "sent")
+    }
+    return {
+        "recipe": recipe, "method": method, "steps": ends[-1]["step"], "train_loss": ends[-1]["train_loss"],
+        "eval": ends[-1]["eval"], **sent, "seconds": seconds, "before_s": before_s,
+    }  # fmt: skip
+
+
+def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
+    """Write recipes.md."""
+    lines = [
+        "# The recipes on a machine without a GPU",
+        "",
+        f"`python benchmarks/recipes.py`, on {os.cpu_count()} cores that other work may have shared: the seconds, of "
+        "the whole command, are rough and say nothing about which method is faster. One run each, seed 1; benchmarks "
+        "over several seeds are beside this page.",
+        "",
+        "Each recipe's own CPU-sized command and configuration on WikiText-2, CoLA, 10,000 pairs of QNLI and 4,000 "
+        "images of CIFAR-10 (2,000 to start from, 2,000 for the clients); gpt2_arxiv has paragraphs of WikiText-2 in "
+        "place of abstracts. DirectQ and FP32: the same with another method. Training loss: mean over the last epoch. "
+        "Held out: evaluated after the last epoch with uncompressed messages. Bytes: of all links and the whole run, "
+        "first visits included, as shares of the values'.",
+        "",
+        "| recipe | method | steps | training loss | held out | forward bytes | backward bytes | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    order = list(RECIPES)
+    for found in sorted(runs, key=lambda x: (order.index(x["recipe"]), METHODS.index(x["method"]))):
+        held_out = ", ".join(f"{key} {found['eval'][key]:.4f}" for key in RECIPES[found["recipe"]].measures)
+        shares = [f"{100 * found[f'{way}_sent'] / found[f'{way}_raw']:.1f} %" for way in ("forward", "backward")]
+        cells = [found["recipe"], found["method"], str(found["steps"]), f"{found['train_loss']:.4f}", held_out]
+        cells += [*shares, f"{found['seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    before = [(RECIPES[x["recipe"]].before, x["before_s"]) for x in runs if x["before_s"]]
+    if before:
+        lines += ["", f"Pre-training: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in before)}."]
+    (out / "recipes.md").write_text("\n".join(lines) + "\n")
+
+
+def continuations(work: Path, out: Path) -> None:
+    """The generation check on the three GPT-2s, if they are there."""
+    folders = {method: work / f"gpt2_wikitext2-{method}" for method in METHODS}
+    if not all(folder.exists() for folder in folders.values()):
+        return
+    script = str(ROOT / "recipes" / "gpt2_wikitext2" / "generate.py")
+    models = [word for method, folder in folders.items() for word in ("--model", f"{method}={folder.name}")]
+    command(work, sys.executable, script, *models, "--eval-file", "wikitext-2/test.txt", "--report", "continuations.md")
+    shutil.copy(work / "continuations.md", out)
+
+
+def main() -> None:
+    """See the top of the file."""
+    from jobs import digest, finished, work_off
+
+    arguments = _arguments()
+    work = arguments.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    lay_out(arguments.data, work)
+    kept = arguments.out / "recipes.jsonl"
+    configs = {name: json.loads((ROOT / "recipes" / name / x.config).read_text()) for name, x in RECIPES.items()}
+    setups = {
+        name: digest([x.arguments, x.before, PRETRAINING.get(x.before), configs[name]]) for name, x in RECIPES.items()
+    }
+    runs = [found for name, setup in setups.items() for found in finished(kept, setup) if found["recipe"] == name]
+    done = {(found["recipe"], found["method"]) for found in runs}
+    report: Callable[[list[dict[str, Any]]], None] = functools.partial(write_report, arguments.out)
+    for method in arguments.methods:
+        for name in arguments.only or RECIPES:
+            if (name, method) not in done:
+                work_off(run, [(name, method)], (work,), runs, workers=1, kept=kept, setup=setups[name], line=_line,
+                         report=report)  # fmt: skip
+    continuations(work, arguments.out)
+
+
+def _line(found: dict[str, Any]) -> str:
+    held_out = "  ".join(f"{key} {found['eval'][key]:.4f}" for key in RECIPES[found["recipe"]].measures)
+    name = f"{found['recipe']:<16} {found['method']:<8}"
+    return f"{name} train {found['train_loss']:.4f}  {held_out}  {found['seconds']:.0f} s"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--only", nargs="*", default=[], choices=list(RECIPES), metavar="RECIPE", help="some recipes only")
+    add("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help="some methods only")
+    add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of the datasets")
+    add("--work", type=Path, default=ROOT / "runs" / "recipes", help="where files and models are made")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and the page is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
