@@ -3,7 +3,8 @@
 Stages run in network namespaces of a lab (root needed), one thread each. r says how slow a link is: the time that the
 messages of one micro-batch take in float32, both directions added, over the time that one stage computes on it. All
 lines of one rate run in turn; a line's steps are timed after some that are not counted: of stock DeepSpeed one, of
-pipecomp two and more, until it has settled how many micro-batches are in flight.
+pipecomp two and more, until it has settled how many micro-batches are in flight. Where the processor has no BF16
+products, lines in BF16 compute them in float32 and round (bf16_products.py), stock DeepSpeed's too.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         dist.barrier()
         sent = sent if seconds else _sent_bytes()
         began = time.perf_counter()
-        found = float(engine.train_batch())
+        with through_float32(line):
+            found = float(engine.train_batch())
         loss = found if step == 1 else loss
         dist.barrier()
         if timed:
@@ -244,6 +246,13 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         row["counted"] = counted(first, stats, steps)
         engine.close()
     return row
+
+
+def through_float32(line: Line) -> Any:
+    """A context in which BF16 products are float32's, rounded, for lines in BF16 on a CPU that has no such products."""
+    from pipecomp.bf16_products import cpu_multiplies_bf16, products_in_float32
+
+    return products_in_float32(line.dtype == "bf16" and not cpu_multiplies_bf16())
 
 
 def _sent_bytes() -> int:

@@ -19,11 +19,16 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.
 
 class _Float32Products(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if op in _PRODUCTS and args[0].dtype == torch.bfloat16:
+        if op in _PRODUCTS and args[0].dtype == torch.bfloat16 and args[0].device.type == "cpu":
             return op(*[x.float() for x in args], **(kwargs or {})).bfloat16()
         return op(*args, **(kwargs or {}))
 
 
 def products_in_float32(enabled: bool) -> contextlib.AbstractContextManager:
-    """Compute BF16 matrix products through float32 inside a `with` block, if `enabled`."""
+    """Compute a CPU's BF16 matrix products through float32 inside a `with` block, if `enabled`."""
     return _Float32Products() if enabled else contextlib.nullcontext()
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this processor has BF16 products of its own (x86: AVX-512 BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
