@@ -38,10 +38,11 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         f"`python benchmarks/throughput.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU), torch "
         f"{torch.__version__}, load average {os.getloadavg()[1]:.1f}.",
         "",
-        "GPT-2 of 4 blocks, width 512, 256 tokens; 16 samples a step in 8 micro-batches, or 16 where the line says so. "
-        "Each stage is a process with one thread in a network namespace of its own; links are shaped by the kernel "
-        "(`tbf`). r: the time that a micro-batch's float32 messages take, both ways, over the time a stage computes on "
-        "it. s: median step; \"MB a step\": on all interfaces. Stock DeepSpeed is 0.19.8's own pipeline engine."
+        "GPT-2 of 4 blocks, width 512, 256 tokens, a vocabulary of 512 (so that stages take about equally long); 16 "
+        "samples a step in 8 micro-batches, or 16 where the line says so. Each stage is a process with one thread in a "
+        "network namespace of its own; links are shaped by the kernel (`tbf`). r: the time that a micro-batch's "
+        "float32 messages take, both ways, over the time a stage computes on it. s: median step; \"MB a step\": on all "
+        "interfaces. Stock DeepSpeed is 0.19.8's own pipeline engine."
         + ("" if cpu_multiplies_bf16() else " This processor has no BF16 products: lines in BF16, stock DeepSpeed's "
            "too, compute them in float32 and round (`pipecomp/bf16_products.py`)."),
         "",
