@@ -20,7 +20,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import LINES, UNTHROTTLED, Model, rate_for, reference_compute, start_engine
+from pipecomp.bench_pipeline import (
+    COARSE,
+    EIGHT,
+    LINES,
+    MEMORY,
+    SIXTEEN,
+    STOCK,
+    UNTHROTTLED,
+    Model,
+    rate_for,
+    reference_compute,
+    start_engine,
+)  # fmt: skip
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
@@ -28,9 +40,6 @@ BY_NAME = {line.name: line for line in LINES}
 STAGES, WARM_UP = 2, 8  # steps of an engine that do not count: samples go whole, the number in flight is found
 NO_LIMIT = "10gbit"  # where the other engine's link is slow
 DELAY = "20ms"
-STOCK, EIGHT = "DeepSpeed FP32", "AQ-SGD fw3 bw6"
-SIXTEEN, COARSE = "AQ-SGD fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw4, 16 micro-batches"
-MEMORY = f"{SIXTEEN}, memory store"
 HEADINGS = ("what", "against", "ratio of step times", "a quarter below", "a quarter above", "aim", "s a step")
 
 

@@ -14,18 +14,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import LINES, RATES, TWICE, UNTHROTTLED, Model, measure, rate_for
+from pipecomp.bench_pipeline import (
+    COARSE,
+    EIGHT,
+    LINES,
+    MEMORY,
+    RATES,
+    REPLICAS,
+    SIXTEEN,
+    STOCK,
+    TWICE,
+    UNTHROTTLED,
+    Model,
+    measure,
+    rate_for,
+)  # fmt: skip
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
-SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches"
-REPLICAS = tuple(f"AQ-SGD fw3 bw6, 2 replicas, {bits}-bit gradients" for bits in (4, 1))
-EVERYWHERE = ("DeepSpeed FP32", "FP32", SIXTEEN, "AQ-SGD fw2 bw4, 16 micro-batches")
-SOMEWHERE = (
-    "DirectQ fw3 bw6", "AQ-SGD fw3 bw6", "FP32, 1F1B's number in flight", f"{SIXTEEN}, memory store", "BF16",
-    "DeepSpeed BF16",
-)  # fmt: skip
+EVERYWHERE = (STOCK, "FP32", SIXTEEN, COARSE)
+SOMEWHERE = ("DirectQ fw3 bw6", EIGHT, "FP32, 1F1B's number in flight", MEMORY, "BF16", "DeepSpeed BF16")
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,9 @@ class Setting:
 
 SETTINGS = {
     "2 stages": Setting(2, {**dict.fromkeys(EVERYWHERE, RATES), **dict.fromkeys(SOMEWHERE, (UNTHROTTLED, 1.0, 5.8))}),
-    "2 stages, 20 ms each way": Setting(2, {SIXTEEN: (5.8,), "AQ-SGD fw2 bw4, 16 micro-batches": (12.0,)}, "20ms"),
-    "2 stages, 2 replicas": Setting(2, dict.fromkeys((TWICE, *REPLICAS), (UNTHROTTLED, 5.8))),
-    "4 stages": Setting(4, dict.fromkeys(("FP32", "DeepSpeed FP32", SIXTEEN), (UNTHROTTLED, 1.0, 5.8))),
+    "2 stages, 20 ms each way": Setting(2, {SIXTEEN: (5.8,), COARSE: (12.0,)}, "20ms"),
+    "2 stages, 2 replicas": Setting(2, dict.fromkeys((TWICE, *REPLICAS.values()), (UNTHROTTLED, 5.8))),
+    "4 stages": Setting(4, dict.fromkeys(("FP32", STOCK, SIXTEEN), (UNTHROTTLED, 1.0, 5.8))),
 }  # fmt: skip
 
 

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import TWICE, UNTHROTTLED, Line, summary
+from pipecomp.bench_pipeline import COARSE, REPLICAS, SIXTEEN, STOCK, TWICE, UNTHROTTLED, Line, summary
 from pipecomp.bf16_products import cpu_multiplies_bf16
 
 Row = dict[str, Any]
-STOCK = "DeepSpeed FP32"
-SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches"
-COARSE = "AQ-SGD fw2 bw4, 16 micro-batches"
 HEADINGS = ("line", "s", "least", "most", "× DeepSpeed FP32", "of its own unthrottled", "MB a step", "in flight")
 
 
@@ -86,14 +83,12 @@ def findings(rows: dict[tuple[str, float, str], Row]) -> list[str]:
         return rows[one]["seconds"] / rows[other]["seconds"] if one in rows and other in rows else None
 
     two, twice = "2 stages", "2 stages, 2 replicas"
-    replicas = "AQ-SGD fw3 bw6, 2 replicas, "
     every: list[tuple[str, float | None]] = [
         (f"{SIXTEEN}, at r = 5.8: {{:.2f}} × (aim: 6).", ratio((two, 5.8, STOCK), (two, 5.8, SIXTEEN))),
         (f"{COARSE}, at r = 12: {{:.2f}} × (aim: 10).", ratio((two, 12.0, STOCK), (two, 12.0, COARSE))),
         ("2 × 2 replicas, 4-bit gradients, at r = 5.8: {:.2f} × (aim: 8),",
-         ratio((twice, 5.8, TWICE), (twice, 5.8, f"{replicas}4-bit gradients"))),
-        ("… and with 1-bit gradients {:.2f} ×.",
-         ratio((twice, 5.8, TWICE), (twice, 5.8, f"{replicas}1-bit gradients"))),
+         ratio((twice, 5.8, TWICE), (twice, 5.8, REPLICAS[4]))),
+        ("… and with 1-bit gradients {:.2f} ×.", ratio((twice, 5.8, TWICE), (twice, 5.8, REPLICAS[1]))),
         ("The schedule by itself, FP32 at r = 5.8: {:.2f} ×.", ratio((two, 5.8, STOCK), (two, 5.8, "FP32"))),
         ("Stock DeepSpeed in BF16, at r = 5.8: {:.2f} ×.", ratio((two, 5.8, STOCK), (two, 5.8, "DeepSpeed BF16"))),
     ]  # fmt: skip

@@ -27,7 +27,11 @@ Row = dict[str, Any]
 UNTHROTTLED = 0.0
 _MOST_UNCOUNTED = 8
 RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
-TWICE = "DeepSpeed FP32, 2 replicas"
+STOCK, TWICE = "DeepSpeed FP32", "DeepSpeed FP32, 2 replicas"
+EIGHT, SIXTEEN = "AQ-SGD fw3 bw6", "AQ-SGD fw3 bw6, 16 micro-batches"
+COARSE = "AQ-SGD fw2 bw4, 16 micro-batches"
+MEMORY = f"{SIXTEEN}, memory store"
+REPLICAS = {bits: f"{EIGHT}, 2 replicas, {bits}-bit gradients" for bits in (4, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class Line:
     micro_batches: int = 8
     replicas: int = 1
     section: dict[str, Any] = field(default_factory=dict)
-    against: str = "DeepSpeed FP32"
+    against: str = STOCK
 
     def counts(self, step: int, engine: Any) -> bool:
         """Whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends all whole."""
@@ -73,23 +77,23 @@ def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]
 
 
 LINES = (
-    Line(name="DeepSpeed FP32", engine="deepspeed"),
+    Line(name=STOCK, engine="deepspeed"),
     Line(name="DeepSpeed BF16", engine="deepspeed", dtype="bf16"),
     Line(name="FP32"),
     Line(name="FP32, 1F1B's number in flight", section={"in_flight": 1}),
     Line(name="BF16", dtype="bf16"),
     Line(name="DirectQ fw3 bw6", section={"activations": {"method": "direct", "forward_bits": 3, "backward_bits": 6}}),
-    Line(name="AQ-SGD fw3 bw6", section=_aqsgd(3, 6)),
-    Line(name="AQ-SGD fw3 bw6, 16 micro-batches", section=_aqsgd(3, 6), micro_batches=16),
-    Line(name="AQ-SGD fw2 bw4, 16 micro-batches", section=_aqsgd(2, 4), micro_batches=16),
-    Line(name="AQ-SGD fw3 bw6, 16 micro-batches, memory store", section=_aqsgd(3, 6, "memory"), micro_batches=16),
+    Line(name=EIGHT, section=_aqsgd(3, 6)),
+    Line(name=SIXTEEN, section=_aqsgd(3, 6), micro_batches=16),
+    Line(name=COARSE, section=_aqsgd(2, 4), micro_batches=16),
+    Line(name=MEMORY, section=_aqsgd(3, 6, "memory"), micro_batches=16),
     Line(name=TWICE, engine="deepspeed", replicas=2, against=TWICE),
     *(
         Line(
-            name=f"AQ-SGD fw3 bw6, 2 replicas, {bits}-bit gradients", replicas=2,
-            section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}}, against=TWICE,
+            name=name, replicas=2, against=TWICE,
+            section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}},
         )
-        for bits in (4, 1)
+        for bits, name in REPLICAS.items()
     ),
 )  # fmt: skip
 
