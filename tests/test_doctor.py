@@ -29,6 +29,8 @@ from pipecomp.doctor.report import print_report
 from pipecomp.errors import ConfigError
 from pipecomp.interfaces import is_loopback
 from pipecomp.kernels.dispatch import Status
+from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
+from pipecomp.netlab.throttle import ThrottleSettings
 
 GIB, MIB = 2**30, 2**20
 ALONE = Launch()
@@ -332,6 +334,16 @@ def test_variables_that_cannot_be(environ, monkeypatch, tmp_path):
     assert examine(told.extend, store=tmp_path, environ=environ)
     expect(told[0], PROBLEM, next(iter(environ)) if len(environ) == 1 and "LOCAL" in str(environ) else "")
     assert told[0].check == "launcher"
+
+
+@pytest.mark.parametrize(("rate", "what"), [(10**6, "rates and delays"), (None, "makes delays")])
+def test_links_that_are_slow_for_training_alone(rate, what):
+    lab = ThrottleSettings(
+        state="file", node=0, procs_per_node=1, up=[rate] * 2, down=[rate] * 2, delay_s=0.01, jitter_s=0.0
+    )
+    (finding,) = examination.check_software_lab({SOFTWARE_LAB: lab.text()})
+    expect(finding, WARNING, what)
+    assert examination.check_software_lab({}) == []
 
 
 # -- disk

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipecomp.doctor.compute import GPU_SHARING, compute_findings
-from pipecomp.doctor.finding import PROBLEM, Finding, has_problem
+from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.limits import limit_findings
 from pipecomp.doctor.meeting import Meeting, MeetingError, check_met, check_rank_0
@@ -20,6 +20,8 @@ from pipecomp.doctor.packages import package_findings
 from pipecomp.doctor.storage import storage_findings
 from pipecomp.errors import ConfigError
 from pipecomp.local import RankFailedError, run_ranks
+from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
+from pipecomp.netlab.throttle import ThrottleSettings
 
 _COMPARED = ("pipecomp", "torch", "deepspeed", "transformers")
 _MACHINE_LIMIT_S = 300.0
@@ -80,7 +82,7 @@ def _examine_ranks(
         report(findings)
         return True
     # Measured first: the machines' own checks would disturb.
-    between = meeting.measure()
+    between = meeting.measure() + check_software_lab(os.environ)
     own = machine_findings(launch, store) if launch.local_rank == 0 else []
     if meeting.abandoned:
         report([*own, check_rank_0(launch)])
@@ -91,6 +93,17 @@ def _examine_ranks(
     if meeting.rank == 0:
         report(findings)
     return meeting.finish(findings, 2 * _MACHINE_LIMIT_S)
+
+
+def check_software_lab(environ: Mapping[str, str]) -> list[Finding]:
+    """Whether a lab slows, in software, what training sends, and not what is measured here."""
+    text = environ.get(SOFTWARE_LAB)
+    if text is None:
+        return []
+    lab = ThrottleSettings.read(text)
+    slowed = "rates and delays" if any(rate is not None for rate in (*lab.up, *lab.down)) else "delays"
+    found = f"pipecomp netlab makes {slowed} in software, for training's messages alone: those above are this machine's"
+    return [Finding("netlab", WARNING, found, "See comm_stats() of a training run for what its links do.")]
 
 
 def _local_ranks() -> list[Finding]:
