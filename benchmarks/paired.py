@@ -20,19 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import (
-    COARSE,
-    EIGHT,
-    LINES,
-    MEMORY,
-    SIXTEEN,
-    STOCK,
-    UNTHROTTLED,
-    Model,
-    rate_for,
-    reference_compute,
-    start_engine,
-)  # fmt: skip
+from pipecomp.bench_lines import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
+from pipecomp.bench_pipeline import reference_compute, start_engine
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import Model
+from pipecomp.bench_lines import Model
 from pipecomp.errors import ConfigError
 from pipecomp.local import run_ranks
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import (
+from pipecomp.bench_lines import (
     COARSE,
     EIGHT,
     LINES,
@@ -26,9 +26,9 @@ from pipecomp.bench_pipeline import (
     TWICE,
     UNTHROTTLED,
     Model,
-    measure,
     rate_for,
-)  # fmt: skip
+)
+from pipecomp.bench_pipeline import measure
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()

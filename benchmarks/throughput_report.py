@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_pipeline import COARSE, REPLICAS, SIXTEEN, STOCK, TWICE, UNTHROTTLED, Line, summary
+from pipecomp.bench_lines import COARSE, REPLICAS, SIXTEEN, STOCK, TWICE, UNTHROTTLED, Line
+from pipecomp.bench_pipeline import summary
 from pipecomp.bf16_products import cpu_multiplies_bf16
 
 Row = dict[str, Any]

@@ -355,7 +355,8 @@ def bench_steps(
     r is the time that one micro-batch's float32 messages take, both ways, over what a stage computes on it.
     """
     with _plain_errors():
-        from pipecomp.bench_pipeline import bench_pipeline, lines_of, pipeline_table, rates_of
+        from pipecomp.bench_lines import lines_of, rates_of
+        from pipecomp.bench_pipeline import bench_pipeline, pipeline_table
 
         rows = bench_pipeline(
             lines=lines_of(lines), rates=rates_of(rates), stages=stages, steps=steps, rounds=rounds, delay=delay,

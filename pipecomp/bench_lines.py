@@ -1,0 +1,115 @@
+"""What `pipecomp bench pipeline` compares: the model, the links' rates, and the lines of its table.
+
+r says how slow a link is: the time that the messages of one micro-batch take in float32, both directions added, over
+the time that one stage computes on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipecomp.errors import ConfigError
+
+UNTHROTTLED = 0.0
+_MOST_UNCOUNTED = 8
+RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
+STOCK, TWICE = "DeepSpeed FP32", "DeepSpeed FP32, 2 replicas"
+EIGHT, SIXTEEN = "AQ-SGD fw3 bw6", "AQ-SGD fw3 bw6, 16 micro-batches"
+COARSE = "AQ-SGD fw2 bw4, 16 micro-batches"
+MEMORY = f"{SIXTEEN}, memory store"
+REPLICAS = {bits: f"{EIGHT}, 2 replicas, {bits}-bit gradients" for bits in (4, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The GPT-2 that is trained: blocks, width, tokens a sample; samples of one step.
+
+    The vocabulary is small, so that the last stage, which has the output layer, computes about as long as the others.
+    """
+
+    blocks: int = 4
+    width: int = 512
+    heads: int = 8
+    tokens: int = 256
+    vocabulary: int = 512
+    samples: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One configuration. engine: "deepspeed" (stock) or "pipecomp". section: pipecomp's. dtype: "fp32" or "bf16".
+
+    against: the line that it is compared with.
+    """
+
+    name: str
+    engine: str = "pipecomp"
+    dtype: str = "fp32"
+    micro_batches: int = 8
+    replicas: int = 1
+    section: dict[str, Any] = field(default_factory=dict)
+    against: str = STOCK
+
+    def counts(self, step: int, engine: Any) -> bool:
+        """Whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends all whole."""
+        if self.engine == "deepspeed":
+            return step >= 1
+        return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)
+
+
+def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
+    activations = {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward}
+    return {"activations": activations, "store": {"backend": backend}}
+
+
+LINES = (
+    Line(name=STOCK, engine="deepspeed"),
+    Line(name="DeepSpeed BF16", engine="deepspeed", dtype="bf16"),
+    Line(name="FP32"),
+    Line(name="FP32, 1F1B's number in flight", section={"in_flight": 1}),
+    Line(name="BF16", dtype="bf16"),
+    Line(name="DirectQ fw3 bw6", section={"activations": {"method": "direct", "forward_bits": 3, "backward_bits": 6}}),
+    Line(name=EIGHT, section=_aqsgd(3, 6)),
+    Line(name=SIXTEEN, section=_aqsgd(3, 6), micro_batches=16),
+    Line(name=COARSE, section=_aqsgd(2, 4), micro_batches=16),
+    Line(name=MEMORY, section=_aqsgd(3, 6, "memory"), micro_batches=16),
+    Line(name=TWICE, engine="deepspeed", replicas=2, against=TWICE),
+    *(
+        Line(
+            name=name, replicas=2, against=TWICE,
+            section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}},
+        )
+        for bits, name in REPLICAS.items()
+    ),
+)  # fmt: skip
+
+
+def lines_of(text: str | None) -> tuple[Line, ...]:
+    """The lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none."""
+    parts = [part.strip().lower() for part in (text or "").split(",")]
+    chosen = tuple(line for line in LINES if any(part in line.name.lower() for part in parts))
+    if not chosen:
+        raise ConfigError("lines", text, ", ".join(line.name for line in LINES))
+    return chosen
+
+
+def rates_of(text: str) -> tuple[float, ...]:
+    """Values of r from "0,1,5.8"."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = (-1.0,)
+    if any(not 0 <= r <= 1000 for r in rates):
+        raise ConfigError("rates", text, "numbers from 0 (unthrottled) to 1000 with commas between them")
+    return rates
+
+
+def message_bytes(model: Model, micro_batches: int = 8) -> int:
+    """Float32 bytes of one micro-batch's activations and gradients together."""
+    return 2 * 4 * model.samples // micro_batches * model.tokens * model.width
+
+
+def rate_for(model: Model, r: float, compute_s: float) -> int:
+    """bit/s at which a micro-batch's float32 messages take r times what a stage computes on it."""
+    return int(8 * message_bytes(model) / (r * compute_s))
