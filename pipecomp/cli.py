@@ -1,39 +1,25 @@
-"""The command line: `pipecomp demo | store | bench`. Errors are one line and exit status 1."""
+"""The command line: `pipecomp demo | doctor | netlab | plan | store | bench`. Errors are one line and exit status 1."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from pipecomp.errors import PipecompError
+from pipecomp.cli_bench import bench
+from pipecomp.cli_common import JsonOption, console, plain_errors, write_json
+from pipecomp.cli_store import store
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Pipeline-parallel fine-tuning of Hugging Face models over slow links.",
 )  # fmt: skip
-store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 app.add_typer(store, name="store")
-bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 app.add_typer(bench, name="bench")
-console = Console()
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        yield
-    except PipecompError as error:
-        Console(stderr=True).print(f"[red]pipecomp:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -46,7 +32,7 @@ def demo(
     quick: Annotated[bool, typer.Option(help="A minute instead of four: a smaller model, fewer steps.")] = False,
 ) -> None:
     """Fine-tune a small GPT-2 over pipeline stages with several methods; show what each reached and what it sent."""
-    with _plain_errors():
+    with plain_errors():
         from pipecomp.demo import Settings, run_demo
         from pipecomp.demo_plot import tables
 
@@ -103,7 +89,7 @@ def doctor(
         else:
             print_report(findings, console)
 
-    with _plain_errors():
+    with plain_errors():
         problem = examine(report, store=store_path, ranks=ranks)
     if problem:
         raise typer.Exit(1)
@@ -122,9 +108,6 @@ def _progress() -> Progress:
     columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.fields[loss]}"))  # fmt: skip
     return Progress(*columns, console=console)
-
-
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
 @app.command()
@@ -157,7 +140,7 @@ def netlab(
     Each process finds RANK, WORLD_SIZE, MASTER_ADDR and the like in its environment. The exit status is that of the
     process that failed first. Needs root and iproute2 on Linux; --software needs neither.
     """
-    with _plain_errors():
+    with plain_errors():
         from pipecomp.netlab import Lab
         from pipecomp.netlab.command import bytes_table, run_in_lab
 
@@ -170,7 +153,7 @@ def netlab(
             lab, command, procs_per_node=procs_per_node, launcher=launcher,
             say=lambda text: messages.print(text, highlight=False, soft_wrap=True),
         )  # fmt: skip
-        _write_json(json_file, report)
+        write_json(json_file, report)
         if "form" in report:
             console.print(bytes_table(report))
     raise typer.Exit(report["status"])
@@ -209,7 +192,7 @@ def plan_run(
 
     On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
-    with _plain_errors():
+    with plain_errors():
         from pipecomp.plan.command import run_plan
 
         found = run_plan(
@@ -218,166 +201,7 @@ def plan_run(
             recompute=recompute, measure=measure, store=store_path,
         )  # fmt: skip
         if found is not None:
-            _write_json(json_file, found)
-
-
-@store.command("info")
-def store_info(path: str, json_file: JsonOption = None) -> None:
-    """What is kept in a message store, for every rank and link: whose it is, samples, bytes, bits, versions."""
-    with _plain_errors():
-        from pipecomp.buffers.admin import info
-
-        found = info(path)
-        _write_json(json_file, [dataclasses.asdict(line) for line in found])
-        out = Table("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
-        for line in found:
-            versions = "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}"
-            out.add_row(
-                str(line.rank), line.link, line.run or "–", line.configuration, str(line.samples), str(line.bits),
-                f"{line.stored_bytes / 1e6:.2f}", f"{line.file_bytes / 1e6:.2f}", versions,
-            )  # fmt: skip
-        console.print(out)
-
-
-@store.command("verify")
-def store_verify(path: str, json_file: JsonOption = None) -> None:
-    """Check every value's checksum; exit status 1 if any is damaged."""
-    with _plain_errors():
-        from pipecomp.buffers.admin import verify
-
-        report = verify(path)
-        damaged = [d._asdict() for d in report.damaged]
-        _write_json(json_file, {"checked": report.checked, "damaged": damaged})
-        for d in report.damaged:
-            console.print(f"rank {d.rank}, {d.link}, sample {d.sample}: {d.problem}", highlight=False)
-        console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
-        if damaged:
-            raise typer.Exit(1)
-
-
-@store.command("prune")
-def store_prune(
-    path: str,
-    link: Annotated[str | None, typer.Option(help="Remove this link's messages and settings.")] = None,
-    ids_below: Annotated[int | None, typer.Option(help="Keep only samples with ids below this.")] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Keep at most this many samples of each link.")] = None,
-    everything: Annotated[bool, typer.Option("--everything", help="Remove all messages.")] = False,
-    json_file: JsonOption = None,
-) -> None:
-    """Remove damaged values, and what the options name, and make the files as small as what is left."""
-    with _plain_errors():
-        from pipecomp.buffers.admin import prune
-
-        report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)
-        _write_json(json_file, dataclasses.asdict(report))
-        values = f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept"
-        console.print(
-            f"{'all values removed' if everything else values}; "
-            f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
-            highlight=False,
-        )
-
-
-@bench.command("kernels")
-def bench_kernel(
-    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be given again.")] = None,
-    backends: Annotated[str, typer.Option(help="Of auto, torch, native, triton.")] = "auto,torch",
-    threads: Annotated[int, typer.Option(help="For kernels and torch; memcpy uses one.")] = 1,
-    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    json_file: JsonOption = None,
-) -> None:
-    """Kernels: GB/s and the ratio to memcpy of the bytes that they must move, alternating in one run."""
-    with _plain_errors():
-        from pipecomp.bench_kernels import bench_kernels, kernels_table
-
-        chosen = [name.strip() for name in backends.split(",")]
-        rows = bench_kernels(backends=chosen, operations=operation, threads=threads, seconds=seconds, device=device)
-        _write_json(json_file, rows)
-        console.print(kernels_table(rows))
-
-
-@bench.command("store")
-def bench_stores(
-    samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
-    epochs: Annotated[int, typer.Option(help="How often each is rewritten.")] = 3,
-    folder: Annotated[str | None, typer.Option(help="On the disk to measure; by default a temporary folder.")] = None,
-    json_file: JsonOption = None,
-) -> None:
-    """Message stores: put, get, prefetched get and background writes, beside memcpy and plain file writes."""
-    with _plain_errors():
-        from pipecomp.bench_store import bench_store, store_table
-
-        rows = bench_store(samples=samples, epochs=epochs, folder=folder)
-        _write_json(json_file, rows)
-        console.print(store_table(rows))
-
-
-@bench.command("allreduce")
-def bench_averages(
-    methods: Annotated[str | None, typer.Option(help="As in fp16,global_qsgd; by default all.")] = None,
-    sizes: Annotated[str, typer.Option(help="Values in a bucket, several with commas.")] = "65536,1048576,6553600",
-    ranks: Annotated[str, typer.Option(help="Processes, several numbers with commas.")] = "2",
-    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
-    json_file: JsonOption = None,
-) -> None:
-    """Averages of gradients over processes on this machine: time by part, bytes, error, beside float32 and PowerSGD."""
-    with _plain_errors():
-        from pipecomp.bench_allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
-
-        rows = bench_allreduce(
-            sizes=_whole_numbers("sizes", sizes), ranks=_whole_numbers("ranks", ranks), seconds=seconds,
-            variants=variants_of(methods) if methods else VARIANTS,
-        )  # fmt: skip
-        _write_json(json_file, rows)
-        for table in allreduce_tables(rows):
-            console.print(table)
-            console.print()
-        console.print(
-            "wait: for other ranks, on a machine that they share; in torch's own functions all is wait. ratio: bytes\n"
-            "raw over sent. error: of the mean; own: of what a rank sends. speedup: against gloo's float32.",
-            highlight=False,
-        )
-
-
-@bench.command("pipeline")
-def bench_steps(
-    rates: Annotated[str, typer.Option(help="How slow links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
-    lines: Annotated[str | None, typer.Option(help="Parts of the names of lines, with commas; by default all.")] = None,
-    stages: Annotated[int, typer.Option(help="Pipeline stages, a node each.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps of each line.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How often the lines take turns.")] = 1,
-    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
-    json_file: JsonOption = None,
-) -> None:
-    """Training steps over links of several rates, beside stock DeepSpeed (needs root: it makes network namespaces).
-
-    r is the time that one micro-batch's float32 messages take, both ways, over what a stage computes on it.
-    """
-    with _plain_errors():
-        from pipecomp.bench_lines import lines_of, rates_of
-        from pipecomp.bench_pipeline import bench_pipeline, pipeline_table
-
-        rows = bench_pipeline(
-            lines=lines_of(lines), rates=rates_of(rates), stages=stages, steps=steps, rounds=rounds, delay=delay,
-            on_row=lambda row: console.print(f"r = {row['r']:g}, {row['line']}: {row['seconds']:.2f} s"),
-        )  # fmt: skip
-        _write_json(json_file, rows)
-        console.print(pipeline_table(rows))
-
-
-def _whole_numbers(key: str, text: str) -> list[int]:
-    from pipecomp.errors import ConfigError
-
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(key, text, "whole numbers with commas between them")
-    return [int(part) for part in parts]
-
-
-def _write_json(file: Path | None, value: Any) -> None:
-    if file is not None:
-        file.write_text(json.dumps(value, indent=2) + "\n")
+            write_json(json_file, found)
 
 
 def main() -> None:

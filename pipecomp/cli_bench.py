@@ -1,0 +1,107 @@
+"""`pipecomp bench kernels | store | allreduce | pipeline`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipecomp.cli_common import JsonOption, console, plain_errors, write_json
+from pipecomp.errors import ConfigError
+
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+
+
+@bench.command("kernels")
+def bench_kernel(
+    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be given again.")] = None,
+    backends: Annotated[str, typer.Option(help="Of auto, torch, native, triton.")] = "auto,torch",
+    threads: Annotated[int, typer.Option(help="For kernels and torch; memcpy uses one.")] = 1,
+    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_file: JsonOption = None,
+) -> None:
+    """Kernels: GB/s and the ratio to memcpy of the bytes that they must move, alternating in one run."""
+    with plain_errors():
+        from pipecomp.bench_kernels import bench_kernels, kernels_table
+
+        chosen = [name.strip() for name in backends.split(",")]
+        rows = bench_kernels(backends=chosen, operations=operation, threads=threads, seconds=seconds, device=device)
+        write_json(json_file, rows)
+        console.print(kernels_table(rows))
+
+
+@bench.command("store")
+def bench_stores(
+    samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
+    epochs: Annotated[int, typer.Option(help="How often each is rewritten.")] = 3,
+    folder: Annotated[str | None, typer.Option(help="On the disk to measure; by default a temporary folder.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Message stores: put, get, prefetched get and background writes, beside memcpy and plain file writes."""
+    with plain_errors():
+        from pipecomp.bench_store import bench_store, store_table
+
+        rows = bench_store(samples=samples, epochs=epochs, folder=folder)
+        write_json(json_file, rows)
+        console.print(store_table(rows))
+
+
+@bench.command("allreduce")
+def bench_averages(
+    methods: Annotated[str | None, typer.Option(help="As in fp16,global_qsgd; by default all.")] = None,
+    sizes: Annotated[str, typer.Option(help="Values in a bucket, several with commas.")] = "65536,1048576,6553600",
+    ranks: Annotated[str, typer.Option(help="Processes, several numbers with commas.")] = "2",
+    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
+    json_file: JsonOption = None,
+) -> None:
+    """Averages of gradients over processes on this machine: time by part, bytes, error, beside float32 and PowerSGD."""
+    with plain_errors():
+        from pipecomp.bench_allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
+
+        rows = bench_allreduce(
+            sizes=_whole_numbers("sizes", sizes), ranks=_whole_numbers("ranks", ranks), seconds=seconds,
+            variants=variants_of(methods) if methods else VARIANTS,
+        )  # fmt: skip
+        write_json(json_file, rows)
+        for table in allreduce_tables(rows):
+            console.print(table)
+            console.print()
+        console.print(
+            "wait: for other ranks, on a machine that they share; in torch's own functions all is wait. ratio: bytes\n"
+            "raw over sent. error: of the mean; own: of what a rank sends. speedup: against gloo's float32.",
+            highlight=False,
+        )
+
+
+@bench.command("pipeline")
+def bench_steps(
+    rates: Annotated[str, typer.Option(help="How slow links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
+    lines: Annotated[str | None, typer.Option(help="Parts of the names of lines, with commas; by default all.")] = None,
+    stages: Annotated[int, typer.Option(help="Pipeline stages, a node each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Timed steps of each line.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often the lines take turns.")] = 1,
+    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Training steps over links of several rates, beside stock DeepSpeed (needs root: it makes network namespaces).
+
+    r is the time that one micro-batch's float32 messages take, both ways, over what a stage computes on it.
+    """
+    with plain_errors():
+        from pipecomp.bench_lines import lines_of, rates_of
+        from pipecomp.bench_pipeline import bench_pipeline, pipeline_table
+
+        rows = bench_pipeline(
+            lines=lines_of(lines), rates=rates_of(rates), stages=stages, steps=steps, rounds=rounds, delay=delay,
+            on_row=lambda row: console.print(f"r = {row['r']:g}, {row['line']}: {row['seconds']:.2f} s"),
+        )  # fmt: skip
+        write_json(json_file, rows)
+        console.print(pipeline_table(rows))
+
+
+def _whole_numbers(key: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(key, text, "whole numbers with commas between them")
+    return [int(part) for part in parts]
