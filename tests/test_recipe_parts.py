@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp import recipe, recipe_text
+from pipecomp import recipe, recipe_plan, recipe_text
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
@@ -186,18 +186,18 @@ class TestPlan:
         sizes: dict[str, Any] = {"samples": samples, "replicas": replicas, "epochs": epochs, "max_steps": limit}
         if not firsts:
             with pytest.raises(DataError, match="do not fill one batch"):
-                recipe.make_plan(config, **sizes)
+                recipe_plan.make_plan(config, **sizes)
             return
-        plan = recipe.make_plan(config, **sizes)
+        plan = recipe_plan.make_plan(config, **sizes)
         assert [plan.epoch(step) for step in range(1, plan.steps + 1)] == firsts
         last = [step for step in range(1, plan.steps + 1) if plan.ends_epoch(step)]
         assert last == [i + 1 for i in range(len(firsts)) if i + 1 == len(firsts) or firsts[i + 1] != firsts[i]]
 
     def test_the_whole_batch_may_be_given_instead(self) -> None:
         config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24}
-        plan = recipe.make_plan(config, samples=240, replicas=3, epochs=1, max_steps=None)
+        plan = recipe_plan.make_plan(config, samples=240, replicas=3, epochs=1, max_steps=None)
         assert (plan.accumulation, plan.steps) == (4, 10)
-        assert recipe.make_plan({"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1,
+        assert recipe_plan.make_plan({"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1,
                                 max_steps=None).accumulation == 1  # fmt: skip
 
     @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ class TestPlan:
     )
     def test_sizes_that_cannot_be(self, config: dict, key: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            recipe.make_plan(config, samples=100, replicas=1, epochs=1, max_steps=None)
+            recipe_plan.make_plan(config, samples=100, replicas=1, epochs=1, max_steps=None)
         assert caught.value.key == key
 
 
@@ -224,35 +224,35 @@ class TestConfiguration:
         params = {"warmup_type": "linear", "warmup_min_lr": 0.0}
         params |= dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")
         config = {"optimizer": {"params": {"lr": 0.25}}, "scheduler": {"params": params}, "pipecomp": {"seed": 4}}
-        plan = recipe.Plan(steps=200, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
-        full = recipe.complete(config, plan, 9)
+        plan = recipe_plan.Plan(steps=200, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
+        full = recipe_plan.complete(config, plan, 9)
         assert full["scheduler"]["params"] == {
             "warmup_type": "linear", "warmup_min_lr": 0.0, "total_num_steps": 200, "warmup_num_steps": 20,
             "warmup_max_lr": 0.25,
         }  # fmt: skip
         assert full["pipecomp"]["seed"] == 9
-        assert recipe.complete(config, plan, None)["pipecomp"]["seed"] == 4
+        assert recipe_plan.complete(config, plan, None)["pipecomp"]["seed"] == 4
         assert params["total_num_steps"] == "auto"  # what was given is not changed
 
     @pytest.mark.parametrize("key", ["warmup_max_lr", "warmup_type"])
     def test_auto_that_means_nothing(self, key: str) -> None:
-        plan = recipe.Plan(steps=2, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
+        plan = recipe_plan.Plan(steps=2, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
         with pytest.raises(ConfigError, match=f"scheduler.params.{key}"):
-            recipe.complete({"scheduler": {"params": {key: "auto"}}}, plan, None)
+            recipe_plan.complete({"scheduler": {"params": {key: "auto"}}}, plan, None)
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"pipecomp": {"activations": {"method": "zip"}}}'])
     def test_files_that_are_no_configuration(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ConfigError):
-            recipe.read_config(str(tmp_path / "c.json"))
+            recipe_plan.read_config(str(tmp_path / "c.json"))
         with pytest.raises(ConfigError, match="No such file"):
-            recipe.read_config(str(tmp_path / "d.json"))
+            recipe_plan.read_config(str(tmp_path / "d.json"))
 
     @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("recipes/*/ds_config*.json")), ids=str)
     def test_shipped_configurations_are_complete(self, path: Path) -> None:
-        config = recipe.read_config(str(path))
-        plan = recipe.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
-        completed = recipe.complete(config, plan, 1)
+        config = recipe_plan.read_config(str(path))
+        plan = recipe_plan.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
+        completed = recipe_plan.complete(config, plan, 1)
         if path.parent.name == "resnet_split":
             assert "scheduler" not in completed  # its rate falls by rounds, which the recipe sees to
             return
@@ -438,7 +438,7 @@ class TestReport:
         assert found.groups == {"data parallel": {"bytes_raw": 30, "bytes_sent": 24}}
 
     def report(self, report: Report) -> None:
-        plan = recipe.Plan(steps=2, per_epoch=2, micro_batch=1, accumulation=1, replicas=1)
+        plan = recipe_plan.Plan(steps=2, per_epoch=2, micro_batch=1, accumulation=1, replicas=1)
         traffic = Traffic.of([self.rank(0, ["0->1"], 7)])
         with report:
             report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]

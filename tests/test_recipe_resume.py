@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipecomp import recipe, sealing
+from pipecomp import recipe, recipe_plan, sealing
 from pipecomp.errors import ConfigError
 from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resume import Checkpoints
@@ -180,7 +180,7 @@ def test_metrics_go_on(tmp_path: Path) -> None:
 
     def run(after: int, first: int, last: int, counted: int) -> None:
         with Report(str(tmp_path / "m.jsonl"), None, silent=False, after=after) as report:
-            plan = recipe.Plan(steps=9, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
+            plan = recipe_plan.Plan(steps=9, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
             report.start(given(), plan, Config(), 2, 3, 1)
             for step in range(first, last + 1):
                 epoch = plan.epoch(step)

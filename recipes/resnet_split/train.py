@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pipecomp import recipe, recipe_images
+from pipecomp import recipe, recipe_images, recipe_plan
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, DataError
@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> None:
     with recipe.together() as same:
         if dist.get_world_size() != STAGES:
             raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
-        config = recipe.read_config(args.deepspeed_config)
-        micro, accumulation = recipe.batch_sizes(config, 1)
+        config = recipe_plan.read_config(args.deepspeed_config)
+        micro, accumulation = recipe_plan.batch_sizes(config, 1)
         seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
         if "scheduler" in config and args.decay_rounds is not None:
             raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
@@ -88,8 +88,10 @@ def main(args: argparse.Namespace) -> None:
     with recipe.together():
         per_epoch = task.per_round * accumulation
         steps = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
-        plan = recipe.Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1)
-        config = recipe.complete(config, plan, args.seed)
+        plan = recipe_plan.Plan(
+            steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1
+        )
+        config = recipe_plan.complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
         checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()))
     with recipe.together():

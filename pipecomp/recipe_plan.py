@@ -1,0 +1,108 @@
+"""What a recipe makes of DeepSpeed's configuration: batch sizes, the number of steps, and what "auto" stands for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError, DataError
+
+AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """steps: optimizer steps in all. per_epoch: micro-batches of one epoch for each replica."""
+
+    steps: int
+    per_epoch: int
+    micro_batch: int
+    accumulation: int
+    replicas: int
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 1, in which step (from 1) starts."""
+        return (step - 1) * self.accumulation // self.per_epoch + 1
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether this step is the last one of its epoch, or the last of all."""
+        return step == self.steps or self.epoch(step + 1) != self.epoch(step)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """DeepSpeed's configuration from a JSON file, with its "pipecomp" section checked. Raises ConfigError."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--deepspeed_config", path, f"a file that can be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError("--deepspeed_config", path, f"valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ConfigError("--deepspeed_config", path, "a JSON object")
+    Config.from_dict(config.get("pipecomp", {}))
+    return config
+
+
+def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: int, max_steps: int | None) -> Plan:
+    """How many steps `epochs` passes over `samples` are, from the configuration's batch sizes.
+
+    Needs train_micro_batch_size_per_gpu, and gradient_accumulation_steps or train_batch_size (1 step without both).
+    """
+    micro, accumulation = batch_sizes(config, replicas)
+    per_epoch = samples // replicas // micro
+    steps = epochs * per_epoch // accumulation
+    if steps == 0:
+        raise DataError(
+            f"{samples} training samples, {epochs} time(s), do not fill one batch of {micro * accumulation * replicas}"
+        )
+    steps = min(steps, max_steps) if max_steps is not None else steps
+    return Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=replicas)
+
+
+def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
+    """Samples of a micro-batch and micro-batches of a step, from the configuration. Raises ConfigError."""
+    micro = _size(config, "train_micro_batch_size_per_gpu")
+    if micro is None:
+        raise ConfigError("train_micro_batch_size_per_gpu", None, "a whole number of at least 1")
+    accumulation, batch = _size(config, "gradient_accumulation_steps"), _size(config, "train_batch_size")
+    if batch is not None and batch != micro * replicas * (accumulation or max(1, batch // (micro * replicas))):
+        allowed = f"a multiple of micro-batch × replicas, {micro} × {replicas}"
+        if accumulation is not None:
+            allowed = f"micro-batch × accumulation × replicas, {micro * accumulation * replicas}"
+        raise ConfigError("train_batch_size", batch, allowed)
+    if accumulation is None:
+        accumulation = 1 if batch is None else batch // (micro * replicas)
+    return micro, accumulation
+
+
+def _size(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(key, value, "a whole number of at least 1")
+    return value
+
+
+def complete(config: dict[str, Any], plan: Plan, seed: int | None) -> dict[str, Any]:
+    """A copy with the seed set and every "auto" of the scheduler replaced by a number.
+
+    total_num_steps: the run's steps; warmup_num_steps: a tenth of them; warmup_max_lr: the optimizer's rate.
+    """
+    config = json.loads(json.dumps(config))
+    if seed is not None:
+        config.setdefault("pipecomp", {})["seed"] = seed
+    config.setdefault("steps_per_print", 10**9)  # the recipe reports by itself
+    params = config.get("scheduler", {}).get("params", {})
+    auto = {
+        "total_num_steps": plan.steps,
+        "warmup_num_steps": max(1, round(plan.steps * AUTO_WARMUP)),
+        "warmup_max_lr": config.get("optimizer", {}).get("params", {}).get("lr"),
+    }
+    for key, value in params.items():
+        if value == "auto":
+            if auto.get(key) is None:
+                raise ConfigError(f"scheduler.params.{key}", "auto", f"a number; 'auto' only for {', '.join(auto)}")
+            params[key] = auto[key]
+    return config
