@@ -334,7 +334,8 @@ def test_the_command(folder):
     assert found["cuts"][-1] == 8
     assert found["pays"]
     assert f"Take AQ-SGD with {found['chosen']['forward_bits']} bits forward" in text
-    assert found["config"]["pipecomp"]["activations"]["method"] == "aqsgd"
+    activations = found["config"]["pipecomp"]["activations"]
+    assert (activations["method"], activations["first_visit"]) == ("aqsgd", 8)
     assert len(found["methods"]) == 7 * 2
     at = {(row["name"], row["network"]): row["step_s"] for row in found["methods"]}
     assert at["AQ-SGD fw2 bw4", "10 Mbit/s"] < at["AQ-SGD fw4 bw8", "10 Mbit/s"] < at["none", "10 Mbit/s"]

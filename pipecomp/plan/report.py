@@ -110,6 +110,7 @@ def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict
     if choice.pays and job.plan.num_stages > 1:
         section["activations"] = {
             "method": "aqsgd", "forward_bits": _json(choice.forward_bits), "backward_bits": _json(choice.backward_bits),
+            "first_visit": choice.prediction.config.activations.first_visit,
         }  # fmt: skip
     if averages and averages[0][0] != "none":
         section["gradients"] = {"method": averages[0][0]}
