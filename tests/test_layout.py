@@ -131,7 +131,9 @@ assert codes.shape == (2, 4)
 @pytest.mark.timeout(300)
 def test_a_wheel_in_an_empty_environment(tmp_path):
     source = tmp_path / "source"
-    skipped = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "*.so", "__pycache__", ".*_cache", "*-out")
+    skipped = shutil.ignore_patterns(
+        ".git", ".venv", "build", "runs", "*.egg-info", "*.so", "__pycache__", ".*_cache", "*-out"
+    )
     shutil.copytree(ROOT, source, symlinks=True, ignore=skipped)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run(
