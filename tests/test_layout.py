@@ -20,7 +20,7 @@ LAYERS = [
     {"errors", "wire", "kernels", "local", "plain"},
     {
         "config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation",
-        "interfaces", "random_state", "sealing",
+        "interfaces", "random_state", "sealing", "bf16_products",
     },
     {"buffers"},
     {"stages", "allreduce", "trace"},
@@ -32,8 +32,10 @@ LAYERS = [
     {
         "trainer", "callback", "demo", "demo_task", "demo_plot", "recipe", "recipe_data", "recipe_report",
         "recipe_text", "recipe_classify", "recipe_encoder", "recipe_images", "recipe_resnet",
-        "recipe_language", "recipe_lora", "recipe_resume",
+        "recipe_language", "recipe_lora", "recipe_plan", "recipe_resume",
     },
+    {"cli_common"},
+    {"cli_bench", "cli_store"},
     {"cli"},
 ]
 MAY_IMPORT = {
