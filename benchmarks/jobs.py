@@ -6,8 +6,10 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def work_off(
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
     with pool, kept.open("a") as file:
         waiting = {pool.submit(train, *job, *more): job for job in todo}
         failed = []
@@ -66,3 +69,10 @@ def work_off(
         report(runs)
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(todo)} runs failed: {failed}")
+
+
+def _end_with_parent() -> None:
+    """A worker whose benchmark was killed would go on with its run, and disturb the next benchmark."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
