@@ -74,5 +74,11 @@ def work_off(
 def _end_with_parent() -> None:
     """A worker whose benchmark was killed would go on with its run, and disturb the next benchmark."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    if parent is None:
+        return
+
+    def end(sentinel: int = parent.sentinel) -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()

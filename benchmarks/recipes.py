@@ -18,12 +18,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SETUP = "1"  # of the kept runs' keys
 METHODS = ("FP32", "AQ-SGD", "DirectQ")
 LANGUAGE = "--train-file finetune.txt --eval-file held-out.txt --seed 1"
 DEBERTA = "--model deberta --tokenizer deberta --epochs 3 --seed 1"
@@ -149,8 +149,8 @@ def with_method(recipe: str, method: str, work: Path) -> str:
     return "ds_config.json"
 
 
-def run(recipe: str, method: str, work: Path) -> dict[str, Any]:
-    """One run; plain values."""
+def run(recipe: str, method: str, setup: str, work: Path) -> dict[str, Any]:
+    """One run; plain values. setup: `_setup` of the recipe, kept with it."""
     chosen = RECIPES[recipe]
     before_s = pretrained(work, chosen.before)
     config = with_method(recipe, method, work)
@@ -168,8 +168,9 @@ def run(recipe: str, method: str, work: Path) -> dict[str, Any]:
         for kind in ("raw", "sent")
     }
     return {
-        "recipe": recipe, "method": method, "steps": ends[-1]["step"], "train_loss": ends[-1]["train_loss"],
-        "eval": ends[-1]["eval"], **sent, "seconds": seconds, "before_s": before_s,
+        "recipe": recipe, "method": method, "recipe_setup": setup, "steps": ends[-1]["step"],
+        "train_loss": ends[-1]["train_loss"], "eval": ends[-1]["eval"], **sent,
+        "seconds": seconds, "before_s": before_s,
     }  # fmt: skip
 
 
@@ -193,10 +194,11 @@ def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
     ]
     order = list(RECIPES)
     for found in sorted(runs, key=lambda x: (order.index(x["recipe"]), METHODS.index(x["method"]))):
-        held_out = ", ".join(f"{key} {found['eval'][key]:.4f}" for key in RECIPES[found["recipe"]].measures)
         shares = [f"{100 * found[f'{way}_sent'] / found[f'{way}_raw']:.1f} %" for way in ("forward", "backward")]
-        cells = [found["recipe"], found["method"], str(found["steps"]), f"{found['train_loss']:.4f}", held_out]
-        cells += [*shares, f"{found['seconds']:.0f}"]
+        cells = [
+            found["recipe"], found["method"], str(found["steps"]), f"{found['train_loss']:.4f}", _held_out(found),
+            *shares, f"{found['seconds']:.0f}",
+        ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     before = [(RECIPES[x["recipe"]].before, x["before_s"]) for x in runs if x["before_s"]]
     if before:
@@ -217,32 +219,43 @@ def continuations(work: Path, out: Path) -> None:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import digest, finished, work_off
+    from jobs import finished, work_off
 
     arguments = _arguments()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     lay_out(arguments.data, work)
     kept = arguments.out / "recipes.jsonl"
-    configs = {name: json.loads((ROOT / "recipes" / name / x.config).read_text()) for name, x in RECIPES.items()}
-    setups = {
-        name: digest([x.arguments, x.before, PRETRAINING.get(x.before), configs[name]]) for name, x in RECIPES.items()
-    }
-    runs = [found for name, setup in setups.items() for found in finished(kept, setup) if found["recipe"] == name]
+    setups = {name: _setup(name) for name in RECIPES}
+    runs = [found for found in finished(kept, SETUP) if found["recipe_setup"] == setups[found["recipe"]]]
     done = {(found["recipe"], found["method"]) for found in runs}
-    report: Callable[[list[dict[str, Any]]], None] = functools.partial(write_report, arguments.out)
-    for method in arguments.methods:
-        for name in arguments.only or RECIPES:
-            if (name, method) not in done:
-                work_off(run, [(name, method)], (work,), runs, workers=1, kept=kept, setup=setups[name], line=_line,
-                         report=report)  # fmt: skip
+    todo = [
+        (name, method, setups[name])
+        for method in arguments.methods
+        for name in arguments.only or RECIPES
+        if (name, method) not in done
+    ]
+    report = functools.partial(write_report, arguments.out)
+    work_off(run, todo, (work,), runs, workers=1, kept=kept, setup=SETUP, line=_line, report=report)
     continuations(work, arguments.out)
 
 
+def _setup(recipe: str) -> str:
+    """A mark of all that a run depends on, so that one recipe's change makes only its own runs anew."""
+    from jobs import digest
+
+    chosen = RECIPES[recipe]
+    config = json.loads((ROOT / "recipes" / recipe / chosen.config).read_text())
+    return digest([chosen.arguments, chosen.before, PRETRAINING.get(chosen.before), config])
+
+
+def _held_out(found: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {found['eval'][key]:.4f}" for key in RECIPES[found["recipe"]].measures)
+
+
 def _line(found: dict[str, Any]) -> str:
-    held_out = "  ".join(f"{key} {found['eval'][key]:.4f}" for key in RECIPES[found["recipe"]].measures)
     name = f"{found['recipe']:<16} {found['method']:<8}"
-    return f"{name} train {found['train_loss']:.4f}  {held_out}  {found['seconds']:.0f} s"
+    return f"{name} train {found['train_loss']:.4f}, held out {_held_out(found)}, {found['seconds']:.0f} s"
 
 
 def _arguments() -> argparse.Namespace:

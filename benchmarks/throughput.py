@@ -2,7 +2,7 @@
 
     python benchmarks/throughput.py [--rounds 2] [--steps 3] [--settings NAME ...] [--only NAME ...] [--out FOLDER]
 
-Needs root and a machine that does nothing else: a round takes about half an hour on two cores. All lines run in turn,
+Needs root and a machine that does nothing else: a round takes about 70 minutes on two cores. All lines run in turn,
 then again in the next round. Finished runs are kept in --out. Writes throughput.md and .png; `simulation.py` compares
 its predictions with the same runs.
 """

@@ -9,17 +9,16 @@ import atexit
 import contextlib
 import copy
 import io
-import json
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipecomp.config import Config
+from pipecomp.config_file import read_json_object
 from pipecomp.errors import ConfigError, SplitError
 
 from pipecomp.join import join_processes  # isort: skip (before deepspeed, which asks it for its accelerator)
@@ -178,15 +177,7 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
         raise ConfigError("config", config, "a dict or the path of a JSON file")
     if isinstance(config, dict):
         return copy.deepcopy(config)
-    try:
-        found = json.loads(Path(config).read_text())
-    except OSError as error:
-        raise ConfigError("config", str(config), f"a file that can be read ({error.strerror})") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError("config", str(config), f"valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ConfigError("config", str(config), "a JSON object")
-    return found
+    return read_json_object("config", config)
 
 
 def _check_precision(ds_config: dict[str, Any]) -> None:

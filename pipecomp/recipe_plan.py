@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipecomp.config import Config
+from pipecomp.config_file import read_json_object
 from pipecomp.errors import ConfigError, DataError
 
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
@@ -34,14 +34,7 @@ class Plan:
 
 def read_config(path: str) -> dict[str, Any]:
     """DeepSpeed's configuration from a JSON file, with its "pipecomp" section checked. Raises ConfigError."""
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--deepspeed_config", path, f"a file that can be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError("--deepspeed_config", path, f"valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ConfigError("--deepspeed_config", path, "a JSON object")
+    config = read_json_object("--deepspeed_config", path)
     Config.from_dict(config.get("pipecomp", {}))
     return config
 

@@ -1,8 +1,10 @@
 """A transport over torch.distributed's gloo: host memory, TCP, one process group for each pair of neighbours.
 
 gloo's `send` is a rendezvous: nothing moves until the other side has posted its receive. So every end keeps a ring of
-receives posted ahead of need, each able to take a whole frame (gloo lets a message be shorter than its receive). A
-message travels as frames; between messages, frames of no content say that the sender is alive.
+receives posted ahead of need, each able to take a whole frame (gloo lets a message be shorter than its receive). That a
+receive is posted is told on the same connection, behind the frames that this end is sending itself: the ring is much
+longer than those, or a slow link that carries both ways would stand still until the news of free receives is through.
+A message travels as frames; between messages, frames of no content say that the sender is alive.
 
     frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole message u64, CRC-32 of these u32, content
 
@@ -31,9 +33,9 @@ from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireErro
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.transport import Traffic
 
-FRAME_BYTES = 1 << 20
+FRAME_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 1 << 34
-_RING = 4  # receives posted ahead
+_RING = 16  # receives posted ahead
 _SENDS = 2  # frames handed to gloo and not yet finished
 _FIELDS = struct.Struct("<BxxxIQ")
 _CRC = struct.Struct("<I")

@@ -19,8 +19,8 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 LAYERS = [
     {"errors", "wire", "kernels", "local", "plain"},
     {
-        "config", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order", "rotation",
-        "interfaces", "random_state", "sealing", "bf16_products",
+        "config", "config_file", "gradient_config", "codecs", "stats", "data", "in_flight", "netlab", "order",
+        "rotation", "interfaces", "random_state", "sealing", "bf16_products",
     },
     {"buffers"},
     {"stages", "allreduce", "trace"},

@@ -6,6 +6,7 @@ K stages, link k between stages k and k + 1.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,8 +87,8 @@ def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
     """
     own = [(network.forward if way == "forward" else network.backward)[k].bits_per_s for way, k in active]
     if not network.shared:
-        both_ways = [sum(1 for _, other in active if other == k) == 2 for _, k in active]
-        return [rate * (ACKNOWLEDGED if both else 1.0) for rate, both in zip(own, both_ways, strict=True)]
+        ways = Counter(k for _, k in active)
+        return [rate * (ACKNOWLEDGED if ways[k] == 2 else 1.0) for rate, (_, k) in zip(own, active, strict=True)]
     room: dict[tuple[str, int], float] = {}
     passes: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for way, k in active:
@@ -96,9 +97,8 @@ def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
     for index, lanes in enumerate(passes):
         for lane in lanes:
             room[lane] = max(room.get(lane, 0.0), own[index])
-    busy = set(room)
-    for way, stage in busy:
-        if ("in" if way == "out" else "out", stage) in busy:
+    for way, stage in room:
+        if ("in" if way == "out" else "out", stage) in room:
             room[way, stage] *= ACKNOWLEDGED
     found = [0.0] * len(active)
     left = set(range(len(active)))

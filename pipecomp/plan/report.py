@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.config import Bits, bits_text
+from pipecomp.config import bits_text
 from pipecomp.doctor.peers import bits_per_second, milliseconds
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Prediction
@@ -99,17 +99,13 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
     return said
 
 
-def _json(bits: Bits) -> Any:
-    return list(bits) if isinstance(bits, tuple) else bits
-
-
 def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """What to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         section["activations"] = {
-            "method": "aqsgd", "forward_bits": _json(choice.forward_bits), "backward_bits": _json(choice.backward_bits),
+            "method": "aqsgd", "forward_bits": choice.forward_bits, "backward_bits": choice.backward_bits,
             "first_visit": choice.prediction.config.activations.first_visit,
         }  # fmt: skip
     if averages and averages[0][0] != "none":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from pipecomp.config import Config
+from pipecomp.config_file import read_json_object
 from pipecomp.errors import ConfigError
 
 SECTION = "pipecomp"
@@ -153,7 +153,10 @@ def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> di
     if whole and args.deepspeed is not None:
         raise ConfigError("deepspeed", args.deepspeed, "not set beside a whole configuration as pipecomp=")
     source = pipecomp if whole else args.deepspeed
-    config = copy.deepcopy(source) if isinstance(source, dict) else {} if source is None else _read(str(source))
+    if source is None or isinstance(source, dict):
+        config = copy.deepcopy(source or {})
+    else:
+        config = read_json_object("pipecomp", source)
     if not whole and pipecomp is not None:
         if not isinstance(pipecomp, dict):
             raise ConfigError("pipecomp", pipecomp, "a dict or the path of a JSON file")
@@ -163,18 +166,6 @@ def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> di
     if not isinstance(config.setdefault(SECTION, {}), dict):
         raise ConfigError(SECTION, config[SECTION], "an object with keys and values")
     return config
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("pipecomp", path, f"a file that can be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError("pipecomp", path, f"valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ConfigError("pipecomp", path, "a JSON object")
-    return found
 
 
 def _agree(key: str, got: object, wanted: object, name: str) -> None:
