@@ -26,7 +26,8 @@ from pipecomp.bench_pipeline import reference_compute, start_engine
 RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
-STAGES, WARM_UP = 2, 8  # steps of an engine that do not count: samples go whole, the number in flight is found
+STAGES, REFERENCES = 2, 5  # runs from which a stage's seconds for a micro-batch come, which r counts in
+WARM_UP = 8  # steps of an engine that do not count: samples go whole, the number in flight is found
 NO_LIMIT = "10gbit"  # where the other engine's link is slow
 DELAY = "20ms"
 HEADINGS = ("what", "against", "ratio of step times", "a quarter below", "a quarter above", "aim", "s a step")
@@ -156,8 +157,9 @@ def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
         f"`python benchmarks/paired.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU). Two engines in the "
         "same processes make a step in turn; the ratio is the median over pairs of steps that follow each other, with "
         "the quarters of pairs below and above. The model and the meaning of r are those of "
-        f"[throughput.md](throughput.md). The first {WARM_UP} steps of each do not count (of stock DeepSpeed, whose "
-        f'steps are all alike, one). "No limit" is {NO_LIMIT} where the other one\'s link is slow.',
+        f"[throughput.md](throughput.md); a stage computes {1000 * runs[0]['compute_s']:.0f} ms on a micro-batch, the "
+        f"median of {REFERENCES} runs before. The first {WARM_UP} steps of each do not count (of stock DeepSpeed, "
+        f'whose steps are all alike, one). "No limit" is {NO_LIMIT} where the other one\'s link is slow.',
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|" + "---|" * len(HEADINGS),
@@ -186,7 +188,7 @@ def main() -> None:
     done = {run["name"] for run in runs}
     chosen = [c.name for c in COMPARISONS if any(part in c.name for part in arguments.only or [""])]
     todo = [name for name in chosen if name not in done]
-    compute_s = runs[0]["compute_s"] if runs else reference_compute(MODEL, STAGES) if todo else 0.0
+    compute_s = runs[0]["compute_s"] if runs else reference_compute(MODEL, STAGES, REFERENCES) if todo else 0.0
     work_off(
         run, [(name,) for name in todo], (compute_s, arguments.pairs), runs, workers=1, kept=kept, setup=setup,
         line=_line, report=lambda found: write_report(arguments.out, found),

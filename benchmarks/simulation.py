@@ -113,19 +113,19 @@ def compare(rows: Sequence[Row]) -> list[Row]:
         without = free.get((row["line"], row["stages"]))
         if row["bits_per_s"] is not None and without is not None and row.get("replicas", 1) == 1:
             predicted["free"] = play(step_of(row, without), network_of(row)).seconds
-        found.append({"line": row["line"], "r": row["r"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"],
+        found.append({"line": row["line"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"],
                       **predicted})  # fmt: skip
     return found
 
 
 def measured_page(compared: Sequence[Row]) -> list[str]:
     """The comparison as Markdown."""
-    lines = ["| line | r | Mbit/s | measured s | from its own counters | from those without a slow link |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| line | Mbit/s | measured s | from its own counters | from those without a slow link |",
+             "|---|---|---|---|---|"]  # fmt: skip
     for row in compared:
         cells = [f"{row[key]:.2f} ({_off(row[key], row['seconds'])})" if row[key] else "" for key in ("own", "free")]
         mbit = "unlimited" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
-        lines.append(f"| {row['line']} | {row['r']:g} | {mbit} | {row['seconds']:.2f} | {cells[0]} | {cells[1]} |")
+        lines.append(f"| {row['line']} | {mbit} | {row['seconds']:.2f} | {cells[0]} | {cells[1]} |")
     said = []
     for key, name in (("own", "their own counters"), ("free", "those without a slow link")):
         errors = [abs(row[key] / row["seconds"] - 1) for row in compared if row[key]]

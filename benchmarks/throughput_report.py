@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_lines import COARSE, REPLICAS, SIXTEEN, STOCK, TWICE, UNTHROTTLED, Line
+from pipecomp.bench_lines import (
+    COARSE,
+    LINES,
+    REPLICAS,
+    SIXTEEN,
+    STOCK,
+    TWICE,
+    UNTHROTTLED,
+    Line,
+    Model,
+    message_bytes,
+)
 from pipecomp.bench_pipeline import summary
 from pipecomp.bf16_products import cpu_multiplies_bf16
 
@@ -22,6 +34,20 @@ def summaries(runs: Sequence[Row]) -> dict[tuple[str, float, str], Row]:
     for run in sorted(runs, key=lambda run: run["turn"]):
         rounds.setdefault((run["setting"], run["r"], run["line"]), []).append(run)
     return {key: {**summary(found), "rounds": len(found)} for key, found in rounds.items()}
+
+
+def real_r(row: Row, rows: dict[tuple[str, float, str], Row]) -> float:
+    """r of a row's link, by what its stages computed on a micro-batch in the median line without a limit.
+
+    Links are set before most lines have run, by a single run, and a machine's speed changes.
+    """
+    in_float32 = {line.name for line in LINES if line.dtype == "fp32"}
+    seconds = [
+        free["compute_s"] * free["micro_batches"] / 8
+        for (setting, r, name), free in rows.items()
+        if (setting, r) == (f"{row['stages']} stages", UNTHROTTLED) and name in in_float32 and free["compute_s"]
+    ]
+    return 8 * message_bytes(Model()) / (row["bits_per_s"] * statistics.median(seconds))
 
 
 def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lines: Sequence[Line]) -> None:
@@ -39,7 +65,8 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         "GPT-2 of 4 blocks, width 512, 256 tokens, a vocabulary of 512 (so that stages take about equally long); 16 "
         "samples a step in 8 micro-batches, or 16 where the line says so. Each stage is a process with one thread in a "
         "network namespace of its own; links are shaped by the kernel (`tbf`). r: the time that a micro-batch's "
-        "float32 messages take, both ways, over the time a stage computes on it. s: median step; \"MB a step\": on all "
+        "float32 messages take, both ways, over the time a stage computes on it, the median of all lines without a "
+        "limit that compute in float32. s: median step; \"MB a step\": on all "
         "interfaces. Stock DeepSpeed is 0.19.8's own pipeline engine."
         + ("" if cpu_multiplies_bf16() else " This processor has no BF16 products: lines in BF16, stock DeepSpeed's "
            "too, compute them in float32 and round (`pipecomp/bf16_products.py`)."),
@@ -50,15 +77,15 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         "",
         *(f"- {text}" for text in findings(rows)),
         "",
-        "Differences of a few percent are in [paired.md](paired.md), where lines take turns step by step: here a line "
-        "runs alone, and the machine's speed changes by more than that from one run to the next.",
+        "Differences of a few percent, and the first two of these with links set anew, are in [paired.md](paired.md), "
+        "where lines take turns step by step: here a line runs alone, and the machine's speed changes by more than "
+        "that from one run to the next.",
     ]  # fmt: skip
     order = [line.name for line in lines]
     for setting in settings:
         for r in sorted({key[1] for key in rows if key[0] == setting}):
             mine = {key[2]: row for key, row in rows.items() if key[:2] == (setting, r)}
-            rate = next(iter(mine.values()))["bits_per_s"]
-            link = "no limit" if rate is None else f"r = {r:g} ({rate / 1e6:.1f} Mbit/s)"
+            link = "no limit" if r == UNTHROTTLED else _link(next(iter(mine.values())), rows)
             page += ["", f"### {setting}, {link}", "", f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
             for name in sorted(mine, key=order.index):
                 base = rows.get((setting, r, against[name])) or rows.get((setting.split(",")[0], r, against[name]))
@@ -79,21 +106,26 @@ def _cells(name: str, row: Row, base: Row | None, free: Row | None) -> str:
 
 def findings(rows: dict[tuple[str, float, str], Row]) -> list[str]:
     """Each comparison for which both sides were measured."""
-
-    def ratio(one: tuple[str, float, str], other: tuple[str, float, str]) -> float | None:
-        return rows[one]["seconds"] / rows[other]["seconds"] if one in rows and other in rows else None
-
     two, twice = "2 stages", "2 stages, 2 replicas"
-    every: list[tuple[str, float | None]] = [
-        (f"{SIXTEEN}, at r = 5.8: {{:.2f}} × (aim: 6).", ratio((two, 5.8, STOCK), (two, 5.8, SIXTEEN))),
-        (f"{COARSE}, at r = 12: {{:.2f}} × (aim: 10).", ratio((two, 12.0, STOCK), (two, 12.0, COARSE))),
-        ("2 × 2 replicas, 4-bit gradients, at r = 5.8: {:.2f} × (aim: 8),",
-         ratio((twice, 5.8, TWICE), (twice, 5.8, REPLICAS[4]))),
-        ("… and with 1-bit gradients {:.2f} ×.", ratio((twice, 5.8, TWICE), (twice, 5.8, REPLICAS[1]))),
-        ("The schedule by itself, FP32 at r = 5.8: {:.2f} ×.", ratio((two, 5.8, STOCK), (two, 5.8, "FP32"))),
-        ("Stock DeepSpeed in BF16, at r = 5.8: {:.2f} ×.", ratio((two, 5.8, STOCK), (two, 5.8, "DeepSpeed BF16"))),
+    every: list[tuple[str, tuple[str, float, str], tuple[str, float, str]]] = [
+        (f"{SIXTEEN}, at {{}}: {{:.2f}} × (aim: 6 at r = 5.8).", (two, 5.8, STOCK), (two, 5.8, SIXTEEN)),
+        (f"{COARSE}, at {{}}: {{:.2f}} × (aim: 10 at r = 12).", (two, 12.0, STOCK), (two, 12.0, COARSE)),
+        ("2 × 2 replicas, 4-bit gradients, at {}: {:.2f} × (aim: 8 at r = 5.8).",
+         (twice, 5.8, TWICE), (twice, 5.8, REPLICAS[4])),
+        ("The same with 1-bit gradients, at {}: {:.2f} ×.", (twice, 5.8, TWICE), (twice, 5.8, REPLICAS[1])),
+        (f"4 stages, {SIXTEEN}, at {{}}: {{:.2f}} ×.", ("4 stages", 5.8, STOCK), ("4 stages", 5.8, SIXTEEN)),
+        ("The schedule by itself, FP32 at {}: {:.2f} ×.", (two, 5.8, STOCK), (two, 5.8, "FP32")),
+        ("Stock DeepSpeed in BF16, at {}: {:.2f} ×.", (two, 5.8, STOCK), (two, 5.8, "DeepSpeed BF16")),
     ]  # fmt: skip
-    return [text.format(value) for text, value in every if value is not None]
+    return [
+        text.format(_link(rows[one], rows), rows[one]["seconds"] / rows[other]["seconds"])
+        for text, one, other in every
+        if one in rows and other in rows
+    ]
+
+
+def _link(row: Row, rows: dict[tuple[str, float, str], Row]) -> str:
+    return f"r = {real_r(row, rows):.2g} ({row['bits_per_s'] / 1e6:.1f} Mbit/s)"
 
 
 def _draw(path: Path, rows: dict[tuple[str, float, str], Row], order: Sequence[str]) -> None:

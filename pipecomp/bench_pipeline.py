@@ -69,9 +69,10 @@ def summary(runs: Sequence[Row]) -> Row:
     return {**{k: v for k, v in runs[-1].items() if k != "steps"}, **times}
 
 
-def reference_compute(model: Model, stages: int) -> float:
-    """Seconds that one stage computes on one micro-batch, from an unthrottled run without compression."""
-    return float(measure(Line(name="FP32"), model, stages, 3, None, None)["compute_s"])
+def reference_compute(model: Model, stages: int, runs: int = 1) -> float:
+    """Seconds that one stage computes on one micro-batch: the median of unthrottled runs without compression."""
+    line = Line(name="FP32")
+    return statistics.median(measure(line, model, stages, 3, None, None)["compute_s"] for _ in range(runs))
 
 
 def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
