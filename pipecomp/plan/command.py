@@ -34,7 +34,7 @@ from pipecomp.stages.planning import SplitPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
-FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/time_to_loss.md
+FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/first_visit.md
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {"method": "none"}),
     ("bf16", {"method": "bf16"}),
