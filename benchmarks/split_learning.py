@@ -26,6 +26,10 @@ ROUNDS, DECAY_ROUNDS = 8, 5
 LEARNING_RATE, CROP = 0.003, 4
 PUBLIC = {"images": 2000, "epochs": 10, "rate": 0.05}  # what the network is trained on before, centrally
 WIRE = {"forward_bits": 2, "backward_bits": 8, "backward_top_k": 0.2}
+HEADINGS = (
+    *("method", "seeds", "accuracy", "held-out loss", "training loss", "above FP32"),
+    *("forward bytes", "backward bytes", "error"),
+)
 AQSGD = "AQ-SGD fw2 bw8[0.2]"
 METHODS: dict[str, dict[str, Any]] = {
     "FP32": {"activations": {"method": "none"}},
@@ -190,20 +194,23 @@ def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
         f"{DECAY_ROUNDS}, random crops of ±{CROP} pixels and flips.",
         "",
         "Accuracy on 1,000 images, evaluated with uncompressed messages. Training loss: mean over the last round. "
-        "Bytes: of both links, in the last round, as shares of FP32's; all rounds in brackets. Error: ‖a − m‖ / ‖a‖ on "
-        "each link in the last round. ± is the standard deviation over seeds.",
+        "Bytes: of both links' messages, headers and scales included, as shares of the float32 values', in the last "
+        "round; all rounds in brackets. Error: ‖a − m‖ / ‖a‖ on each link in the last round. ± is the standard deviation "
+        "over seeds; above FP32 is the mean of the differences to FP32 with the same seed, and the smallest and the "
+        "largest.",
         "",
-        "| method | seeds | accuracy | held-out loss | training loss | forward bytes | backward bytes | error |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(HEADINGS)} |",
+        "|" + "---|" * len(HEADINGS),
     ]
+    exact = {run["seed"]: run["rounds"][-1] for run in runs if run["method"] == "FP32"}
     for name in METHODS:
         rows = [run for run in runs if run["method"] == name]
         if rows:
-            lines.append(f"| {' | '.join(_cells(name, rows))} |")
+            lines.append(f"| {' | '.join(_cells(name, rows, exact))} |")
     (out / "split_learning.md").write_text("\n".join(lines) + "\n")
 
 
-def _cells(name: str, rows: list[dict[str, Any]]) -> list[str]:
+def _cells(name: str, rows: list[dict[str, Any]], exact: dict[int, dict[str, float]]) -> list[str]:
     last = [run["rounds"][-1] for run in rows]
     counted = [r for r in last if r["error_count_0"]]
     errors = [_mean([r[f"error_sum_{n}"] / r[f"error_count_{n}"] for r in counted]) for n in (0, 1) if counted]
@@ -214,10 +221,20 @@ def _cells(name: str, rows: list[dict[str, Any]]) -> list[str]:
             for some in (last, [r for run in rows for r in run["rounds"]])
         )
         shares.append(f"{100 * once:.1f} % ({100 * ever:.1f} %)")
+    above = [
+        run["rounds"][-1]["train_loss"] - exact[run["seed"]]["train_loss"] for run in rows if run["seed"] in exact
+    ]
     return [
         name, str(len(rows)), _spread(last, "accuracy", 3), _spread(last, "eval_loss"), _spread(last, "train_loss"),
+        _above(above),
         *shares, ", ".join(f"{e:.3f}" for e in errors) or "–",
     ]  # fmt: skip
+
+
+def _above(differences: list[float]) -> str:
+    if not any(differences):  # FP32 itself, or no run of it yet
+        return "–"
+    return f"{_mean(differences):+.4f} ({min(differences):+.4f} … {max(differences):+.4f})"
 
 
 def _mean(values: list[float]) -> float:
