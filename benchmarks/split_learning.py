@@ -195,9 +195,9 @@ def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
         "",
         "Accuracy on 1,000 images, evaluated with uncompressed messages. Training loss: mean over the last round. "
         "Bytes: of both links' messages, headers and scales included, as shares of the float32 values', in the last "
-        "round; all rounds in brackets. Error: ‖a − m‖ / ‖a‖ on each link in the last round. ± is the standard deviation "
-        "over seeds; above FP32 is the mean of the differences to FP32 with the same seed, and the smallest and the "
-        "largest.",
+        "round; all rounds in brackets. Error: ‖a − m‖ / ‖a‖ on each link in the last round. ± is the standard "
+        "deviation over seeds; above FP32 is the mean of the differences to FP32 with the same seed, and the smallest "
+        "and the largest.",
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|" + "---|" * len(HEADINGS),
