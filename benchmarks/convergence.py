@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from jobs import chosen, digest, finished, parser, work_off
+
 EPOCHS, BATCH, MICRO_BATCH = 6, 16, 8
 LEARNING_RATE, WARM_UP = 5e-4, 24
 BITS = ((2, 4), (3, 6), (4, 8))
@@ -150,7 +151,6 @@ def _bytes(pipeline: Any) -> dict[str, int]:
 
 def setup_digest() -> str:
     """What runs must have in common to stand in one table."""
-    from jobs import digest
     from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
 
     values = [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
@@ -159,19 +159,20 @@ def setup_digest() -> str:
 
 def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
     """(method, K, seed) in the order in which they are worth having."""
-    chosen = [m for m in methods() if not only or any(part.lower() in m.name.lower() for part in only)]
-    main = [m for m in chosen if m.main]
+    lines = methods()
+    names = chosen([m.name for m in lines], only)
+    lines = [m for m in lines if m.name in names]
+    main = [m for m in lines if m.main]
     first = [(m.name, stages[0], seed) for seed in range(seeds) for m in main]
-    rest = [(m, stages[0]) for m in chosen if m not in main and not m.bf16]
-    rest += [(m, k) for k in stages[1:] for m in chosen if m.every_k]  # FP32 is the same, bit for bit, for every K
-    rest += [(m, stages[0]) for m in chosen if m.bf16]
+    rest = [(m, stages[0]) for m in lines if m not in main and not m.bf16]
+    rest += [(m, k) for k in stages[1:] for m in lines if m.every_k]  # FP32 is the same, bit for bit, for every K
+    rest += [(m, stages[0]) for m in lines if m.bf16]
     return first + [(m.name, k, seed) for seed in range(seeds) for m, k in rest]
 
 
 def main() -> None:
     """See the top of the file."""
     from convergence_report import write_report
-    from jobs import finished, work_off
 
     arguments = _arguments()
     setup, kept = setup_digest(), arguments.out / "convergence.jsonl"
@@ -194,16 +195,10 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    options = parser(__doc__, "--seeds", "--only", "--workers", "--data", "--cache")
+    add = options.add_argument
     add("--stages", type=int, nargs="+", default=[4, 2], help="K; variants are run for the first only (4 2)")
-    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
-    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 if __name__ == "__main__":

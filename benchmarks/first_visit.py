@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from convergence import Method, fine_tune, setup_digest
+from jobs import chosen, finished, parser, work_off
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES, FORWARD, BACKWARD = 4, 2, 4
 FIRST_BITS = (8, 6, 5, 4, 3)
 
@@ -43,7 +43,6 @@ def train(name: str, epochs: int, seed: int, data: Path, cache: Path) -> dict[st
 def main() -> None:
     """See the top of the file."""
     from first_visit_report import write_report
-    from jobs import finished, work_off
 
     arguments = _arguments()
     setup, kept = setup_digest(), arguments.out / "first_visit.jsonl"
@@ -51,8 +50,8 @@ def main() -> None:
     runs = finished(kept, setup)
     done = {(run["method"], run["epochs"], run["seed"]) for run in runs}
     names = [m.name for m in methods()]
-    chosen = [n for n in names if not arguments.only or any(part.lower() in n.lower() for part in arguments.only)]
-    every = [(n, epochs, seed) for epochs in arguments.epochs for seed in range(arguments.seeds) for n in chosen]
+    wanted = chosen(names, arguments.only)
+    every = [(n, epochs, seed) for epochs in arguments.epochs for seed in range(arguments.seeds) for n in wanted]
     report = functools.partial(write_report, arguments.out, order=names)
     work_off(
         train, [job for job in every if job not in done], (arguments.data, arguments.cache), runs,
@@ -68,16 +67,10 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--seeds", type=int, default=3, help="runs of every line (3)")
+    options = parser(__doc__, "--seeds", "--only", "--workers", "--data", "--cache")
+    add = options.add_argument
     add("--epochs", type=int, nargs="+", default=[3, 1, 2, 10], metavar="N", help="lengths of training (3 1 2 10)")
-    add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
-    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 if __name__ == "__main__":

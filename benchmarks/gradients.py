@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from jobs import SHARED, chosen, digest, finished, parser, work_off
+
 METHODS: dict[str, dict[str, Any]] = {
     "FP32": {"method": "none"},
     "Global-QSGD exponential, 8 bits": {"method": "global_qsgd", "bits": 8},
@@ -149,7 +150,6 @@ def averager(
 def setup_digest() -> str:
     """Marks the settings of both tasks."""
     from gradient_tasks import BATCH, EPOCHS, RATE
-    from jobs import digest
     from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
 
     return digest([BATCH, EPOCHS, RATE, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY])
@@ -158,7 +158,6 @@ def setup_digest() -> str:
 def main() -> None:
     """See the top of the file."""
     from gradient_report import write_report
-    from jobs import finished, work_off
 
     arguments = _arguments()
     arguments.cache.mkdir(parents=True, exist_ok=True)
@@ -166,13 +165,12 @@ def main() -> None:
     setup = setup_digest()
     runs = [run for run in finished(kept, setup) if run["options"] == METHODS.get(run["method"])]
     done = {(r["task"], r["method"], r["n"], r["seed"]) for r in runs}
-    chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
     every = [
         (task, method, n, seed)
         for seed in range(arguments.seeds)
         for n in arguments.workers_per_run
         for task in arguments.tasks
-        for method in chosen
+        for method in chosen(METHODS, arguments.only)
     ]
     todo = [job for job in every if job not in done]
     report = functools.partial(write_report, arguments.out, order=list(METHODS))
@@ -190,17 +188,13 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--seeds", type=int, default=3, help="runs of every method (3)")
+    options = parser(__doc__, "--seeds", "--only", "--cache")
+    add = options.add_argument
     add("--workers-per-run", type=int, nargs="+", default=[2, 4], metavar="N", help="n (2 4)")
     add("--tasks", nargs="+", default=["resnet", "gpt2"], choices=["resnet", "gpt2"])
-    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
     add("--jobs", type=int, default=2, help="runs at the same time, one thread each (2)")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with cifar10 and wikitext-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
-    return parser.parse_args()
+    add("--data", type=Path, default=SHARED, help="folder with cifar10 and wikitext-2")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,48 @@
-"""Runs that are shared out among worker processes and kept as they finish, so that a stopped benchmark goes on."""
+"""Runs that are shared out among worker processes and kept as they finish, so that a stopped benchmark goes on.
+
+With the arguments that such benchmarks have in common.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--seeds": {"type": int, "default": 3, "help": "runs of every method (3)"},
+    "--only": {"nargs": "*", "default": [], "metavar": "NAME", "help": "lines whose name contains one of these"},
+    "--workers": {"type": int, "default": 2, "help": "runs at the same time, one thread each (2)"},
+    "--data": {"type": Path, "default": SHARED / "wikitext-2", "help": "folder with WikiText-2"},
+    "--cache": {"type": Path, "default": ROOT / "runs" / "convergence", "help": "where what runs start from is kept"},
+    "--out": {
+        "type": Path, "default": ROOT / "benchmarks" / "results", "help": "where runs are kept and tables written",
+    },
+}  # fmt: skip
+
+
+def parser(doc: str | None, *options: str) -> argparse.ArgumentParser:
+    """A parser of these OPTIONS and of --out, with the script's docstring as its help."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in (*options, "--out"):
+        found.add_argument(option, **OPTIONS[option])
+    return found
+
+
+def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    """The names that contain one of `only`, in capitals or not; all without `only`."""
+    return [name for name in names if not only or any(part.lower() in name.lower() for part in only)]
 
 
 def digest(settings: Any) -> str:

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs import digest, finished, work_off
+
 from pipecomp.bench_lines import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
 from pipecomp.bench_pipeline import reference_compute, start_engine
 
@@ -179,8 +181,6 @@ def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import digest, finished, work_off
-
     arguments = _arguments()
     kept = arguments.out / "paired.jsonl"
     setup = digest([asdict(MODEL), [asdict(line) for line in LINES], [asdict(c) for c in COMPARISONS], WARM_UP])

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs import digest, finished, work_off
+
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = "1"  # of the kept runs' keys
 METHODS = ("FP32", "AQ-SGD", "DirectQ")
@@ -219,8 +221,6 @@ def continuations(work: Path, out: Path) -> None:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import finished, work_off
-
     arguments = _arguments()
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -242,8 +242,6 @@ def main() -> None:
 
 def _setup(recipe: str) -> str:
     """A mark of all that a run depends on, so that one recipe's change makes only its own runs anew."""
-    from jobs import digest
-
     chosen = RECIPES[recipe]
     config = json.loads((ROOT / "recipes" / recipe / chosen.config).read_text())
     return digest([chosen.arguments, chosen.before, PRETRAINING.get(chosen.before), config])

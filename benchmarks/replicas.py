@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from convergence import BATCH, LEARNING_RATE, WARM_UP, setup_digest
+from jobs import chosen, finished, parser, work_off
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES, REPLICAS, FREEZE_STEP = 2, 2, 40
 HEADINGS = (
     *("method", "seeds", "training loss", "above FP32", "held-out loss"),
@@ -169,15 +169,13 @@ def _spread(values: list[float]) -> str:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import finished, work_off
-
     arguments = _arguments()
     kept, setup = arguments.out / "replicas.jsonl", setup_digest()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     runs = [run for run in finished(kept, setup) if run["epochs"] == arguments.epochs]
     done = {(run["method"], run["seed"]) for run in runs}
-    chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
-    todo = [(m, s, arguments.epochs) for s in range(arguments.seeds) for m in chosen if (m, s) not in done]
+    names = chosen(METHODS, arguments.only)
+    todo = [(m, s, arguments.epochs) for s in range(arguments.seeds) for m in names if (m, s) not in done]
     work_off(
         train, todo, (arguments.data, arguments.cache), runs, workers=1, kept=kept, setup=setup, line=_line,
         report=lambda found: write_report(arguments.out, found),
@@ -189,15 +187,9 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--seeds", type=int, default=3, help="runs of every method (3)")
-    add("--epochs", type=int, default=6, help="passes over the training data (6)")
-    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
-    return parser.parse_args()
+    options = parser(__doc__, "--seeds", "--only", "--data", "--cache")
+    options.add_argument("--epochs", type=int, default=6, help="passes over the training data (6)")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from jobs import SHARED, chosen, digest, finished, parser, work_off
+
 CLIENTS, CONCENTRATION, LOCAL_EPOCHS, BATCH = 16, 0.5, 3, 64
 ROUNDS, DECAY_ROUNDS = 8, 5
 LEARNING_RATE, CROP = 0.003, 4
@@ -168,8 +169,6 @@ def ds_config(name: str, seed: int) -> dict[str, Any]:
 
 def setup_digest() -> str:
     """What runs must have in common to stand in one table."""
-    from jobs import digest
-
     values = [CLIENTS, CONCENTRATION, LOCAL_EPOCHS, BATCH, ROUNDS, DECAY_ROUNDS, LEARNING_RATE, CROP, PUBLIC, METHODS]
     return digest(values)
 
@@ -249,15 +248,13 @@ def _spread(rows: list[dict[str, Any]], key: str, digits: int = 4) -> str:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import finished, work_off
-
     arguments = _arguments()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     setup, kept = setup_digest(), arguments.out / "split_learning.jsonl"
     runs = finished(kept, setup)
     done = {(run["method"], run["seed"]) for run in runs}
-    chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
-    todo = [(name, seed) for seed in range(arguments.seeds) for name in chosen if (name, seed) not in done]
+    names = chosen(METHODS, arguments.only)
+    todo = [(name, seed) for seed in range(arguments.seeds) for name in names if (name, seed) not in done]
     work_off(
         train, todo, (arguments.data, arguments.cache), runs, workers=arguments.workers, kept=kept, setup=setup,
         line=_line, report=functools.partial(write_report, arguments.out),
@@ -273,16 +270,10 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    data = ROOT.parent / "shared" / "data" / "cifar10" / "cifar10_4k_1k.npz"
-    add("--seeds", type=int, default=3, help="runs of every method (3)")
-    add("--only", nargs="*", default=[], metavar="NAME", help="methods whose name contains one of these")
-    add("--workers", type=int, default=2, help="runs at the same time, one thread each (2)")
-    add("--data", type=Path, default=data, help="an .npz with x_train, y_train, x_test and y_test")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where the trained networks are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and the table written")
-    return parser.parse_args()
+    options = parser(__doc__, "--seeds", "--only", "--workers", "--cache")
+    images = SHARED / "cifar10" / "cifar10_4k_1k.npz"
+    options.add_argument("--data", type=Path, default=images, help="an .npz with x_train, y_train, x_test and y_test")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs import chosen, digest, finished, work_off
+
 from pipecomp.bench_lines import (
     COARSE,
     EIGHT,
@@ -69,7 +71,6 @@ def link_rate(runs: list[dict[str, Any]], stages: int, r: float) -> int:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import digest, finished, work_off
     from throughput_report import write_report
 
     arguments = _arguments()
@@ -87,8 +88,8 @@ def main() -> None:
         for turn in range(arguments.rounds)
         for name in arguments.settings
         for r in sorted({r for rates in SETTINGS[name].lines.values() for r in rates})
-        for line, rates in SETTINGS[name].lines.items()
-        if r in rates and any(part.lower() in line.lower() for part in arguments.only or [""])
+        for line in chosen(SETTINGS[name].lines, arguments.only)
+        if r in SETTINGS[name].lines[line]
     ]
     stages = sorted({SETTINGS[name].stages for name in arguments.settings})
     first = [(f"{K} stages", UNTHROTTLED, "FP32", 0) for K in stages]  # what `link_rate` looks at

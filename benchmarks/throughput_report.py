@@ -60,7 +60,7 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         "# Training steps over slow links",
         "",
         f"`python benchmarks/throughput.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU), torch "
-        f"{torch.__version__}, load average {os.getloadavg()[1]:.1f}.",
+        f"{torch.__version__}.",
         "",
         "GPT-2 of 4 blocks, width 512, 256 tokens, a vocabulary of 512 (so that stages take about equally long); 16 "
         "samples a step in 8 micro-batches, or 16 where the line says so. Each stage is a process with one thread in a "

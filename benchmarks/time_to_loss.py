@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from jobs import chosen, digest, finished, parser, work_off
+
 STAGES, BATCH, MICRO_BATCH = 2, 16, 1
 TRAINING, LENGTH, WIDTH = 256, 128, 256
 LEARNING_RATE = 3e-4
@@ -131,7 +132,6 @@ def link_rate(r: float, data: Path, cache: Path) -> int:
 
 def main() -> None:
     """See the top of the file."""
-    from jobs import digest, finished, work_off
     from time_to_loss_report import write_report
     from wikitext import PRETRAINING, VOCABULARY
 
@@ -142,8 +142,8 @@ def main() -> None:
     runs = finished(kept, setup)
     done = {(run["method"], run["epochs"]) for run in runs}
     rate = runs[0]["rate"] if runs else link_rate(arguments.r, arguments.data, arguments.cache)
-    chosen = [m for m in METHODS if not arguments.only or any(part.lower() in m.lower() for part in arguments.only)]
-    todo = [(m, epochs, rate) for epochs in arguments.epochs for m in chosen if (m, epochs) not in done]
+    names = chosen(METHODS, arguments.only)
+    todo = [(m, epochs, rate) for epochs in arguments.epochs for m in names if (m, epochs) not in done]
     work_off(
         train, todo, (arguments.data, arguments.cache), runs, workers=1, kept=kept, setup=setup, line=_line,
         report=lambda found: write_report(arguments.out, found, arguments.r, list(METHODS)),
@@ -155,15 +155,11 @@ def _line(run: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    options = parser(__doc__, "--only", "--data", "--cache")
+    add = options.add_argument
     add("--r", type=float, default=5.8, help="the link: float32 transfer over compute of a micro-batch (5.8)")
     add("--epochs", type=int, nargs="+", default=[3, 10], metavar="N", help="lengths of training (3 10)")
-    add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext-2", help="folder with WikiText-2")
-    add("--cache", type=Path, default=ROOT / "runs" / "convergence", help="where tokens and models are kept")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and tables written")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 if __name__ == "__main__":
