@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/pipeline_trainer.py --model gpt2 --train_file train.txt --eval_file test.txt \
         --output_dir runs/gpt2 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --eval_strategy epoch
 
-Every option of TrainingArguments works. What differs from a script with Trainer is marked with "was". To go on after an
-interruption, start it again with --resume_from_checkpoint True.
+What a pipeline cannot do of TrainingArguments is an error that names it. What differs from a script with Trainer is
+marked with "was". To go on after an interruption, start it again with --resume_from_checkpoint True.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine import PipelineEngine
 from pipecomp.handshake import Together, settings_of
 from pipecomp.kernels import dispatch
-from pipecomp.linking import open_links, open_transports, pipelines, tied_groups
+from pipecomp.linking import match_tied, open_links, open_transports, pipelines, tied_groups
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
 from pipecomp.recomputing import take_setting
 from pipecomp.replicas import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
@@ -85,6 +85,7 @@ def initialize(
         watch.timeout_s = settings.transport.timeout_s
         with _without_noise():
             module = _pipeline_module(model, split_plan, ds_config, loss_fn, settings.seed)
+            match_tied(module.forward_funcs[0], split_plan, module.mpu(), all_ranks)
             if settings.gradients.exchanges_in_optimizer:
                 if optimizer is not None:
                     raise ConfigError("optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from pipecomp.runs import Run, find_run, model_digest
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.gloo import GlooTransport, close_quietly, neighbour_groups
 from pipecomp.stages.links import Links
+from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.splitting import Stage
 from pipecomp.stages.upstream import UpstreamEnd
 
 
@@ -38,6 +41,31 @@ def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup
             if dist.get_rank() in members:
                 mine[tied.name] = group
     return mine
+
+
+def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all_ranks: Together) -> None:
+    """Give every copy of a tied weight the values of its first holder, where they differ; every rank must call this.
+
+    They differ where each process has drawn its model's weights for itself, with another seed or none. Replicas need
+    nothing here: DeepSpeed gives them the weights of the first.
+    """
+    copies = stage.tied_parameters()
+    digests = all_ranks.everyone({name: _digest(p) for name, p in copies.items()})
+    replicas = pipelines(grid)
+    for tied in split_plan.tied:
+        if all(len({digests[ranks[s]][tied.name] for s in tied.stages}) == 1 for ranks in replicas):
+            continue
+        for ranks in replicas:
+            members = [ranks[s] for s in tied.stages]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                dist.broadcast(copies[tied.name].detach(), src=members[0], group=group)
+                dist.destroy_process_group(group)
+
+
+def _digest(parameter: torch.Tensor) -> str:
+    values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy()).hexdigest()
 
 
 def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooTransport]:

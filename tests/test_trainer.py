@@ -29,7 +29,7 @@ from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.random_state import random_state, set_random_state
 from pipecomp.stages import split
-from pipecomp.trainer import PipelineTrainer, arguments, checkpoints
+from pipecomp.trainer import PipelineTrainer, alike, arguments, checkpoints
 from pipecomp.trainer.evaluation import _joined
 from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of
 from pipecomp.trainer.losses import StepLoss, labels_in
@@ -71,6 +71,7 @@ def test_exported_lazily() -> None:
         ("optim", "adafactor"), ("train_sampling_strategy", "batch_rebalance"), ("label_names", ["start_positions"]),
         ("skip_memory_metrics", False), ("dataloader_in_order", False), ("deepspeed_plugin", object()),
         ("gradient_checkpointing_kwargs", {"every_n_layers": 2}), ("fp16", True),
+        ("activation_checkpointing_kwargs", {"offload": True}),
     ],
 )  # fmt: skip
 def test_what_a_pipeline_cannot_do_is_named(usual: TrainingArguments, name: str, value: Any) -> None:
@@ -92,6 +93,12 @@ def test_combinations_that_cannot_work(usual: TrainingArguments) -> None:
         arguments.check(changed(usual, save_only_model=True, load_best_model_at_end=True, metric_for_best_model="loss"))
     with pytest.raises(ConfigError, match="metric_for_best_model"):
         arguments.check(changed(usual, load_best_model_at_end=True))
+
+
+def test_no_clipping(usual: TrainingArguments) -> None:
+    for value in (None, 0.0):
+        config = arguments.engine_config(changed(usual, max_grad_norm=value), {})
+        assert config["gradient_clipping"] == float("inf")
 
 
 def test_configuration_from_arguments(usual: TrainingArguments) -> None:
@@ -199,6 +206,17 @@ def test_methods_of_trainer_that_are_not_called() -> None:
 
         class Mine(PipelineTrainer):
             def compute_loss(self) -> None: ...
+
+    class Mixin:
+        def _get_train_sampler(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Mixin\._get_train_sampler"):
+
+        class Mixed(Mixin, PipelineTrainer): ...
+
+    class Logging(PipelineTrainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None: ...
+        def report(self) -> None: ...
 
 
 # -- data
@@ -537,3 +555,46 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     environment = open_environment("lmdb", store, 0, bits=4)  # of other settings than before
     assert held(environment) == []
     environment.close()
+
+
+# -- what all ranks have alike
+
+
+class Scattering:
+    """Samples that draw at random whenever they are read, from a generator of their own or from torch's."""
+
+    def __init__(self, own: bool) -> None:
+        self._draw = torch.Generator().manual_seed(7) if own else None
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"input_ids": torch.randint(0, 9, (4,), generator=self._draw), "labels": i}
+
+
+def facts(data: Any) -> dict[str, Any]:
+    return alike.dataset_facts(Samples(data, list), "train_dataset")
+
+
+def test_another_order_or_content_of_a_dataset_is_noticed() -> None:
+    rows = [{"input_ids": [i, i + 1], "labels": i % 2, "text": str(i), "extra": (None, 1.5)} for i in range(30)]
+    mixed = list(rows)
+    random.Random(3).shuffle(mixed)
+    other = [{**row, "labels": 1 - row["labels"]} for row in rows]
+    turned = [dict(reversed(row.items())) for row in rows]
+    assert facts(rows) == facts(turned), "the order of a sample's keys says nothing"
+    assert len({json.dumps(facts(data), sort_keys=True) for data in (rows, mixed, other, rows[:-1])}) == 4
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, lambda x: torch.tensor(x, dtype=torch.bfloat16), np.float32])
+def test_values_of_all_kinds_are_compared(kind: Any) -> None:
+    assert facts([{"x": kind(1.0)}]) == facts([{"x": kind(1.0)}]) != facts([{"x": kind(2.0)}])
+
+
+def test_samples_that_draw_are_read_with_the_same_draws() -> None:
+    before = torch.get_rng_state()
+    assert len(facts(Scattering(own=False))) == 2
+    assert facts(Scattering(own=False)) == facts(Scattering(own=False))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(facts(Scattering(own=True))) == ["length of train_dataset"]

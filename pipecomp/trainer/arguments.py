@@ -67,10 +67,10 @@ def check(args: Any) -> None:
         raise ConfigError("skip_memory_metrics", False, "True: comm_stats() of trainer.engine has what a rank uses")
     if not args.dataloader_in_order:
         raise ConfigError("dataloader_in_order", False, "True: the first and the last stage load the same batches")
-    for key in ("every_n_layers", "offload"):
-        if key in (args.gradient_checkpointing_kwargs or {}):
-            kwargs = args.gradient_checkpointing_kwargs
-            raise ConfigError("gradient_checkpointing_kwargs", kwargs, "arguments of torch.utils.checkpoint.checkpoint")
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # the new name and the old
+        kwargs = getattr(args, name, None) or {}
+        if "every_n_layers" in kwargs or "offload" in kwargs:
+            raise ConfigError(name, kwargs, "arguments of torch.utils.checkpoint.checkpoint")
     accelerate = args.accelerator_config
     for field in dataclasses.fields(AcceleratorConfig):
         value = getattr(accelerate, field.name, field.default)  # some are taken out once they were used
@@ -107,7 +107,7 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
         # 0 means no clipping; the norm is logged all the same
-        "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm) or math.inf),
+        "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm or 0) or math.inf),
     }
     for key, (name, value) in own.items():
         _agree(key, config.get(key, "auto"), value, name)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,17 +22,18 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
-from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
+from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 from transformers.trainer_utils import enable_full_determinism, set_seed, speed_metrics
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
+from pipecomp.handshake import versions
 from pipecomp.recipe import join
 from pipecomp.stages import plan
 from pipecomp.stages.architectures import architecture_of, head_name
 from pipecomp.stages.loading import resolve
-from pipecomp.trainer import arguments
+from pipecomp.trainer import alike, arguments
 from pipecomp.trainer.feeding import Samples, StepLoader
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.reports import TrafficMeter
@@ -41,38 +43,49 @@ class TrainerBase:
     """Everything of `PipelineTrainer` but training and evaluating; see there for the arguments."""
 
     log_metrics = log_metrics
+    metrics_format = metrics_format
     save_metrics = save_metrics
     save_state = save_state
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         args: TrainingArguments | None = None,
         data_collator: Callable[[list], Any] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        model_init: Callable[[], Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[Any], dict] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         pipecomp: str | os.PathLike | dict[str, Any] | None = None,
         num_stages: int | None = None,
         cuts: Sequence[int] | None = None,
-        compute_metrics: Callable[[Any], dict] | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         save_messages: bool = True,
     ) -> None:
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
-        arguments.check(self.args)
         if self.args.use_cpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported, which is below
         join(self.args)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo")
+        ranks = alike.all_ranks()
+        with ranks.failing():
+            arguments.check(self.args)
+            if (model is None) == (model_init is None):
+                raise ConfigError("model", model, "a model, or a model_init that makes one; not both")
+        alike.check_arguments(ranks, self.args, **versions())  # accelerate may have joined the processes, unchecked
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         transformers_logging.set_verbosity(self.args.get_process_log_level())
 
-        self._given_model, self._save_messages = model, save_messages
+        self._save_messages = save_messages
+        self._model_init = model_init
+        self._given_model = model = model if model_init is None else model_init()
         source = resolve(model)
         self._model_class: Any = source.model_class
         self._config = arguments.engine_config(self.args, pipecomp)
@@ -88,7 +101,8 @@ class TrainerBase:
             zero.setdefault("reduce_bucket_size", min(500_000_000, max(self.plan.parameters)))
         config = copy.deepcopy(source.config)
         config.architectures = [head_name(architecture_of(config), source.model_class)]
-        self._loss = StepLoss(config, self.args.label_smoothing_factor)
+        self._card_config = source.config
+        self._loss = StepLoss(config, self.args.label_smoothing_factor, compute_loss_func)
 
         self.processing_class = processing_class
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
@@ -101,13 +115,19 @@ class TrainerBase:
             raise ConfigError("eval_dataset", None, f"a dataset with eval_strategy {self.args.eval_strategy.value!r}")
 
         self._make_optimizer, self._make_scheduler = optimizers
+        if optimizer_cls_and_kwargs is not None:
+            if self._make_optimizer is not None:
+                raise ConfigError("optimizer_cls_and_kwargs", optimizer_cls_and_kwargs, "None beside optimizers[0]")
+            kind, options = optimizer_cls_and_kwargs
+            self._make_optimizer = lambda groups: kind(groups, **options)
         for place, made in enumerate(optimizers):
             if made is not None and not callable(made):
                 allowed = "None, or a callable that takes " + ("parameter groups", "the optimizer")[place]
                 raise ConfigError(f"optimizers[{place}]", type(made).__name__, allowed)
         if self._make_optimizer is not None and self.settings.gradients.exchanges_in_optimizer:
             method = self.settings.gradients.method
-            raise ConfigError("optimizers[0]", self._make_optimizer, f"None: {method!r} is the optimizer")
+            name = "optimizers[0]" if optimizer_cls_and_kwargs is None else "optimizer_cls_and_kwargs"
+            raise ConfigError(name, optimizer_cls_and_kwargs or optimizers[0], f"None: {method!r} is the optimizer")
 
         self._engine: Any = None
         self._loss_group: Any = None  # averages counts of labels among replicas' last stages
@@ -134,6 +154,10 @@ class TrainerBase:
             taken = inspect.signature(self._model_class.forward).parameters
             columns = [*taken, "label", "label_ids", "labels"]
         return Samples.of(data, self.data_collator, columns, name)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Samples of the dataset that a loader of this trainer reads, as callbacks get them."""
+        return len(dataloader.dataset)
 
     # -- callbacks, state and logs
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 from transformers.processing_utils import ProcessorMixin
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens, set_seed
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.errors import ConfigError
 from pipecomp.trainer import arguments, checkpoints
 from pipecomp.trainer.base import TrainerBase
+from pipecomp.trainer.cards import write_card
 
 TRAINING_ARGS_FILE = "training_args.bin"  # Trainer's name
 
@@ -40,6 +41,18 @@ class EngineTrainer(TrainerBase):
     def model(self) -> Any:
         """This rank's stage once the engine is made; before that the model as it was given."""
         return self._given_model if self._engine is None else self._engine.stage
+
+    @property
+    def optimizer(self) -> Any:
+        """The engine's, None before it is made."""
+        return None if self._engine is None else self._engine.optimizer
+
+    def _new_model(self) -> None:
+        """As Trainer does it with model_init: every training begins with a model of its own."""
+        if self._model_init is not None and self._engine is not None:
+            self._close_engine()
+            set_seed(self.args.seed)
+            self._given_model = self._model_init()
 
     def _make_engine(self) -> Any:
         from pipecomp.build import initialize
@@ -102,7 +115,9 @@ class EngineTrainer(TrainerBase):
         store = self.settings.store.path
         if checkpoint is not None:
             self._close_engine()
-            checkpoints.restore_messages(checkpoint, store)
+            if not checkpoints.restore_messages(checkpoint, store):
+                checkpoints.forget_messages(store)  # what is held is newer than the checkpoint, or of another run
+                _log.warning(f"{checkpoint} has no messages of rank {self.rank}: every sample is sent whole once more")
         elif self._engine is None:
             checkpoints.forget_messages(store)
         else:
@@ -121,7 +136,8 @@ class EngineTrainer(TrainerBase):
         loader = self._loader
         tokens = (loader.tokens, loader.real_tokens) if loader is not None and self.engine.is_first_stage() else (0, 0)
         rows: list[Any] = [None] * self.world
-        dist.all_gather_object(rows, (self.engine.comm_stats(), tokens), group=self.group)
+        with self.engine.telling_others():
+            dist.all_gather_object(rows, (self.engine.comm_stats(), tokens), group=self.group)
         if self.args.include_num_input_tokens_seen != "no":
             place = 1 if self.args.include_num_input_tokens_seen == "non_padding" else 0
             self.state.num_input_tokens_seen = self._tokens_before + sum(tokens[place] for _, tokens in rows)
@@ -129,10 +145,11 @@ class EngineTrainer(TrainerBase):
 
     # -- saving
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, and the tokenizer, as a folder that from_pretrained reads; every rank must call this.
 
-        output_dir: default `args.output_dir`. The folder is whole on the machine of rank 0.
+        output_dir: default `args.output_dir`. The folder is whole on the machine of rank 0. _internal_call: Trainer's,
+        which changes nothing here.
         """
         folder = output_dir or self.args.output_dir
         self.engine.save_pretrained(folder)
@@ -143,9 +160,21 @@ class EngineTrainer(TrainerBase):
             processing.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, TRAINING_ARGS_FILE))
 
+    def create_model_card(self, **fields: Any) -> None:
+        """Write a model card, README.md in `args.output_dir`; rank 0 does. fields: Trainer's."""
+        if self.rank == 0:
+            write_card(
+                self.args, self._card_config, self.state, (self.train_dataset, self.eval_dataset),
+                model_class=self._model_class.__name__, stages=self.plan.num_stages, replicas=self.replicas, **fields,
+            )  # fmt: skip
+
     # -- checkpoints
 
     def _save_checkpoint(self) -> None:
+        with self.engine.telling_others():
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         args, state = self.args, self.state
         folder = str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self.rank == 0:

@@ -10,6 +10,7 @@ import torch
 from transformers.trainer_utils import PredictionOutput
 
 from pipecomp.errors import ConfigError
+from pipecomp.trainer import alike
 from pipecomp.trainer.engines import EngineTrainer
 from pipecomp.trainer.evaluation import Evaluation
 from pipecomp.trainer.feeding import EvalLoader, loader_options
@@ -20,12 +21,21 @@ class EvaluatingTrainer(EngineTrainer):
 
     # -- evaluation
 
-    def evaluate(self, eval_dataset: Any = None, *, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Metrics of a dataset, default the one given at the beginning; a dict of datasets is evaluated one by one.
 
-        Every rank must call this, and gets the metrics. compute_metrics is called on the first.
+        eval_dataset: or the name of one of several that were given. ignore_keys: None or empty, as there are only
+        logits. Every rank must call this, and gets the metrics. compute_metrics is called on the first.
         """
+        check_ignored("ignore_keys", ignore_keys)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            given = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if chosen not in given:
+                raise ConfigError("eval_dataset", chosen, f"a dataset, or one of {', '.join(given) or 'no names'}")
+            chosen = given[chosen]
         if isinstance(chosen, dict) and "input_ids" not in chosen:
             out: dict[str, float] = {}
             for name, data in chosen.items():
@@ -37,8 +47,11 @@ class EvaluatingTrainer(EngineTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def predict(self, test_dataset: Any, *, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Logits, labels and metrics of a dataset, with or without labels; every rank must call this, and gets all."""
+        check_ignored("ignore_keys", ignore_keys)
         output = self._run_evaluation(
             test_dataset, "test_dataset", metric_key_prefix, self.args.prediction_loss_only, arrays=True
         )
@@ -46,9 +59,14 @@ class EvaluatingTrainer(EngineTrainer):
         return PredictionOutput(predictions=output.predictions, label_ids=output.label_ids, metrics=output.metrics)
 
     def _run_evaluation(self, data: Any, name: str, prefix: str, loss_only: bool, *, arrays: bool) -> Any:
-        engine, args = self.engine, self.args
+        args, ranks = self.args, alike.all_ranks()
+        with ranks.failing():
+            samples = self._samples(data, name)
+            facts = alike.dataset_facts(samples, name)
+        alike.check_arguments(ranks, args, **facts)
+        engine = self.engine
         loader = EvalLoader(
-            self._samples(data, name), args.per_device_eval_batch_size, self._data_seed, loader_options(args),
+            samples, args.per_device_eval_batch_size, self._data_seed, loader_options(args),
             drop_last=args.dataloader_drop_last, replicas=self.replicas, replica=engine.grid.data_parallel_id,
         )  # fmt: skip
         self.callback_handler.eval_dataloader = loader
@@ -102,3 +120,9 @@ class EvaluatingTrainer(EngineTrainer):
     @property
     def _data_seed(self) -> int:
         return int(self.args.seed if self.args.data_seed is None else self.args.data_seed)
+
+
+def check_ignored(name: str, keys: Any) -> None:
+    """Trainer leaves these of a model's outputs out; the last stage gives logits only."""
+    if keys:
+        raise ConfigError(name, keys, "None: a pipeline's last stage gives logits and nothing else")

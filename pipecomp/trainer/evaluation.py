@@ -66,6 +66,10 @@ class Evaluation:
 
         loss_only: no logits are kept. Raises on every rank what compute_metrics raises on the first.
         """
+        with self._engine.telling_others():
+            return self._run(loader, prefix, loss_only, arrays)
+
+    def _run(self, loader: EvalLoader, prefix: str, loss_only: bool, arrays: bool) -> EvalLoopOutput:
         began = time.time()
         rows = self._gather(self._evaluate(loader, loss_only))
         data = b""

@@ -81,7 +81,7 @@ def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _seeded(*numbers: int) -> Iterator[None]:
+def seeded(*numbers: int) -> Iterator[None]:
     """Python's, numpy's and torch's generators seeded inside, and as they were afterwards."""
     python, legacy = random.getstate(), np.random.get_state()
     seed = ops.mix_seed(*numbers)
@@ -105,7 +105,7 @@ class _Batches(Dataset):
 
     def __getitem__(self, place: Any) -> MicroBatch:
         number, ids = place
-        with _seeded(self._seed, self._kind, number):
+        with seeded(self._seed, self._kind, number):
             fetch = getattr(self._data, "__getitems__", None)
             chosen = fetch(ids) if fetch is not None else [self._data[i] for i in ids]
             return as_micro_batch(self._collate(chosen), ids)

@@ -7,16 +7,26 @@ computes; so each micro-batch is weighed by its share. S tokens, V vocabulary, C
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
+from transformers.utils import ModelOutput
 
 from pipecomp.errors import ConfigError
 from pipecomp.stages import default_loss
 from pipecomp.stages.architectures import architecture_of
 from pipecomp.stages.losses import LossFn, causal_lm
+
+
+@dataclass
+class Output(ModelOutput):
+    """What the last stage gives of a model's output."""
+
+    logits: Tensor | None = None
 
 
 def is_causal(config: Any) -> bool:
@@ -36,26 +46,33 @@ class StepLoss:
     """The loss function of a training engine: the model's own mean, weighed by `share`.
 
     label_smoothing: `TrainingArguments.label_smoothing_factor`. share: micro-batches of the step, of all replicas
-    together, for each of its labels; set it before every step.
+    together, for each of its labels; set it before every step. own: Trainer's compute_loss_func, which is given an
+    output that has logits only, and in training the step's number of labels, by which it divides a sum.
     """
 
-    def __init__(self, config: Any, label_smoothing: float = 0.0) -> None:
+    def __init__(self, config: Any, label_smoothing: float = 0.0, own: Callable[..., Tensor] | None = None) -> None:
         self.causal = is_causal(config)
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
         if self._smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
             raise ConfigError("label_smoothing_factor", label_smoothing, "0 for a multi-label classification")
+        self._own = own
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """What the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
         count, (micro_batches, total) = labels_in(labels, causal=self.causal), self.share
         if count == 0:
             return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
+        if self._own is not None:
+            count_all = torch.tensor(total, device=logits.device)
+            return self._own(Output(logits=logits), labels, num_items_in_batch=count_all) * micro_batches
         return self.plain(logits, labels) * (count * micro_batches / total)
 
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean over a micro-batch's labels, as for evaluation."""
+        if self._own is not None:
+            return self._own(Output(logits=logits), labels, num_items_in_batch=None)
         if self._smoother is None:
             return self._loss(logits, labels)
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import TrainerControl, get_scheduler
+from transformers import Trainer, TrainerControl, get_scheduler
 from transformers.trainer_utils import (
     TrainOutput,
     compare_trainer_and_checkpoint_args,
@@ -20,15 +20,16 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError
-from pipecomp.trainer import checkpoints
-from pipecomp.trainer.evaluating import EvaluatingTrainer
+from pipecomp.trainer import alike, arguments, checkpoints
+from pipecomp.trainer.evaluating import EvaluatingTrainer, check_ignored
 from pipecomp.trainer.feeding import LengthSampler, Samples, StepLoader, lengths_of, loader_options
 
 _log = transformers_logging.get_logger(__name__)
-_NOT_CALLED = (  # what subclasses of Trainer override
-    "compute_loss", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "evaluation_loop",
-    "get_eval_dataloader", "get_test_dataloader", "get_train_dataloader", "prediction_step", "training_step",
-)  # fmt: skip
+_CALLED = {  # methods of Trainer that a subclass may override
+    "add_callback", "create_model_card", "end", "evaluate", "is_local_process_zero", "is_world_process_zero", "log",
+    "log_metrics", "metrics_format", "num_examples", "pop_callback", "predict", "remove_callback", "save_metrics",
+    "save_model", "save_state", "train",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +53,19 @@ class PipelineTrainer(EvaluatingTrainer):
         trainer = PipelineTrainer(model="gpt2", args=args, train_dataset=..., pipecomp={"activations": {...}})
         trainer.train()                               # started by deepspeed or torchrun, one process per stage
 
-    model: a Hugging Face model, or a folder or hub name, of which each process reads only its stage. args,
-    data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks,
-    preprocess_logits_for_metrics: Trainer's; per_device_train_batch_size is the size of a micro-batch,
-    gradient_accumulation_steps their number in an optimizer step of each replica. What of `args` a pipeline cannot do
-    is a ConfigError that names it. pipecomp: the "pipecomp" section as a dict, or a DeepSpeed configuration with it, a
-    dict or a JSON file; args.deepspeed may be that configuration too. num_stages: default one per process; cuts: as
-    for `pipecomp.initialize`. optimizers: (None, None), or callables that make them: of the parameter groups of a
-    stage, and of that optimizer. save_messages: whether a checkpoint copies the message store, as large as it is.
+    model: a folder or hub name, of which each process reads only its stage, or a Hugging Face model, which stays whole
+    in every process's memory as long as the script holds it. args, data_collator, train_dataset, eval_dataset,
+    processing_class, model_init, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics:
+    Trainer's; per_device_train_batch_size is the size of a micro-batch, gradient_accumulation_steps their number in an
+    optimizer step of each replica. compute_loss_func(outputs, labels, num_items_in_batch): Trainer's, where `outputs`
+    has logits only. What of `args` a pipeline cannot do is a ConfigError that names it. pipecomp: the "pipecomp"
+    section as a dict, or a DeepSpeed configuration with it, a dict or a JSON file; args.deepspeed may be that
+    configuration too. num_stages: default one per process; cuts: as for `pipecomp.initialize`. optimizers: (None,
+    None), or callables that make them: of the parameter groups of a stage, and of that optimizer. save_messages:
+    whether a checkpoint copies the message store, as large as it is.
 
-    Every process makes a trainer with the same arguments and calls the same methods. Callbacks run on every process and
+    Every process makes a trainer with the same arguments and data and calls the same methods; what differs is a
+    LinkError that names it. Callbacks run on every process and
     see its stage as `model`; what they decide must be the same everywhere, as it is when it comes from metrics, logs
     and state. Training logs also have link_compression, link_wait_seconds, store_hit_rate and grad_compression, see
     `reports.TrafficMeter`. A training that is resumed from a checkpoint goes on with the same losses; messages kept in
@@ -73,23 +77,38 @@ class PipelineTrainer(EvaluatingTrainer):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        for name in _NOT_CALLED:
-            if name in cls.__dict__:
-                raise ConfigError(f"{cls.__name__}.{name}", "a method", "none: this trainer does not call it")
+        for base in [base for base in cls.__mro__ if base not in PipelineTrainer.__mro__]:
+            for name, own in base.__dict__.items():
+                given = callable(own) or isinstance(own, (staticmethod, classmethod))
+                if given and not name.startswith("__") and hasattr(Trainer, name) and name not in _CALLED:
+                    raise ConfigError(f"{base.__name__}.{name}", "a method", "none: this trainer does not call it")
 
     # -- training
 
-    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train as `args` says; every rank must call this.
 
         resume_from_checkpoint: a folder, or True for the last one in `args.output_dir`; it may be of other stages or
         replicas, see `PipelineEngine.load_checkpoint`. Starts with empty message stores, or with those of a checkpoint
-        of the same pipeline.
+        of the same pipeline. trial, ignore_keys_for_eval: None; they are Trainer's.
         """
-        args = self.args
+        args, ranks = self.args, alike.all_ranks()
+        with ranks.failing():
+            arguments.check(args)  # they may have been changed
+            if trial is not None:
+                raise ConfigError("trial", trial, "None: hyperparameters are not searched here")
+            check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
+            samples = self._samples(self.train_dataset, "train_dataset")
+            facts = alike.dataset_facts(samples, "train_dataset")
+        alike.check_arguments(ranks, args, **facts, resumes=bool(resume_from_checkpoint))
         pipeline = {"cuts": list(self.plan.cuts), "replicas": self.replicas}
         found = checkpoints.find(resume_from_checkpoint, args.output_dir, pipeline, self.group)
-        samples = self._samples(self.train_dataset, "train_dataset")
+        self._new_model()
         self._start_engine(found.folder if found is not None and found.same else None)
         engine = self.engine
         sampler = self._sampler(samples)

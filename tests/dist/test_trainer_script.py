@@ -1,0 +1,98 @@
+"""A script for transformers' Trainer, changed in the import and the class, over two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import trainer_work as work
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = (
+    "--model start --train_file train.jsonl --eval_file dev.jsonl --per_device_train_batch_size 4 "
+    "--per_device_eval_batch_size 4 --num_train_epochs 6 --learning_rate 5e-3 --eval_strategy epoch "
+    "--save_strategy epoch --load_best_model_at_end True --metric_for_best_model accuracy --patience 2 --report_to none "
+    "--train_sampling_strategy sequential --logging_strategy epoch --use_cpu True"
+).split()
+
+
+def words(path: Path) -> None:
+    """A model and a tokenizer that splits at spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i for i in range(2, work.VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=work.WORDS,
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(path)  # fmt: skip
+    work.bert(dropout=0.0).save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script")
+    words(path / "start")
+    for name, count, seed in (("train", 43, 0), ("dev", 18, 5)):
+        rows = [
+            {"text": " ".join(f"w{n}" for n in s["input_ids"]), "label": s["label"], "source": "made"}
+            for s in work.sentences(count, seed=seed)
+        ]
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(folder: Path, script: Path, out: str, *launcher: str) -> tuple[dict[str, Any], str]:
+    """What the script's last evaluation found, and all that it printed."""
+    env = {**os.environ, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *launcher, str(script), *ARGUMENTS, "--output_dir", out]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / out / "eval_results.json").read_text()), done.stdout + done.stderr
+
+
+def test_two_lines_put_a_script_for_trainer_on_a_pipeline(folder: Path) -> None:
+    stock = ROOT / "examples" / "text_classification.py"
+    text = stock.read_text()
+    changes = {
+        "    Trainer,\n": "",
+        "from transformers import (": "from pipecomp import PipelineTrainer\nfrom transformers import (",
+        "trainer = Trainer(": "trainer = PipelineTrainer(",
+    }
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    changed = folder / "changed.py"
+    changed.write_text(text)
+
+    theirs, _ = run(folder, stock, "stock")
+    ours, printed = run(
+        folder, changed, "pipeline", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    )
+    same = ("eval_loss", "eval_accuracy", "epoch")
+    assert {key: ours[key] for key in same} == pytest.approx({key: theirs[key] for key in same}, rel=1e-4)
+    assert theirs["epoch"] < 6, "early stopping must have its turn"
+    assert "100%" in printed, "the progress bar"
+    states = [json.loads((folder / out / "trainer_state.json").read_text()) for out in ("stock", "pipeline")]
+    for line, other in zip(*(state["log_history"] for state in states), strict=True):
+        assert set(line) - {"total_flos"} <= set(other)
+        assert other.get("loss", 0.0) == pytest.approx(line.get("loss", 0.0), rel=1e-4)
+    assert states[0]["best_global_step"] == states[1]["best_global_step"]
+
+    card = (folder / "pipeline" / "README.md").read_text()
+    assert "pipeline_stages: 2" in card
+    assert "total_train_batch_size" not in card, "one replica: a step has one batch"
+    from transformers import AutoModelForSequenceClassification
+
+    AutoModelForSequenceClassification.from_pretrained(folder / "pipeline")
