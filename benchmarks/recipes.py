@@ -144,9 +144,10 @@ def with_method(recipe: str, method: str, work: Path) -> str:
         section["store"]["path"] = "messages"
     else:
         del section["store"]
-        section["activations"] = (
-            {"method": "none"} if method == "FP32" else {**section["activations"], "method": "direct"}
-        )
+        section["activations"].pop("first_visit", None)
+        section["activations"]["method"] = "direct"
+        if method == "FP32":
+            section["activations"] = {"method": "none"}
     (work / "ds_config.json").write_text(json.dumps(config))
     return "ds_config.json"
 

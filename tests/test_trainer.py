@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import sys
 from itertools import islice
@@ -31,7 +32,7 @@ from pipecomp.random_state import random_state, set_random_state
 from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, alike, arguments, checkpoints
 from pipecomp.trainer.evaluation import _joined
-from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of
+from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of, loader_options
 from pipecomp.trainer.losses import StepLoss, labels_in
 from pipecomp.trainer.packing import pack, unpack
 from pipecomp.trainer.reports import TrafficMeter
@@ -373,6 +374,25 @@ def test_replicas_share_out_an_evaluation(samples: int, size: int, replicas: int
     assert seen == list(range(len(seen)))
     assert len(seen) == (samples // size * size if drop else samples)
     assert [n for n, _ in found] == list(range(len(parts[0])))
+
+
+class Pids:
+    """Collates to the process that does it."""
+
+    def __call__(self, chosen: list[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(chosen)[:, None]
+        return {"input_ids": ids, "labels": ids * 0 + os.getpid()}
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_workers_of_an_evaluation_stay_if_they_shall(usual: TrainingArguments, stay: bool) -> None:
+    args = changed(
+        usual, dataloader_persistent_workers=stay, dataloader_num_workers=1, dataloader_multiprocessing_context="fork"
+    )
+    loader = EvalLoader(Samples(list(range(5)), Pids()), 2, 0, loader_options(args))
+    workers = [{int(x) for batch in loader for x in batch.labels.flatten()} for _ in range(2)]
+    assert (workers[0] == workers[1]) is stay
+    assert os.getpid() not in workers[0]
 
 
 # -- losses

@@ -34,7 +34,7 @@ from pipecomp.stages import plan
 from pipecomp.stages.architectures import architecture_of, head_name
 from pipecomp.stages.loading import resolve
 from pipecomp.trainer import alike, arguments
-from pipecomp.trainer.feeding import Samples, StepLoader
+from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.reports import TrafficMeter
 
@@ -132,6 +132,7 @@ class TrainerBase:
         self._engine: Any = None
         self._loss_group: Any = None  # averages counts of labels among replicas' last stages
         self._loader: StepLoader | None = None
+        self._eval_loaders: dict[tuple[int, int], tuple[Any, EvalLoader]] = {}
         self._meter = TrafficMeter()
         self._tokens_before = 0  # num_input_tokens_seen when this training began
         self.lr_scheduler: Any = None

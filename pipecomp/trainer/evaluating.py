@@ -13,7 +13,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.trainer import alike
 from pipecomp.trainer.engines import EngineTrainer
 from pipecomp.trainer.evaluation import Evaluation
-from pipecomp.trainer.feeding import EvalLoader, loader_options
+from pipecomp.trainer.feeding import EvalLoader, Samples, loader_options
 
 
 class EvaluatingTrainer(EngineTrainer):
@@ -65,10 +65,7 @@ class EvaluatingTrainer(EngineTrainer):
             facts = alike.dataset_facts(samples, name)
         alike.check_arguments(ranks, args, **facts)
         engine = self.engine
-        loader = EvalLoader(
-            samples, args.per_device_eval_batch_size, self._data_seed, loader_options(args),
-            drop_last=args.dataloader_drop_last, replicas=self.replicas, replica=engine.grid.data_parallel_id,
-        )  # fmt: skip
+        loader = self._eval_loader(data, samples)
         self.callback_handler.eval_dataloader = loader
         evaluation = Evaluation(
             engine,
@@ -80,6 +77,20 @@ class EvaluatingTrainer(EngineTrainer):
             on_step=self._prediction_step,
         )
         return evaluation.run(loader, prefix, loss_only=loss_only, arrays=arrays)
+
+    def _eval_loader(self, data: Any, samples: Samples) -> EvalLoader:
+        """A loader of the dataset; one whose worker processes stay is kept for the next evaluation."""
+        args = self.args
+        key = (id(data), args.per_device_eval_batch_size)
+        if key in self._eval_loaders:
+            return self._eval_loaders[key][1]
+        loader = EvalLoader(
+            samples, args.per_device_eval_batch_size, self._data_seed, loader_options(args),
+            drop_last=args.dataloader_drop_last, replicas=self.replicas, replica=self.engine.grid.data_parallel_id,
+        )  # fmt: skip
+        if args.dataloader_persistent_workers:
+            self._eval_loaders[key] = (data, loader)  # with the data, so that nothing else gets its id
+        return loader
 
     def _prediction_step(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -119,16 +119,17 @@ def loader_options(args: Any) -> dict[str, Any]:
     """What TrainingArguments says about worker processes."""
     return {
         "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
         "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
     }
 
 
-def _load(batches: _Batches, places: Iterable[tuple[int, list[int]]], options: dict[str, Any]) -> Iterator[MicroBatch]:
+def _loader(batches: _Batches, places: Iterable[tuple[int, list[int]]], options: dict[str, Any]) -> DataLoader:
     # With a generator of its own the loader leaves torch's alone, whose state a resumed training must find again.
     own: dict[str, Any] = {"batch_size": None, "collate_fn": _as_is, "generator": torch.Generator()}
-    return iter(DataLoader(batches, sampler=places, **own, **options))
+    return DataLoader(batches, sampler=places, **own, **options)
 
 
 class StepLoader(TrainLoader):
@@ -157,7 +158,7 @@ class StepLoader(TrainLoader):
     def begin_step(self, micro_batches: int) -> list[MicroBatch]:
         """Make a step's micro-batches, which are then handed out."""
         if self._source is None:
-            self._source = _load(self._batches, self._places(self.taken), self._options)
+            self._source = iter(_loader(self._batches, self._places(self.taken), self._options))
         while len(self._ahead) < micro_batches:
             self._ahead.append(next(self._source))
         return list(self._ahead)
@@ -195,15 +196,16 @@ class EvalLoader:
         """Iterating gives this replica's; the length is that of all replicas together. drop_last: without a last one
         that is short, which is Trainer's way too."""
         self.dataset, self.samples = samples.data, len(samples.data)
-        self._size, self._batches, self._options = micro_batch, _Batches(samples, seed, EVALUATION), options
         self._length = self.samples // micro_batch if drop_last else -(-self.samples // micro_batch)
         if self._length == 0:
             raise DataError(f"{self.samples} samples do not fill a micro-batch of {micro_batch}: dataloader_drop_last")
         self.own = range(replica, self._length, replicas)
+        places = [(n, list(range(n * micro_batch, min((n + 1) * micro_batch, self.samples)))) for n in self.own]
+        # Its workers stay for the next evaluation, if the options say so.
+        self._loader = _loader(_Batches(samples, seed, EVALUATION), places, options)
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        places = ((n, list(range(n * self._size, min((n + 1) * self._size, self.samples)))) for n in self.own)
-        return _load(self._batches, places, self._options)
+        return iter(self._loader)
