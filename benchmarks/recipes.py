@@ -61,7 +61,7 @@ RECIPES = {
     "resnet_split": Recipe(
         arguments="--model tiny --norm group --train-file clients.npz --eval-file clients.npz --rounds 8 "
         "--decay-rounds 6 --seed 1 --start resnet",
-        before="resnet", measures=("loss", "accuracy"), config="ds_config.json", processes=3,
+        before="resnet", measures=("loss", "accuracy"), processes=3,
     ),
     "gpt2_arxiv": Recipe(
         arguments="--model gpt2 --tokenizer gpt2 --epochs 5 --train-file documents.txt --eval-file held-out.txt "
@@ -72,7 +72,7 @@ RECIPES = {
 PRETRAINING = {
     "gpt2": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model tiny {PRETRAIN}",
     "llama": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model {ROOT}/recipes/llama_lora/llama_tiny.json {PRETRAIN}",
-    "resnet": "3 resnet_split ds_config_fp32.json --model tiny --norm group --train-file public.npz "
+    "resnet": "3 resnet_split ds_config_public.json --model tiny --norm group --train-file public.npz "
     "--eval-file public.npz --clients 1 --epochs 10 --rounds 1 --seed 1",
 }  # fmt: skip
 

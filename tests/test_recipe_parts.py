@@ -253,7 +253,7 @@ class TestConfiguration:
         config = recipe_plan.read_config(str(path))
         plan = recipe_plan.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
         completed = recipe_plan.complete(config, plan, 1)
-        if path.parent.name == "resnet_split":
+        if path.parent.name == "resnet_split" and path.name != "ds_config_public.json":
             assert "scheduler" not in completed  # its rate falls by rounds, which the recipe sees to
             return
         params = completed["scheduler"]["params"]
