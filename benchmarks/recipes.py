@@ -71,7 +71,7 @@ RECIPES = {
 }  # fmt: skip
 PRETRAINING = {
     "gpt2": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model tiny {PRETRAIN}",
-    "llama": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model {ROOT}/recipes/llama_lora/llama_tiny.json {PRETRAIN}",
+    "llama": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model llama_tiny.json {PRETRAIN}",
     "resnet": "3 resnet_split ds_config_public.json --model tiny --norm group --train-file public.npz "
     "--eval-file public.npz --clients 1 --epochs 10 --rounds 1 --seed 1",
 }  # fmt: skip
@@ -89,6 +89,7 @@ def lay_out(data: Path, work: Path) -> None:
     for name in ("wikitext-2", "cola", "qnli"):
         if not (work / name).exists():
             (work / name).symlink_to((data / name).resolve())
+    shutil.copy(ROOT / "recipes" / "llama_lora" / "llama_tiny.json", work)
     with np.load(data / "cifar10" / "cifar10_4k_1k.npz") as images:
         tests = {key: images[key] for key in ("x_test", "y_test")}
         order = np.random.default_rng(0).permutation(len(images["y_train"]))
