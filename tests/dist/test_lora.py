@@ -107,6 +107,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     out["replicas"] = {"losses": train(engine), "frozen": checked(engine, before)}
     engine.close()
 
+    out["trainer"] = trainer(f"{folder}/trainer")
     for name, model in (
         ("nothing", lambda: peft.get_peft_model(llama(), lora(layers_to_transform=[3]))),
         ("gradients", adapted),
@@ -121,6 +122,23 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     except Exception as error:
         out["whole"] = str(error)
     engine.close()
+    return out
+
+
+def trainer(folder: str) -> dict[str, Any]:
+    """An adapter trained by PipelineTrainer, configured by `TrainingArguments.deepspeed`."""
+    import trainer_work as work
+
+    from pipecomp import PipelineTrainer
+
+    section = {"activations": {"method": "aqsgd", "first_visit": 8}, "store": {"backend": "memory"}}
+    config = {"gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 0}, "pipecomp": section}
+    args = work.arguments(folder, deepspeed=config, learning_rate=RATE, save_strategy="epoch", num_train_epochs=3)
+    made = PipelineTrainer(adapted(), args, train_dataset=samples(), eval_dataset=samples(4, seed=3))
+    made.train()
+    out = {"losses": work.losses(made), "evaluated": made.evaluate()["eval_loss"]}
+    out["sent"] = [line["link_compression"] for line in made.state.log_history if "link_compression" in line]
+    made.end()
     return out
 
 
@@ -204,3 +222,15 @@ def test_refused(ran: Any) -> None:
         assert "SplitError: stage 0 has nothing to train" in result["nothing"]
         assert "gradients.method" in result["gradients"]  # one replica, and the tied weight is frozen
         assert result["whole"], "a checkpoint of adapters is not one of the whole model"
+
+
+def test_pipeline_trainer_trains_and_saves_an_adapter(ran: Any) -> None:
+    folder, ranks = ran
+    found = ranks[0]["trainer"]
+    assert found == ranks[1]["trainer"]
+    assert sum(found["losses"][-3:]) < sum(found["losses"][:3]) - 0.03
+    assert min(found["sent"]) > 2
+    last = sorted((folder / "trainer").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))[-1]
+    model = peft.PeftModel.from_pretrained(llama(), last).eval()
+    batch = {key: torch.stack([s[key] for s in samples(4, seed=3)]) for key in ("input_ids", "labels")}
+    assert model(**batch).loss.item() == pytest.approx(found["evaluated"], rel=1e-5)
