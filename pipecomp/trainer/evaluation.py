@@ -66,12 +66,10 @@ class Evaluation:
 
         loss_only: no logits are kept. Raises on every rank what compute_metrics raises on the first.
         """
-        with self._engine.telling_others():
-            return self._run(loader, prefix, loss_only, arrays)
-
-    def _run(self, loader: EvalLoader, prefix: str, loss_only: bool, arrays: bool) -> EvalLoopOutput:
         began = time.time()
-        rows = self._gather(self._evaluate(loader, loss_only))
+        own = self._evaluate(loader, loss_only)
+        with self._engine.telling_others():
+            rows = self._gather(own)
         data = b""
         error: Exception | None = None
         if dist.get_rank() == 0:
@@ -80,7 +78,8 @@ class Evaluation:
                 data = pack((logits, labels, metrics) if arrays else (None, None, metrics))
             except Exception as raised:
                 error, data = raised, pack(f"{type(raised).__name__}: {raised}")
-        found = unpack(self._broadcast(data))
+        with self._engine.telling_others():
+            found = unpack(self._broadcast(data))
         if error is not None:
             raise error
         if isinstance(found, str):

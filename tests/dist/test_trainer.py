@@ -284,7 +284,7 @@ def refused(folder: str) -> dict[str, str]:
             out[name] = str(error)
     trainer = PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/aqsgd", gradient_accumulation_steps=1))
     for name, call in {
-        "none": lambda: PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/empty")).train(True),
+        "none": lambda: PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/empty"), None, samples()).train(True),
         "data": lambda: trainer.train(),
     }.items():
         try:
