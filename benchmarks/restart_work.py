@@ -104,7 +104,7 @@ def _train(job: Job, note: Note) -> None:
         recipe.join(args)
         note("engine")
         model = gpt2(VOCABULARY, LENGTH, layers=job["stages"], width=WIDTH, heads=2, seed=job["seed"])
-        recipe.train(args, model=model, training=Sequences(rows))
+        recipe.train(args, model=model, training=Sequences(rows), trained={})
 
     parser.parse_args = lambda: args  # type: ignore[assignment,method-assign]
     try:

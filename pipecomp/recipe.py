@@ -7,7 +7,7 @@ A recipe's train.py adds its own arguments, its data and its model:
         recipe.join(args)
         with recipe.together():
             ...                                   # data and model; an error of one rank ends all of them
-        recipe.train(args, model=..., training=..., held_out=...)
+        recipe.train(args, model=..., training=..., trained=..., held_out=...)
     recipe.run(main, parser)
 """
 
@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,6 +180,7 @@ def train(
     *,
     model: Any,
     training: Any,
+    trained: Mapping[str, Any],
     held_out: Any = None,
     collate: Callable[[list], Any] = default_collate,
     measures: Callable[[float], dict[str, float]] | None = None,
@@ -188,10 +189,10 @@ def train(
 ) -> None:
     """Train and evaluate as the command line and the configuration say, and save; call it on every rank.
 
-    model: as for `pipecomp.initialize`. training, held_out: samples with a length. measures(loss): what an `eval` line
-    adds to the held-out loss. evaluation(engine, batches): makes the numbers of an `eval` line, "loss" among them,
-    where a loss alone does not tell them; `measures` is not called then. tokenizer: saved beside the model. Raises
-    this project's errors.
+    model: as for `pipecomp.initialize`. training, held_out: samples with a length. trained: of
+    `recipe_resume.what_is_trained`. measures(loss): what an `eval` line adds to the held-out loss. evaluation(engine,
+    batches): makes the numbers of an `eval` line, "loss" among them, where a loss alone does not tell them; `measures`
+    is not called then. tokenizer: saved beside the model. Raises this project's errors.
     """
     with together() as same:
         world = dist.get_world_size()
@@ -205,7 +206,8 @@ def train(
         config = complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
         same("arguments or configuration", (stages, plan, config, args.save is None, held_out is None))
-        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()))
+        same("arguments or the model's configuration", trained)
+        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()), trained)
         same("arguments", (args.checkpoint is None, args.save_every, args.resume))
     with together():
         goes_on = checkpoints.find()

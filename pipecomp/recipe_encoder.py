@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pipecomp import recipe, recipe_classify
 from pipecomp.errors import ConfigError
 from pipecomp.recipe_classify import Samples, Task
+from pipecomp.recipe_resume import DATA, what_is_trained
 from pipecomp.recipe_text import hub_errors
 
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
@@ -37,10 +38,12 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
 
         training = samples(rows)
         held_out = None if held_out_rows is None else samples(held_out_rows)
-        same("the training data or the tokenizer", training.digest())
+        digest = training.digest()
+        same("the training data or the tokenizer", digest)
         same("the held-out data", None if held_out is None else held_out.digest())
+        trained = what_is_trained(args, {DATA: digest}, config)
     recipe.train(
-        args, model=model, training=training, held_out=held_out, tokenizer=tokenizer,
+        args, model=model, training=training, trained=trained, held_out=held_out, tokenizer=tokenizer,
         collate=recipe_classify.Padding(tokenizer.pad_token_id), evaluation=recipe_classify.evaluate,
     )  # fmt: skip
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 from pipecomp import recipe, recipe_text
 from pipecomp.errors import ConfigError, DataError
+from pipecomp.recipe_resume import DATA, what_is_trained
 
 Texts = list[str]
 
@@ -20,12 +21,14 @@ def fine_tune(
     *,
     documents: bool,
     load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = recipe_text.causal_model,
+    meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
 ) -> None:
     """One rank of a run, from text to saved model.
 
     read(args): training texts and held-out ones, which are joined to one stream each. documents: put the tokenizer's
     end-of-text token after each text. load(args, tokenizer): the model, as `pipecomp.initialize` takes it, and its
-    config. Raises this project's errors.
+    config. meanings(args, model): what its arguments mean, see `recipe_resume.what_is_trained`. Raises this project's
+    errors.
     """
     recipe_text.check_arguments(args)
     recipe.join(args)
@@ -44,11 +47,14 @@ def fine_tune(
         held_out = None
         if held_out_texts is not None:
             held_out = recipe_text.blocks(tokenizer, held_out_texts, size, vocabulary=config.vocab_size, end=end)
-        same("the training data or the tokenizer", training.digest())
+        digest = training.digest()
+        same("the training data or the tokenizer", digest)
         same("the held-out data", None if held_out is None else held_out.digest())
+        trained = what_is_trained(args, {"--block-size": size, DATA: digest, **meanings(args, model)}, config)
     recipe.train(
-        args, model=model, training=training, held_out=held_out, measures=recipe_text.perplexity, tokenizer=tokenizer
-    )
+        args, model=model, training=training, trained=trained, held_out=held_out, measures=recipe_text.perplexity,
+        tokenizer=tokenizer,
+    )  # fmt: skip
 
 
 # -- documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from pipecomp.errors import ConfigError
@@ -13,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What LoRA adds to a recipe's arguments."""
     add = parser.add_argument
     add("--lora-rank", type=int, default=8, metavar="R", help="rank of the adapters (default 8)")
-    add("--lora-alpha", type=float, default=16, metavar="A", help="adapters are scaled by A / R (default 16)")
+    add("--lora-alpha", type=float, default=16.0, metavar="A", help="adapters are scaled by A / R (default 16)")
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout before the adapters (default 0)")
     targets = "layers with adapters, by the ends of their names, or all-linear (default: peft's for the model)"
     add("--lora-targets", nargs="+", metavar="NAME", help=targets)
@@ -54,3 +55,20 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     model_config(args.model)
     source = pretrained(args.model, lora=lora)
     return source, source.config
+
+
+def meanings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """What `recipe_resume.what_is_trained` asks for: an adapter that is given has settings of its own.
+
+    The model is compared too, whose weights are not in checkpoints: the last part of its name, for a folder may lie
+    elsewhere on another machine. model: of `causal_model`.
+    """
+    config = model.adapter.config
+    targets = config.target_modules
+    return {
+        "--model": Path(args.model).absolute().name,
+        "--lora-rank": config.r,
+        "--lora-alpha": config.lora_alpha,
+        "--lora-dropout": config.lora_dropout,
+        "--lora-targets": targets if targets is None or isinstance(targets, str) else sorted(targets),
+    }

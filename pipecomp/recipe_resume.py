@@ -7,8 +7,9 @@ that is good on all machines, or begins where there is none.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,18 @@ import torch.distributed as dist
 from pipecomp import sealing
 from pipecomp.errors import ConfigError
 from pipecomp.handshake import differences
+from pipecomp.runs import model_values
 
-_STATE_KEY = "recipe"
+# Arguments that may be others where a run goes on: where it writes, how long it trains, what it started from, and those
+# that are compared by their meaning: files by their content, a model and the seed with the configurations.
+MAY_DIFFER = frozenset({
+    "metrics", "tensorboard", "trace", "save", "checkpoint", "save_every", "keep", "resume",
+    "epochs", "rounds", "max_steps", "eval_file", "stages", "start", "adapter", "local_rank",
+    "deepspeed_config", "train_file", "dataset", "model", "tokenizer", "seed",
+})  # fmt: skip
+DATA = "hash of the training data"
+_STATE_KEY, _TRAINED_KEY = "recipe", "recipe_trained"
+_HOW_BYTES_GO = "pipecomp.transport."  # of the settings: a run that timed out may go on with a longer timeout
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
@@ -30,15 +41,34 @@ def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Cal
     add("--resume", choices=("auto",), help="go on from the last good checkpoint, or begin if there is none")
 
 
-class Checkpoints:
-    """A run's checkpoints. settings: what must be equal where a run goes on, flat keys and JSON values.
+def what_is_trained(args: argparse.Namespace, meanings: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
+    """What makes a run this one besides DeepSpeed's configuration: flat keys, JSON values.
 
-    Raises ConfigError for arguments that would have no effect, or a configuration that cannot be saved.
+    Every argument, under its flag, that is not in `MAY_DIFFER`; then `meanings`, which the recipe knows: a hash of its
+    data, an argument's default. model: a Hugging Face configuration.
+    """
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in MAY_DIFFER}
+    of_model = {f"model.{key}": value for key, value in model_values(model).items()}
+    return dict(json.loads(json.dumps({**given, **of_model, **meanings}, sort_keys=True, default=str)))
+
+
+class Checkpoints:
+    """A run's checkpoints. settings, trained: what must be equal where a run goes on, flat keys and JSON values.
+
+    settings: DeepSpeed's configuration. trained: see `what_is_trained`. Raises ConfigError for arguments that would
+    have no effect, or a configuration that cannot be saved.
     """
 
-    def __init__(self, args: argparse.Namespace, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        trained: Mapping[str, Any],
+    ) -> None:
         self.folder = None if args.checkpoint is None else Path(args.checkpoint)
-        self._every, self._keep, self._settings = args.save_every, args.keep or 2, dict(settings)
+        self._every, self._keep = args.save_every, args.keep or 2
+        self._settings, self._trained = dict(settings), dict(trained)
         self._resume = args.resume is not None
         self.step = 0  # of the checkpoint that this run goes on from; 0: it begins
         if self.folder is None:
@@ -59,7 +89,8 @@ class Checkpoints:
     def find(self) -> str:
         """Look for what to go on from, sets `step`; every rank must call this. What was found, in words.
 
-        One rank of each machine reads its checkpoints, to see which are whole.
+        One rank of each machine reads its checkpoints, to see which are whole. Raises ConfigError if the last good one
+        is of a run with other settings.
         """
         if self.folder is None or not self._resume:
             return ""
@@ -78,19 +109,33 @@ class Checkpoints:
         everywhere = set.intersection(*(set(steps) for steps, _ in found if steps is not None))
         self.step = max(everywhere, default=0)
         problems = {step: problem for _, of_rank in found for step, problem in of_rank.items() if step > self.step}
+        if self.step:
+            self._check(self.folder / f"global_step{self.step}")
         words = f"goes on after step {self.step}" if self.step else "no good checkpoint: begins"
         return words + "".join(f"; passed over step {step}: {problem}" for step, problem in sorted(problems.items()))
+
+    def _check(self, folder: Path) -> None:
+        """Before anything of the checkpoint is used, or anything of its run is overwritten."""
+        from pipecomp.recutting import read_state
+
+        state = read_state(folder)
+        if state is None:
+            return  # this machine has no stage's file: loading says so
+        saved = state.get(_STATE_KEY, {})
+        keys = {key for key in saved.keys() | self._settings.keys() if not key.startswith(_HOW_BYTES_GO)}
+        differ = _differences(saved, self._settings, keys)
+        # Older checkpoints lack all of it, other versions some: what both know is compared.
+        saved = state.get(_TRAINED_KEY, {})
+        differ += _differences(saved, self._trained, saved.keys() & self._trained.keys())
+        if differ:
+            words = "; ".join(differ).replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
+            raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {words}")
 
     def load(self, engine: Any) -> str:
         """Go on from what `find` found, if anything; every rank must call this. How, in words."""
         if not self.step:
             return ""
-        _, state = engine.load_checkpoint(str(self.folder), tag=f"global_step{self.step}")
-        saved = (state or {}).get(_STATE_KEY, {})
-        differ = differences([saved, self._settings]) if saved != self._settings else []
-        if differ:
-            words = "; ".join(differ).replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
-            raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {words}")
+        engine.load_checkpoint(str(self.folder), tag=f"global_step{self.step}")
         if engine.resumed is None:
             return "as it was"
         if engine.resumed.exact:
@@ -102,6 +147,12 @@ class Checkpoints:
         due = ends_epoch if self._every is None else step % self._every == 0
         if self.folder is None or not (due or last):
             return
-        engine.save_checkpoint(str(self.folder), client_state={_STATE_KEY: self._settings})
+        engine.save_checkpoint(str(self.folder), client_state={_STATE_KEY: self._settings, _TRAINED_KEY: self._trained})
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sealing.remove_old(self.folder, self._keep)
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    # Compared as values: 4 is 4.0.
+    unlike = {key for key in keys if key not in saved or key not in own or saved[key] != own[key]}
+    return differences([{key: value for key, value in of.items() if key in unlike} for of in (saved, own)])

@@ -75,11 +75,14 @@ def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None
 
 def read_description(folder: Path, key: str) -> Description | None:
     """What any stage's file in the folder says; None if it says nothing."""
-    for path in sorted(folder.glob("mp_rank_*_model_states.pt")):
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        found = state.get(key, {}).get("pipeline")
-        return None if found is None else Description(**found)
-    return None
+    found = (read_state(folder) or {}).get(key, {}).get("pipeline")
+    return None if found is None else Description(**found)
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """What any stage's file in the folder holds, tensors mapped and not read; None if there is no such file."""
+    path = min(folder.glob("mp_rank_*_model_states.pt"), default=None)
+    return None if path is None else torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 def load(

@@ -93,10 +93,14 @@ def model_digest(plan: SplitPlan, config: Any) -> str:
 
     config: the Hugging Face configuration of the whole model, None for plain modules.
     """
-    values = {} if config is None else config.to_dict()
-    kept = {k: v for k, v in values.items() if k not in _NAMES and not k.startswith("_")}
-    text = json.dumps([plan.architecture, plan.blocks, kept], sort_keys=True, default=str)
+    text = json.dumps([plan.architecture, plan.blocks, model_values(config)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def model_values(config: Any) -> dict[str, Any]:
+    """What a Hugging Face configuration says of a model's activations; nothing for None."""
+    values = {} if config is None else config.to_dict()
+    return {key: value for key, value in values.items() if key not in _NAMES and not key.startswith("_")}
 
 
 _NAMES = frozenset({

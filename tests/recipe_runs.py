@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -50,3 +52,15 @@ def launch(folder: Path, recipe: str, *arguments: str) -> Ended:
     port = f"--master_port={free_port()}"
     script = str(ROOT / "recipes" / recipe / "train.py")
     return run(folder, launcher, "--num_accelerators", "2", port, script, *arguments)
+
+
+def script(recipe: str) -> ModuleType:
+    """A recipe's train.py, imported and not run."""
+    name = f"{recipe}_train"
+    found = importlib.util.spec_from_file_location(name, ROOT / "recipes" / recipe / "train.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # where dataclasses look for it
+    found.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import sys
@@ -14,11 +13,15 @@ import torch
 
 from pipecomp.errors import DataError
 from pipecomp.local import free_port
+from pipecomp.recipe_images import read_images
 from pipecomp.recipe_resnet import resnet
-from tests.recipe_runs import ROOT, Ended, launch, run
+from pipecomp.recipe_resume import DATA
+from tests.recipe_runs import ROOT, Ended, launch, run, script
 
 RECIPE = ROOT / "recipes" / "resnet_split"
 IMAGES, HELD_OUT, CLASSES, SIDE, ROUNDS, BATCH = 40, 11, 3, 16, 3, 8
+
+NO_FILES = {"train-file": "none.npz", "eval-file": "none.npz"}
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -62,7 +65,7 @@ def ended(work: Path) -> Ended:
         shlex.join([
             launcher, "--hostfile", "hosts", "--no_ssh", "--node_rank", str(node), "--master_addr", "127.0.0.1",
             "--master_port", str(port), str(RECIPE / "train.py"),
-            *arguments(**({"train-file": "none.npz", "eval-file": "none.npz"} if node == 1 else {})),
+            *arguments(checkpoint="checkpoints", **(NO_FILES if node == 1 else {})),
         ])
         for node in range(3)
     ]  # fmt: skip
@@ -120,6 +123,17 @@ def test_the_saved_parts_are_the_network_that_was_evaluated(work: Path, metrics:
     assert float((logits.argmax(1) == y).float().mean()) == pytest.approx(expected["accuracy"])
 
 
+def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[dict]) -> None:
+    """The server's part too, which had no images: so all three end alike where others are given."""
+    last = work / "checkpoints" / f"global_step{metrics[-1]['step']}"
+    images = read_images([str(work / "images.npz")], part="train")
+    for stage in range(3):
+        assert torch.load(last / f"mp_rank_0{stage}_model_states.pt", weights_only=False)["recipe_trained"] == {
+            "--model": "tiny", "--norm": "group", "--clients": 2, "--concentration": 0.5, "--epochs": 2, "--crop": 2,
+            "--decay-rounds": 2, "--no-flip": False, "--unmatched": False, DATA: images.digest(),
+        }  # fmt: skip
+
+
 def test_a_run_starts_from_what_another_saved(work: Path, metrics: list[dict]) -> None:
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     script, port = str(RECIPE / "train.py"), f"--master_port={free_port()}"
@@ -143,12 +157,7 @@ def test_another_number_of_processes_is_refused_in_one_line(work: Path) -> None:
 def test_parts_of_another_network_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import save_file
 
-    found = importlib.util.spec_from_file_location("resnet_split_train", RECIPE / "train.py")
-    assert found is not None
-    assert found.loader is not None
-    train = importlib.util.module_from_spec(found)
-    monkeypatch.setitem(sys.modules, "resnet_split_train", train)
-    found.loader.exec_module(train)
+    train = script("resnet_split")
     monkeypatch.setattr(train.dist, "get_rank", lambda: 2)
     net, other = resnet("tiny", 3, norm="group"), resnet("tiny", 3, norm="group")
     mine = {name: value for name, value in other.state_dict().items() if name[0] in "34"}

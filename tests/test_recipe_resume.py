@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pipecomp import recipe, recipe_plan, sealing
 from pipecomp.errors import ConfigError
@@ -15,9 +16,11 @@ from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resume import Checkpoints
 
 
-def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,)) -> Path:
+def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **state: dict) -> Path:
+    """state: of the recipe, beside the weights."""
     path = folder / f"global_step{step}"
     (path / "inner").mkdir(parents=True)
+    torch.save({"module": {}, "recipe": {"lr": 1}, **state}, path / "mp_rank_00_model_states.pt")
     (path / "weights.pt").write_bytes(bytes(range(200)) * 7)
     (path / "inner" / "data.mdb").write_bytes(b"m" * 999)
     (path / "data.tmp").write_bytes(b"left by somebody")
@@ -79,31 +82,29 @@ class TestArguments:
     @pytest.mark.parametrize("words", [("--resume", "auto"), ("--save-every", "3"), ("--keep", "1")])
     def test_without_a_folder_they_have_no_effect(self, words: tuple[str, str]) -> None:
         with pytest.raises(ConfigError, match=f"{words[0]}: got .*, allowed: only with --checkpoint"):
-            Checkpoints(given(*words), {}, {})
+            Checkpoints(given(*words), {}, {}, {})
 
     def test_what_deepspeed_cannot_load_is_known_before_training(self, tmp_path: Path) -> None:
         args = given("--checkpoint", str(tmp_path / "c"))
         with pytest.raises(ConfigError, match=r"zero_optimization\.stage 1"):
-            Checkpoints(args, {"bf16": {"enabled": True}}, {})
-        Checkpoints(args, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {})
+            Checkpoints(args, {"bf16": {"enabled": True}}, {}, {})
+        Checkpoints(args, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {}, {})
 
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="--checkpoint"):
-            Checkpoints(given("--checkpoint", str(tmp_path / "file" / "c")), {}, {})
+            Checkpoints(given("--checkpoint", str(tmp_path / "file" / "c")), {}, {}, {})
 
 
 class Engine:
     """What `Checkpoints` needs of an engine."""
 
-    def __init__(self, state: dict, *, exact: bool | None = None) -> None:
+    def __init__(self, *, exact: bool | None = None) -> None:
         self.resumed = None if exact is None else SimpleNamespace(exact=exact)
         self.saved: list[tuple] = []
-        self._state = state
 
-    def load_checkpoint(self, folder: str, tag: str) -> tuple:
+    def load_checkpoint(self, folder: str, tag: str) -> None:
         self.loaded = (folder, tag)
-        return folder, self._state
 
     def save_checkpoint(self, folder: str, client_state: dict) -> None:
         self.saved.append((folder, client_state))
@@ -123,15 +124,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 class TestResume:
-    def found(self, tmp_path: Path, settings: dict | None = None, *more: str) -> tuple[Checkpoints, str]:
+    def found(
+        self, tmp_path: Path, *more: str, settings: dict | None = None, trained: dict | None = None
+    ) -> tuple[Checkpoints, str]:
         args = given("--checkpoint", str(tmp_path), "--resume", "auto", *more)
-        checkpoints = Checkpoints(args, {}, settings or {"lr": 1})
+        checkpoints = Checkpoints(args, {}, settings or {"lr": 1}, trained or {"--crop": 4})
         return checkpoints, checkpoints.find()
 
     def test_begins_where_there_is_none(self, tmp_path: Path) -> None:
         checkpoints, words = self.found(tmp_path)
         assert (checkpoints.step, words) == (0, "no good checkpoint: begins")
-        engine = Engine({})
+        engine = Engine()
         assert checkpoints.load(engine) == ""
         assert not hasattr(engine, "loaded")
 
@@ -146,29 +149,51 @@ class TestResume:
             "goes on after step 10; passed over step 15: weights.pt was changed; "
             "passed over step 20: it was not finished"
         )
-        engine = Engine({"recipe": {"lr": 1}}, exact=True)
+        engine = Engine(exact=True)
         assert checkpoints.load(engine) == "with the messages of that step: losses will be as without a break"
         assert engine.loaded == (str(tmp_path), "global_step10")
-        assert "in common" in checkpoints.load(Engine({"recipe": {"lr": 1}}, exact=False))
-        assert checkpoints.load(Engine({"recipe": {"lr": 1}})) == "as it was"
+        assert "in common" in checkpoints.load(Engine(exact=False))
+        assert checkpoints.load(Engine()) == "as it was"
 
     def test_other_settings_are_refused(self, tmp_path: Path) -> None:
         checkpoint(tmp_path, 5)
-        checkpoints, _ = self.found(tmp_path, {"lr": 2, "new": 3})
         with pytest.raises(ConfigError, match="lr is 2 in this run, 1 in the checkpoint; new is 3 in this run"):
-            checkpoints.load(Engine({"recipe": {"lr": 1}}))
+            self.found(tmp_path, settings={"lr": 2, "new": 3})
+
+    def test_what_is_trained_must_be_the_same(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, 5, recipe_trained={"--crop": 4, "--no-flip": False, "hash of the training data": "ab"})
+        self.found(tmp_path, trained={"--crop": 4.0, "--no-flip": False, "hash of the training data": "ab"})
+        with pytest.raises(ConfigError) as caught:
+            self.found(tmp_path, trained={"--crop": 4, "--no-flip": True, "hash of the training data": "cd"})
+        told = (
+            '--no-flip is true in this run, false in the checkpoint; hash of the training data is "cd" in this run, '
+            '"ab" in the checkpoint'
+        )
+        assert str(caught.value) == f"--resume: got 'auto', allowed: the settings of the checkpoint: {told}"
+
+    def test_another_versions_checkpoint_is_compared_in_what_both_know(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, 5)
+        assert self.found(tmp_path)[0].step == 5, "checkpoints had only the configuration once"
+        checkpoint(tmp_path, 6, recipe_trained={"--crop": 4, "--gone": 1})
+        assert self.found(tmp_path, trained={"--crop": 4, "--new": 1})[0].step == 6
+        with pytest.raises(ConfigError, match=r": --crop is 3 in this run, 4 in the checkpoint$"):
+            self.found(tmp_path, trained={"--crop": 3, "--new": 1})
+
+    def test_a_run_that_timed_out_may_wait_longer(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, 5, recipe={"pipecomp.transport.timeout_s": 120})
+        assert self.found(tmp_path, settings={"pipecomp.transport.timeout_s": 600})[0].step == 5
 
     def test_when_it_saves(self, tmp_path: Path) -> None:
         for more, steps in (((), [3, 6, 7]), (("--save-every", "2"), [2, 4, 6, 7])):
-            checkpoints, _ = self.found(tmp_path, None, *more)
-            engine = Engine({})
+            checkpoints, _ = self.found(tmp_path, *more)
+            engine = Engine()
             written = []
             for step in range(1, 8):
                 before = len(engine.saved)
                 checkpoints.save(engine, step, ends_epoch=step % 3 == 0, last=step == 7)
                 written += [step] * (len(engine.saved) - before)
             assert written == steps
-            assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}})
+            assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}, "recipe_trained": {"--crop": 4}})
 
 
 def test_metrics_go_on(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     recipe_lora.check_arguments(args)
-    recipe_language.fine_tune(args, read, documents=False, load=recipe_lora.causal_model)
+    recipe_language.fine_tune(
+        args, read, documents=False, load=recipe_lora.causal_model, meanings=recipe_lora.meanings
+    )
 
 
 if __name__ == "__main__":

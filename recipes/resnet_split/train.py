@@ -20,10 +20,11 @@ from pipecomp.errors import ConfigError, DataError
 from pipecomp.handshake import settings_of
 from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resnet import client_cuts, resnet
-from pipecomp.recipe_resume import Checkpoints
+from pipecomp.recipe_resume import DATA, Checkpoints, what_is_trained
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
+DECAY_ROUNDS = 20  # the paper's
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -48,13 +49,20 @@ def arguments() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the server knows of the clients' data: numbers. per_round: optimizer steps of a round."""
+    """What the server knows of the clients' data: numbers, and a hash of all training images, to know them again.
+
+    per_round: optimizer steps of a round.
+    """
 
     shape: tuple[int, ...]
     classes: int
     images: int
     held_out: int
     per_round: int
+    digest: str
+
+
+Found = tuple[Task, str | None]  # in a client's process, with a hash of its held-out images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +101,8 @@ def main(args: argparse.Namespace) -> None:
         )
         config = recipe_plan.complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
-        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()))
+        trained = what_is_trained(args, meanings(args, config, task))
+        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()), trained)
     with recipe.together():
         goes_on = checkpoints.find()
         if not checkpoints.step:
@@ -153,8 +162,14 @@ def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(args).items() if key not in own}
 
 
-def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> tuple[ClientData, tuple[Task, str]]:
-    """The images as the clients train on them, what the server may know, and a hash. Raises DataError."""
+def meanings(args: argparse.Namespace, config: dict[str, Any], task: Task) -> dict[str, Any]:
+    """What must be as it was where a run goes on, and cannot be told from the arguments that all recipes have."""
+    decay_rounds = None if "scheduler" in config else args.decay_rounds or DECAY_ROUNDS
+    return {"--model": args.model, "--epochs": args.epochs, "--decay-rounds": decay_rounds, DATA: task.digest}
+
+
+def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> tuple[ClientData, Found]:
+    """The images as the clients train on them, and what `agreed` compares. Raises DataError."""
     held_out: recipe_images.Images | None = None
     if args.dataset is not None:
         images, held_out = (recipe_images.dataset_images(args.dataset, part=part) for part in ("train", "test"))
@@ -175,12 +190,13 @@ def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> 
         images=len(images),
         held_out=0 if held_out is None else len(held_out),
         per_round=turns.per_round,
+        digest=images.digest(),
     )
-    digest = images.digest() + ("" if held_out is None else held_out.digest())
-    return ClientData(views=views, turns=turns, held_out=held_out), (task, digest)
+    held_out_digest = None if held_out is None else held_out.digest()
+    return ClientData(views=views, turns=turns, held_out=held_out), (task, held_out_digest)
 
 
-def agreed(mine: tuple[Task, str] | None) -> Task:
+def agreed(mine: Found | None) -> Task:
     """What both of the client's processes found, known on every rank. Raises DataError if they differ."""
     everyones: list[Any] = [None] * STAGES
     dist.all_gather_object(everyones, mine)
@@ -195,7 +211,7 @@ def open_engine(args: argparse.Namespace, network: torch.nn.Sequential, config: 
     from pipecomp.build import initialize
 
     def falling(optimizer: Any) -> Any:
-        every = (args.decay_rounds or 20) * task.per_round
+        every = (args.decay_rounds or DECAY_ROUNDS) * task.per_round
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step // every))
 
     return initialize(

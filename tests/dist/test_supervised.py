@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.recipe_runs import ROOT
+from tests.recipe_runs import ROOT, run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -38,13 +38,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def arguments(text: str) -> list[str]:
+    return [
+        "--deepspeed_config", "../ds_config.json", "--model", "../model.json", "--tokenizer", "train:300",
+        "--train-file", text, "--block-size", "16", "--max-steps", str(STEPS), "--epochs", "5", "--seed", "3",
+        "--metrics", "metrics.jsonl",
+    ]  # fmt: skip
+
+
 def start(work: Path, where: str) -> subprocess.Popen:
     (work / where).mkdir()
-    command = [
-        "bash", str(ROOT / "examples" / "supervised.sh"), "--deepspeed_config", "../ds_config.json",
-        "--model", "../model.json", "--tokenizer", "train:300", "--train-file", "../text.txt", "--block-size", "16",
-        "--max-steps", str(STEPS), "--epochs", "5", "--seed", "3", "--metrics", "metrics.jsonl",
-    ]  # fmt: skip
+    command = ["bash", str(ROOT / "examples" / "supervised.sh"), *arguments("../text.txt")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     env |= {"PYTHON": sys.executable, "SAVE_EVERY": str(EVERY), "MAX_RESTARTS": "2"}
     return subprocess.Popen(
@@ -75,7 +79,9 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def test_a_killed_rank_costs_a_restart_and_nothing_else(work):
+@pytest.fixture(scope="module")
+def ended(work: Path) -> tuple[str, str]:
+    """What a run with a killed rank said, and one without."""
     undisturbed = start(work, "undisturbed")
     killed = start(work, "killed")
     try:
@@ -92,6 +98,11 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(work):
         victims[0].kill()
     finally:
         output, expected = finish(killed), finish(undisturbed)
+    return output, expected
+
+
+def test_a_killed_rank_costs_a_restart_and_nothing_else(work, ended):
+    output, expected = ended
     assert "goes on after step" in output
     assert "with the messages of that step: losses will be as without a break" in output
     assert "goes on after" not in expected
@@ -101,3 +112,16 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(work):
     assert ours == theirs
     kept = {p.name for p in (work / "killed" / "checkpoints").iterdir()}
     assert kept == {"latest", f"global_step{STEPS - STEPS % EVERY}", f"global_step{STEPS}"}
+
+
+@pytest.mark.usefixtures("ended")
+def test_other_data_is_refused_before_anything_is_overwritten(work):
+    (work / "other.txt").write_text((work / "text.txt").read_text().replace("as 3 is", "as 4 is"))
+    before = (work / "killed" / "metrics.jsonl").read_bytes()
+    again = ["--checkpoint", "checkpoints", "--resume", "auto", *arguments("../other.txt")]
+    found = run(work / "killed", sys.executable, str(RECIPE), *again)
+    assert found.status == 1, found.output
+    told = "error: --resume: got 'auto', allowed: the settings of the checkpoint: hash of the training data is "
+    assert found.output.count(told) == 1, found.output
+    assert "Traceback" not in found.output
+    assert (work / "killed" / "metrics.jsonl").read_bytes() == before
