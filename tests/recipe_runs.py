@@ -1,9 +1,10 @@
-"""What the tests of recipes share: a command run to its end, and DeepSpeed's launcher with two processes."""
+"""What the tests of recipes share: a command run to its end, and every way to start a recipe on several processes."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -46,18 +47,42 @@ def run(folder: Path, *command: str, timeout_s: float = 240) -> Ended:
     pytest.fail(f"processes were left behind:\n{output}")
 
 
-def launch(folder: Path, recipe: str, *arguments: str) -> Ended:
-    """Run a recipe's train.py on two processes."""
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
+LAUNCHER = str(Path(sys.executable).with_name("deepspeed"))
+
+
+def path_of(recipe: str) -> str:
+    """Of its train.py."""
+    return str(ROOT / "recipes" / recipe / "train.py")
+
+
+def launch(folder: Path, recipe: str, *arguments: str, processes: int = 2) -> Ended:
+    """Run a recipe's train.py with DeepSpeed's launcher."""
     port = f"--master_port={free_port()}"
-    script = str(ROOT / "recipes" / recipe / "train.py")
-    return run(folder, launcher, "--num_accelerators", "2", port, script, *arguments)
+    return run(folder, LAUNCHER, "--num_accelerators", str(processes), port, path_of(recipe), *arguments)
+
+
+def launch_nodes(folder: Path, recipe: str, *arguments: list[str]) -> Ended:
+    """Run it with a launcher for each node of a hostfile, as on machines without ssh. arguments: of each node."""
+    (folder / "hosts").write_text("".join(f"node-{node} slots=1\n" for node in range(len(arguments))))
+    where = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    starts, waits = "", ""
+    for node, own in enumerate(arguments):
+        command = shlex.join([LAUNCHER, *where, "--node_rank", str(node), path_of(recipe), *own])
+        starts += f"{command} & p{node}=$!\n"
+        waits += f"wait $p{node} || s=1\n"
+    return run(folder, "sh", "-c", f"{starts}s=0\n{waits}exit $s")
+
+
+def torchrun(folder: Path, recipe: str, *arguments: str) -> Ended:
+    """Run it on two processes with torchrun."""
+    where = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return run(folder, sys.executable, "-m", "torch.distributed.run", *where, path_of(recipe), *arguments)
 
 
 def script(recipe: str) -> ModuleType:
     """A recipe's train.py, imported and not run."""
     name = f"{recipe}_train"
-    found = importlib.util.spec_from_file_location(name, ROOT / "recipes" / recipe / "train.py")
+    found = importlib.util.spec_from_file_location(name, path_of(recipe))
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -1,4 +1,4 @@
-"""The classification recipes as a user runs them: DeepSpeed's launcher, two processes, TSV files, a model's folder."""
+"""The classification recipes as a user runs them: two processes, TSV files, a model's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipecomp.buffers.admin import info
-from tests.recipe_runs import ROOT, launch, run
+from tests.recipe_runs import ROOT, launch, run, torchrun
 
 RECIPES = ROOT / "recipes"
 WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 4, 2, 2, 2
@@ -143,18 +143,25 @@ def test_only_real_tokens_are_on_the_wire_and_in_the_store(work: Path, cola: lis
         assert raw < link.stored_bytes < raw + 64 * SAMPLES
 
 
-def test_pairs_in_one_process_cut_to_what_was_asked(work: Path) -> None:
+def test_pairs_with_torchrun_cut_to_what_was_asked(work: Path) -> None:
     config = json.loads((work / "ds_config.json").read_text())
-    (work / "one.json").write_text(json.dumps({**config, "pipecomp": {"activations": {"method": "none"}}}))
-    ended = run(
-        work, sys.executable, str(RECIPES / "deberta_qnli" / "train.py"),
+    config["pipecomp"]["store"]["path"] = "pairs"
+    (work / "pairs.json").write_text(json.dumps(config))
+    ended = torchrun(
+        work, "deberta_qnli",
         *words(
-            deepspeed_config="one.json", model="model", tokenizer="model", train_file="qnli-train.tsv",
-            eval_file="qnli-dev.tsv", max_steps="2", metrics="pairs.jsonl", max_tokens="20",
+            deepspeed_config="pairs.json", model="model", tokenizer="model", train_file="qnli-train.tsv",
+            eval_file="qnli-dev.tsv", epochs="2", max_steps="6", metrics="pairs.jsonl", max_tokens="10",
         ),
     )  # fmt: skip
     assert ended.status == 0, ended.output
     lines = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
-    assert [line.get("step") for line in lines] == [1, 2, 2]
+    assert [line.get("step") for line in lines] == [1, 2, 3, 4, 5, 5, 6, 6]
     assert set(lines[-1]["eval"]) == {"loss", "accuracy", "matthews"}
-    assert all(line["links"] == {} for line in lines)
+    first, last = (line["links"]["0->1"] for line in (lines[4], lines[6]))
+    assert first["forward_bytes_raw"] == SAMPLES * 10 * WIDTH * 4, "all pairs are longer"
+    assert first["forward_bytes_sent"] > first["forward_bytes_raw"], "a first visit is whole"
+    sent, raw = (last[f"forward_bytes_{of}"] - first[f"forward_bytes_{of}"] for of in ("sent", "raw"))
+    assert raw == MICRO * ACCUMULATION * 10 * WIDTH * 4
+    assert sent < 0.3 * raw
+    assert [link.samples for link in info(work / "pairs")] == [SAMPLES, SAMPLES]

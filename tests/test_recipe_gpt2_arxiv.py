@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 from pipecomp import recipe, recipe_language, recipe_text
 from pipecomp.errors import DataError
-from pipecomp.local import free_port
-from tests.recipe_runs import ROOT, run
+from tests.recipe_runs import ROOT, torchrun
 
 TEXTS = ["We study links.", "A model\nof two   stages\n", "Messages are sent once."]
 
@@ -82,12 +80,10 @@ def test_the_recipe_with_torchrun(tmp_path: Path) -> None:
     config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     config["pipecomp"]["store"]["path"] = str(tmp_path / "messages")
     (tmp_path / "c.json").write_text(json.dumps(config))
-    train = str(ROOT / "recipes" / "gpt2_arxiv" / "train.py")
-    found = run(
-        tmp_path, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), train, "--deepspeed_config", "c.json", "--model", "tiny",
-        "--tokenizer", "train:300", "--block-size", "16", "--train-file", "train.jsonl", "--eval-file", "held-out.txt",
-        "--epochs", "2", "--seed", "1", "--metrics", "metrics.jsonl", "--save", "model",
+    found = torchrun(
+        tmp_path, "gpt2_arxiv", "--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "train:300",
+        "--block-size", "16", "--train-file", "train.jsonl", "--eval-file", "held-out.txt", "--epochs", "2",
+        "--seed", "1", "--metrics", "metrics.jsonl", "--save", "model",
     )  # fmt: skip
     assert found.status == 0, found.output
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

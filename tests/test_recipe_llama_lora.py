@@ -1,17 +1,15 @@
-"""The recipe as a user runs it: DeepSpeed's launcher, two processes, a small Llama in a folder, text files."""
+"""The recipe as a user runs it: nodes of a hostfile without ssh, a small Llama in a folder, text files."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from recipe_runs import ROOT, Ended, launch
+from tests.recipe_runs import ROOT, Ended, launch, launch_nodes
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -64,7 +62,7 @@ def arguments(**changed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
-    return launch(work, RECIPE, *arguments())
+    return launch_nodes(work, RECIPE, arguments(), arguments())
 
 
 @pytest.fixture

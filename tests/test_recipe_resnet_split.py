@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +10,10 @@ import pytest
 import torch
 
 from pipecomp.errors import DataError
-from pipecomp.local import free_port
 from pipecomp.recipe_images import read_images
 from pipecomp.recipe_resnet import resnet
 from pipecomp.recipe_resume import DATA
-from tests.recipe_runs import ROOT, Ended, launch, run, script
+from tests.recipe_runs import ROOT, Ended, launch, launch_nodes, script
 
 RECIPE = ROOT / "recipes" / "resnet_split"
 IMAGES, HELD_OUT, CLASSES, SIDE, ROUNDS, BATCH = 40, 11, 3, 16, 3, 8
@@ -28,7 +25,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with images whose class is a bright stripe, a configuration and a hostfile."""
+    """A folder with images whose class is a bright stripe, and a configuration."""
     folder = tmp_path_factory.mktemp("split")
     draw = np.random.default_rng(0)
     arrays = {}
@@ -44,7 +41,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["optimizer"]["params"]["lr"] = 0.05
     config["pipecomp"]["store"]["path"] = "messages"
     (folder / "ds_config.json").write_text(json.dumps(config))
-    (folder / "hosts").write_text("client slots=1\nserver slots=1\nclient-end slots=1\n")
     return folder
 
 
@@ -60,18 +56,8 @@ def arguments(**changed: str) -> list[str]:
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
     """A launcher for each node of the hostfile, as on three machines without ssh. The server has no images."""
-    launcher, port = str(Path(sys.executable).with_name("deepspeed")), free_port()
-    nodes = [
-        shlex.join([
-            launcher, "--hostfile", "hosts", "--no_ssh", "--node_rank", str(node), "--master_addr", "127.0.0.1",
-            "--master_port", str(port), str(RECIPE / "train.py"),
-            *arguments(checkpoint="checkpoints", **(NO_FILES if node == 1 else {})),
-        ])
-        for node in range(3)
-    ]  # fmt: skip
-    script = "".join(f"{command} & p{node}=$!\n" for node, command in enumerate(nodes))
-    script += "s=0; for p in $p0 $p1 $p2; do wait $p || s=1; done; exit $s"
-    return run(work, "sh", "-c", script)
+    nodes = [arguments(checkpoint="checkpoints", **(NO_FILES if node == 1 else {})) for node in range(3)]
+    return launch_nodes(work, "resnet_split", *nodes)
 
 
 @pytest.fixture
@@ -135,10 +121,8 @@ def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[
 
 
 def test_a_run_starts_from_what_another_saved(work: Path, metrics: list[dict]) -> None:
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
-    script, port = str(RECIPE / "train.py"), f"--master_port={free_port()}"
     more = {"metrics": "again.jsonl", "save": "again", "start": "model", "max-steps": "1", "clients": "1"}
-    found = run(work, launcher, "--num_accelerators", "3", port, script, *arguments(**more))
+    found = launch(work, "resnet_split", *arguments(**more), processes=3)
     assert found.status == 0, found.output
     lines = [json.loads(line) for line in (work / "again.jsonl").read_text().splitlines()]
     before = [line for line in metrics if "eval" in line]
