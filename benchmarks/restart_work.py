@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ["torch.distributed", "transformers.models.gpt2.modeling_gpt2", "deepspeed.pipe", "pipecomp.engine"]
 PHASES = ("start", "engine", "loading", "training", "saving", "closing")
 VOCABULARY, LENGTH, WIDTH, SAMPLES, MICRO_BATCH, MICRO_BATCHES = 61, 16, 32, 32, 2, 2
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.restart_work import PACKAGES, PHASES, Job, one_rank
+from benchmarks.restart_work import PHASES, Job, one_rank
 
 _TICK_S = 0.005
 
@@ -22,10 +22,9 @@ class Start:
 
     def __init__(self, job: Job, world: int, number: int, environment: Callable[[int], Mapping[str, str]]) -> None:
         """environment: of a rank, what is set besides what launchers set."""
-        from pipecomp.local import free_port
+        from pipecomp.local import LARGE_PACKAGES, free_port
 
-        # A server that has imported everything once forks the ranks.
-        multiprocessing.set_forkserver_preload(PACKAGES)
+        multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
         context = multiprocessing.get_context("forkserver")
         port = free_port()
         self.job, self.world, self.began = job, world, time.monotonic()

@@ -19,6 +19,9 @@ import torch.multiprocessing as mp
 
 from pipecomp.errors import PipecompError
 
+# For `multiprocessing.set_forkserver_preload`: what ranks that train need besides, seconds less for each of them.
+LARGE_PACKAGES = ["torch.distributed", "transformers.models.gpt2.modeling_gpt2", "deepspeed.pipe", "pipecomp.engine"]
+
 
 class RankFailedError(PipecompError, RuntimeError):
     """A rank raised or died; the message has its traceback or exit code."""
@@ -45,8 +48,8 @@ def run_ranks(
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
     may end without a result. threads: torch threads of each rank. Raises RankFailedError.
     """
-    # A server that has imported torch once forks the ranks: `multiprocessing.set_forkserver_preload` names what more
-    # it shall have imported. Its environment is that of its own start, so the ranks are given the caller's.
+    # A server that has imported torch once forks the ranks. Its environment is that of its own start, so the ranks are
+    # given the caller's.
     context = mp.get_context("forkserver")
     results = context.Queue()
     port = free_port()

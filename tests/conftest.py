@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = [
-    "torch.distributed", "transformers.models.gpt2.modeling_gpt2", "deepspeed.pipe", "pipecomp.engine",
-]  # fmt: skip
-
 
 def pytest_configure() -> None:
     """Before the first test; no server on a machine with a GPU, whose driver must not be touched before a fork.
@@ -23,7 +19,9 @@ def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        multiprocessing.set_forkserver_preload(PACKAGES)
+        from pipecomp.local import LARGE_PACKAGES  # it imports torch, which reads what is set above
+
+        multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which looks at the groups in the same hook
