@@ -29,7 +29,11 @@ MAY_DIFFER = frozenset({
 })  # fmt: skip
 DATA = "hash of the training data"
 _STATE_KEY, _TRAINED_KEY = "recipe", "recipe_trained"
-_HOW_BYTES_GO = "pipecomp.transport."  # of the settings: a run that timed out may go on with a longer timeout
+# Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
+_HOW_BYTES_GO = (
+    "pipecomp.transport.", "pipecomp.in_flight", "pipecomp.store.prefetch", "pipecomp.store.drift_check",
+    "pipecomp.store.in_checkpoints", "pipecomp.store.run", "pipecomp.store.on_write_error",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:

@@ -179,9 +179,13 @@ class TestResume:
         with pytest.raises(ConfigError, match=r": --crop is 3 in this run, 4 in the checkpoint$"):
             self.found(tmp_path, trained={"--crop": 3, "--new": 1})
 
-    def test_a_run_that_timed_out_may_wait_longer(self, tmp_path: Path) -> None:
-        checkpoint(tmp_path, 5, recipe={"pipecomp.transport.timeout_s": 120})
-        assert self.found(tmp_path, settings={"pipecomp.transport.timeout_s": 600})[0].step == 5
+    def test_how_bytes_go_and_are_kept_may_change(self, tmp_path: Path) -> None:
+        before = {"pipecomp.transport.timeout_s": 120, "pipecomp.store.run": None, "pipecomp.store.bits": 8}
+        checkpoint(tmp_path, 5, recipe=before)
+        after = {"pipecomp.transport.timeout_s": 600, "pipecomp.store.run": "mine", "pipecomp.in_flight": 3}
+        assert self.found(tmp_path, settings={**before, **after})[0].step == 5
+        with pytest.raises(ConfigError, match=r"pipecomp\.store\.bits is 4 in this run"):
+            self.found(tmp_path, settings={**before, "pipecomp.store.bits": 4})
 
     def test_when_it_saves(self, tmp_path: Path) -> None:
         for more, steps in (((), [3, 6, 7]), (("--save-every", "2"), [2, 4, 6, 7])):
