@@ -18,6 +18,10 @@ from pipecomp.stages import losses
 from pipecomp.stages.losses import LossFn
 
 
+def _nothing(config: Any) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """What the last stage computes after the blocks.
@@ -25,12 +29,14 @@ class Head:
     loss: makes the loss function from the config. per_token: the head multiplies every token (a vocabulary), which
     counts for the balance of the stages. pools_last_token: the model picks the last real token by looking for
     `pad_token_id` in input_ids; a last stage has none, so it takes the position from the attention mask, applies
-    `score` and picks.
+    `score` and picks. reads: from the config, the paths of modules among the architecture's `before` that the head
+    reads too (the word embeddings, as its output matrix); the last stage has a copy of them, tied to the first's.
     """
 
     loss: Callable[[Any], LossFn]
     per_token: bool = False
     pools_last_token: bool = False
+    reads: Callable[[Any], tuple[str, ...]] = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +44,11 @@ class Architecture:
     """How to cut the models of one `config.model_type`.
 
     model_type: the config's. heads: the model classes that can be cut, by class name. default_head: the class for a
-    config that names none. blocks: path of the list of blocks. before: modules that only the first stage has, with
-    what replaces each of them later (a class without arguments; None leaves the place empty). after: modules that
-    only the last stage has. shared: modules that every stage has; their gradients are summed over the stages.
-    optional: those of `after` that a checkpoint of the plain encoder lacks, and that are then new, like a head.
-    block_returns_tuple: whether a block returns `(hidden_states, ...)` rather than `hidden_states`.
+    config that names none. blocks: path of the list of blocks. before: modules that only the first stage has, but for
+    what a head reads, with what replaces each of them later (a class without arguments; None leaves the place empty).
+    after: modules that only the last stage has. shared: modules that every stage has; their gradients are summed over
+    the stages. optional: those of `after` that a checkpoint of the plain encoder lacks, and that are then new, like a
+    head. block_returns_tuple: whether a block returns `(hidden_states, ...)` rather than `hidden_states`.
     extra_inputs: inputs that only the embeddings use. forward_options: passed to every forward call.
     """
 
@@ -174,6 +180,11 @@ def _encoder(model_type: str, name: str) -> Architecture:
     )
 
 
+def _read_by_deberta(config: Any) -> tuple[str, ...]:
+    """The legacy head has a matrix of its own name, tied as BERT's is; the other is called with the embeddings."""
+    return () if config.legacy else ("embeddings.word_embeddings",)
+
+
 register(
     Architecture(
         model_type="gpt2",
@@ -197,7 +208,10 @@ register(_encoder("roberta", "Roberta"))
 register(
     Architecture(
         model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code
-        heads={"DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification)},
+        heads={
+            "DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification),
+            "DebertaV2ForMaskedLM": Head(loss=losses.masked_lm, per_token=True, reads=_read_by_deberta),
+        },
         default_head="DebertaV2ForSequenceClassification",
         blocks="encoder.layer",
         before={"embeddings": PassedEmbeddings, "encoder.conv": None},

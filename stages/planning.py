@@ -89,8 +89,9 @@ def plan_model(
         if block is not None:
             per_block[block] += size
     embeddings = UPDATE_COST * sum(n for name, n in sizes.items() if part_of(architecture, base, name) == "before")
-    per_token = architecture.heads[head].per_token
-    matrix = sum(n for name, n in sizes.items() if per_token and part_of(architecture, base, name) == "head")
+    per_token, reads = architecture.heads[head].per_token, modules_read(model, architecture)
+    in_head = (name for name in sizes if part_of(architecture, base, name) == "head" or _is_under(name, reads))
+    matrix = sum(sizes[name] for name in in_head if per_token)
 
     if block_seconds is not None:
         measured = [float(s) for s in block_seconds]
@@ -111,13 +112,14 @@ def plan_model(
 
     tied, held = _tied_groups(model, architecture, bounds)
     if not tie:
-        if stages > 1 and any(part_of(architecture, base, g.name) == "shared" for g in tied):
+        one_name = [group.name for group in tied if len(set(group.parameters)) < len(group.stages)]
+        if one_name:
             raise SplitError(
-                f"tie=False: every stage of {architecture.model_type} uses {', '.join(architecture.shared)}; stages "
-                "that each have their own could not be saved as one Hugging Face model"
+                f"tie=False: several stages of {head} use {', '.join(one_name)}; stages that each have their own could "
+                "not be saved as one Hugging Face model"
             )
         tied = []
-        held = [[n for n in sizes if stage in _owners(architecture, base, bounds, n)] for stage in range(stages)]
+        held = [[n for n in sizes if stage in _owners(model, architecture, bounds, n)] for stage in range(stages)]
     return SplitPlan(
         architecture=architecture.model_type,
         model_class=head,
@@ -177,14 +179,25 @@ def aliases(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _owners(architecture: Architecture, base: str, cuts: Sequence[int], name: str) -> range:
-    """The stages that hold a parameter of this name."""
+def modules_read(model: Any, architecture: Architecture) -> tuple[str, ...]:
+    """Full paths of the modules that the first stage has and the head reads too."""
+    head = architecture.heads[head_name(architecture, type(model))]
+    return tuple(f"{model.base_model_prefix}.{path}" for path in head.reads(model.config))
+
+
+def _is_under(name: str, paths: Sequence[str]) -> bool:
+    return any(name.startswith(path + ".") for path in paths)
+
+
+def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: str) -> Sequence[int]:
+    """The stages that hold a parameter of this name, rising."""
     stages = len(cuts) - 1
+    base = str(model.base_model_prefix)
     part = part_of(architecture, base, name)
     if part == "shared":
         return range(stages)
     if part == "before":
-        return range(1)
+        return sorted({0, stages - 1}) if _is_under(name, modules_read(model, architecture)) else range(1)
     if part == "block":
         block = block_of(architecture, base, name)
         assert block is not None, "part_of says that it is a block's"
@@ -194,7 +207,7 @@ def _owners(architecture: Architecture, base: str, cuts: Sequence[int], name: st
 
 
 def _tied_groups(
-    model: nn.Module, architecture: Architecture, cuts: Sequence[int]
+    model: Any, architecture: Architecture, cuts: Sequence[int]
 ) -> tuple[list[TiedGroup], list[list[str]]]:
     """The weights that several stages need, and per stage one name for each parameter that it holds."""
     groups: list[TiedGroup] = []
@@ -202,7 +215,7 @@ def _tied_groups(
     for names in aliases(model):
         first_name: dict[int, str] = {}
         for name in names:
-            for stage in _owners(architecture, str(model.base_model_prefix), cuts, name):
+            for stage in _owners(model, architecture, cuts, name):
                 first_name.setdefault(stage, name)
         for stage, name in first_name.items():
             held[stage].append(name)

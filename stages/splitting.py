@@ -17,7 +17,7 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.adapters import adapter_of, without_peft
 from pipecomp.stages.architectures import Architecture, SkippedBlock, architecture_of, head_name
 from pipecomp.stages.boundary import Crossing, Layout
-from pipecomp.stages.planning import SplitPlan, TiedGroup, aliases, block_count, plan_model
+from pipecomp.stages.planning import SplitPlan, TiedGroup, aliases, block_count, modules_read, plan_model
 
 
 class Stage(nn.Module):
@@ -260,6 +260,8 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
     if index > 0:
         for path, replacement in architecture.before.items():
             _graft(top, f"{base}.{path}", None if replacement is None else replacement())
+        for path in modules_read(model, architecture) if index == plan.num_stages - 1 else ():
+            _graft(top, path, model.get_submodule(path))
     if index < plan.num_stages - 1:
         for path in architecture.after:
             _graft(top, f"{base}.{path}", nn.Identity())
@@ -284,7 +286,7 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
 def _own_config(model: Any, plan: SplitPlan, has_ties: bool) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [plan.model_class]
-    expects_ties = bool(getattr(type(model), "_tied_weights_keys", None))
+    expects_ties = bool(getattr(model, "_tied_weights_keys", None))  # DeBERTa's new head empties its class's
     if not plan.tie or (expects_ties and not has_ties):
         config.tie_word_embeddings = False
     return config

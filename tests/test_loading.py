@@ -72,6 +72,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-masked": ("BertForMaskedLM", "BertConfig", BERT),
     "roberta-masked": ("RobertaForMaskedLM", "RobertaConfig", BERT),
     "deberta": ("DebertaV2ForSequenceClassification", "DebertaV2Config", DEBERTA),
+    "deberta-masked": ("DebertaV2ForMaskedLM", "DebertaV2Config", DEBERTA),
+    "deberta-masked-new": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**DEBERTA, "legacy": False}),
 }
 
 
@@ -338,6 +340,20 @@ class TestNewHead:
         fresh = build(other, 2)[1].newly_initialized
         assert "cls.predictions.bias" in fresh
         assert "cls.predictions.decoder.weight" not in fresh  # tied to the word embeddings, which are there
+
+    @pytest.mark.parametrize("legacy", [True, False])
+    def test_masked_lm_heads_of_deberta(self, legacy: bool, tmp_path: Path) -> None:
+        """The published ones have the new head, and one for masks; their config says nothing of it."""
+        make_model("deberta-masked-new").save_pretrained(tmp_path)
+        rewrite(tmp_path, lambda t: {**t, "mask_predictions.dense.weight": torch.zeros(32, 32)})
+        source = pretrained(str(tmp_path), model_class="AutoModelForMaskedLM", legacy=legacy)
+        last = build(source, 2)[1]
+        fresh = [f"cls.predictions.{n}" for n in ("bias", *(f"transform.{m}.{p}" for m in ("LayerNorm", "dense")
+                                                            for p in ("bias", "weight")))]  # fmt: skip
+        assert list(last.newly_initialized) == (fresh if legacy else [])
+        name = "cls.predictions.decoder.weight" if legacy else "deberta.embeddings.word_embeddings.weight"
+        saved = load_file(tmp_path / "model.safetensors")["deberta.embeddings.word_embeddings.weight"]
+        assert torch.equal(last.get_parameter(name), saved)
 
     def test_settings(self, gpt2_folder: Path) -> None:
         source = pretrained(str(gpt2_folder), attn_implementation="eager", resid_pdrop=0.3)

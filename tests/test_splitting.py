@@ -72,6 +72,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta-masked": ("RobertaForMaskedLM", "RobertaConfig", BERT),
     "deberta-v2": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V2, "num_labels": 3}),
     "deberta-v3": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V3, "num_labels": 2}),
+    "deberta-masked": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**BERT, **DEBERTA_V2, "embedding_size": 16}),
+    "deberta-masked-new": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**BERT, **DEBERTA_V3, "legacy": False}),
 }
 FOUR_BLOCKS = [[0, 4], [0, 1, 4], [0, 3, 4], [0, 1, 2, 3, 4]]
 
@@ -113,7 +115,7 @@ def batch(name: str, padding: str, *, sizes: Sequence[int] = (9, 5, 7)) -> dict[
         for row, size in enumerate(sizes):
             mask_BS[row, slice(size, None) if padding == "right" else slice(0, max(sizes) - size)] = 0
         inputs |= {"input_ids": ids_BS.masked_fill(mask_BS == 0, PAD), "attention_mask": mask_BS}
-    if "bert" in name and name != "deberta-v3" and "roberta" not in name:
+    if "bert" in name and "roberta" not in name and MODELS[name][2]["type_vocab_size"]:
         inputs["token_type_ids"] = (torch.arange(max(sizes)) % 2).repeat(len(sizes), 1)
     return inputs
 
@@ -187,7 +189,7 @@ class TestEqualToUnsplit:
         check_equal(name, [0, 1, 3], padding, attention=attention)
 
     @pytest.mark.parametrize("padding", ["none", "left"])
-    @pytest.mark.parametrize("name", ["deberta-v2", "deberta-v3"])
+    @pytest.mark.parametrize("name", [name for name in MODELS if "deberta" in name])
     def test_padding_of_deberta(self, name: str, padding: str) -> None:
         check_equal(name, [0, 1, 3], padding)  # it has one attention implementation only
 
@@ -295,7 +297,7 @@ class TestStage:
         assert not any(module.training for module in stage.modules())
         assert not stage._model.training
 
-    @pytest.mark.parametrize("name", ["gpt2", "llama", "bert-classes", "deberta-v2"])
+    @pytest.mark.parametrize("name", ["gpt2", "llama", "bert-classes", "deberta-v2", "deberta-masked-new"])
     def test_gradient_checkpointing(self, name: str) -> None:
         model, inputs = make_model(name, 4), batch(name, "right")
         labels = labels_for(model, inputs)
@@ -407,11 +409,34 @@ class TestTiedWeights:
         assert len({id(c[n]) for n in names for c in copies}) == 9
         assert all(group.stages == (0, 1, 2) for group in stages[0].plan.tied)
 
-    def test_masked_lm_keeps_the_bias_tied_inside_the_last_stage(self) -> None:
-        stages = split(make_model("bert-masked"), num_stages=2)
-        last = stages[-1]
+    @pytest.mark.parametrize("name", ["bert-masked", "deberta-masked"])
+    def test_masked_lm_keeps_the_bias_tied_inside_the_last_stage(self, name: str) -> None:
+        stages = split(make_model(name), num_stages=2)
+        last, base = stages[-1], name.split("-")[0]
         assert last.get_parameter("cls.predictions.bias") is last.get_parameter("cls.predictions.decoder.bias")
-        assert set(last.tied_parameters()) == {"bert.embeddings.word_embeddings.weight"}
+        tied = {n: p for n, p in last.tied_parameters().items() if "encoder" not in n}
+        assert set(tied) == {f"{base}.embeddings.word_embeddings.weight"}
+        assert tied.popitem()[1] is last.get_parameter("cls.predictions.decoder.weight")
+
+    def test_a_head_that_reads_the_embeddings_has_a_copy_under_their_name(self) -> None:
+        name = "deberta.embeddings.word_embeddings.weight"
+        first, middle, last = split(make_model("deberta-masked-new"), num_stages=3)
+        assert name not in middle.state_dict()
+        assert [n for n in last.state_dict() if ".embeddings." in n] == [name]
+        assert last.tied_parameters()[name] is last.get_parameter(name)
+        assert last.get_parameter(name) is not first.get_parameter(name)
+        assert torch.equal(last.get_parameter(name), first.get_parameter(name))
+        (group,) = [group for group in first.plan.tied if "word" in group.name]
+        assert (group.stages, group.parameters) == ((0, 2), (name, name))
+        assert last.config.tie_word_embeddings is True
+
+    def test_a_copy_under_the_same_name_cannot_be_untied(self) -> None:
+        changes = {"relative_attention": False, "norm_rel_ebd": "none", "pos_att_type": None}
+        with pytest.raises(SplitError, match=r"DebertaV2ForMaskedLM use deberta\.embeddings\.word_embeddings\.weight"):
+            split(make_model("deberta-masked-new", **changes), num_stages=2, tie=False)
+        model = make_model("deberta-masked", **changes)
+        stages = split(model, num_stages=2, tie=False)
+        assert stages[1].get_parameter("cls.predictions.decoder.weight") is not model.cls.predictions.decoder.weight
 
     def test_untied(self) -> None:
         for count in (1, 2):
@@ -444,7 +469,7 @@ class TestTiedWeights:
 
 
 class TestTheCallersModel:
-    @pytest.mark.parametrize("name", ["gpt2", "llama-classes", "bert-classes", "deberta-v2"])
+    @pytest.mark.parametrize("name", ["gpt2", "llama-classes", "bert-classes", "deberta-v2", "deberta-masked-new"])
     def test_is_not_damaged(self, name: str) -> None:
         model, inputs = make_model(name), batch(name, "right")
         before = model(**inputs, use_cache=False).logits

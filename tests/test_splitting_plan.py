@@ -93,6 +93,13 @@ class TestPlan:
         config = transformers.GPT2Config(architectures=["GPT2ForSequenceClassification"])
         assert plan(config, num_stages=4).cuts == (0, 3, 6, 9, 12)
 
+    def test_embeddings_that_a_head_reads_count_as_its_matrix(self) -> None:
+        """DeBERTa's new head multiplies by the word embeddings themselves, the legacy one by a tied matrix."""
+        config = {**BERT, **TOKENS, "architectures": ["DebertaV2ForMaskedLM"]}
+        new, old = (plan(transformers.DebertaV2Config(**config, legacy=x), num_stages=2) for x in (False, True))
+        assert new.parameters == old.parameters
+        assert new.costs == pytest.approx(old.costs, abs=61)  # the legacy head's bias has two names
+
     def test_measured_times(self) -> None:
         model = transformers.GPT2LMHeadModel(gpt2(6, vocabulary=8))
         even = plan(model, num_stages=2)
@@ -201,6 +208,8 @@ class TestLosses:
         for name, config in (
             ("GPT2LMHeadModel", gpt2(2)),
             ("BertForMaskedLM", transformers.BertConfig(**BERT, **TOKENS)),
+            ("DebertaV2ForMaskedLM", transformers.DebertaV2Config(**BERT, **TOKENS)),
+            ("DebertaV2ForMaskedLM", transformers.DebertaV2Config(**BERT, **TOKENS, legacy=False)),
         ):
             torch.manual_seed(0)
             model = getattr(transformers, name)(config).eval().to(dtype)
