@@ -190,6 +190,8 @@ def plan_run(
 
     pipecomp plan --model FOLDER --stages 4 --bandwidth 100mbit --delay 20ms --speed 30
 
+    With --model and --stages alone: where to cut, each stage's memory and the bytes on each link.
+
     On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
     with plain_errors():

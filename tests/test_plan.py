@@ -360,8 +360,61 @@ def test_links_and_machines_that_differ(folder):
     assert [list(section.activations.bits(k)) for k in range(2)] == found["bits"]
 
 
+class TestWithoutASpeed:
+    """`--model` and `--stages` alone: what depends on neither speed nor network."""
+
+    @pytest.fixture
+    def planned(self, folder):
+        """What the command prints and writes with some more arguments."""
+
+        def run(*more):
+            out = folder / "plan.json"
+            arguments = ("--model", str(folder / "model"), "--tokens", "64", "--batch", "8", "--json", str(out))
+            done = CliRunner().invoke(app, ["plan", *arguments, *more])
+            assert done.exit_code == 0, done.output
+            return " ".join(done.output.split()), json.loads(out.read_text())
+
+        return run
+
+    @pytest.mark.parametrize("more", [(), ("--micro-batch", "4", "--dtype", "bf16", "--nodes", "8")], ids=["", "more"])
+    def test_cuts_memory_and_bytes_are_those_of_a_whole_plan(self, planned, more):
+        text, found = planned("--stages", "4", *more)
+        # So slow that no stage has to run further ahead than 1F1B does.
+        slow = ("--speed", "0.0001", "--bandwidth", "10gbit", "--micro-batch", "1")
+        _, whole = planned("--stages", "4", *slow, *more)
+        assert found["cuts"] == whole["cuts"]
+        assert found["parameters"] == whole["parameters"]
+        for key in ("replicas", "micro_batch", "micro_batches", "in_flight", "memory_bytes"):
+            assert found[key] == whole["plain"][key], key
+        rows = {row["name"]: row for row in whole["methods"]}
+        assert [row["name"] for row in found["methods"]] == list(rows)
+        for row in found["methods"]:
+            assert all(len(row[key]) == 3 for key in row if key != "name")
+            assert all(row[key] == rows[row["name"]][key] for key in row), row["name"]
+        assert f"AQ-SGD fw2 bw4 │ {rows['AQ-SGD fw2 bw4']['first_visit_bytes'][0] / 1e3:.1f} │" in text
+        columns = (pairwise(found["cuts"]), found["parameters"], found["in_flight"], found["memory_bytes"])
+        for (lo, hi), parameters, flying, memory in zip(*columns, strict=True):
+            assert f"│ {lo}–{hi - 1} │ {parameters / 1e6:.1f} │ {flying} │ {memory / 1e9:.2f} │" in text
+
+    def test_a_bandwidth_alone_predicts_nothing(self, planned):
+        text, found = planned("--bandwidth", "1gbit/100mbit/1gbit", "--delay", "1ms")
+        assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples a step, 64 tokens each." in text
+        assert text.endswith("take --speed (or --profile, or --measure) and --bandwidth.")
+        assert not {"stage_s", "bits", "chosen", "plain", "config", "profile"} & set(found)
+        assert not any(word in text for word in ("seconds", " ms", "train_micro_batch_size_per_gpu"))
+
+    def test_one_stage_has_no_links(self, planned):
+        text, found = planned("--stages", "1")
+        assert [row["name"] for row in found["methods"]] == ["none"]
+        assert "each micro-batch" not in text
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("arguments", "message"), [
+    (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
+    (("--stages", "2", "--recompute"), "recompute: got True, allowed: nothing without --speed"),
+    (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.1 GB for each node"),
+    (("--stages", "9"), "stages: got 9, allowed: a divisor of 9 nodes, at most the model's 8 blocks"),
     (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
     (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
     (("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"), "bandwidth: got "),

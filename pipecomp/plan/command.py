@@ -29,48 +29,13 @@ from pipecomp.plan.report import (
     stage_table,
 )
 from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layouts, shares
+from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
+from pipecomp.plan.wanted import FIRST_VISIT, Wanted, methods
 from pipecomp.stages.planning import SplitPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
-FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/first_visit.md
-METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("none", {"method": "none"}),
-    ("bf16", {"method": "bf16"}),
-    ("DirectQ fw4 bw8", {"method": "direct", "forward_bits": 4, "backward_bits": 8}),
-    *(
-        (
-            f"AQ-SGD fw{forward} bw{backward}",
-            {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward, "first_visit": FIRST_VISIT},
-        )
-        for forward, backward in ((8, 8), (4, 8), (3, 6), (2, 4))
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What the options say. networks: by name; the first one is planned for, the others are only predicted.
-
-    nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
-    paces: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are alike.
-    """
-
-    model: Any
-    nodes: int
-    batch: int
-    stages: int | None = None
-    micro_batch: int | None = None
-    dtype: torch.dtype = torch.float32
-    tie: bool = True
-    memory_bytes: float = math.inf
-    paces: tuple[float, ...] = ()
-
-    def stage_paces(self, K: int) -> tuple[float, ...]:
-        """Of each stage the slowest replica's."""
-        R = self.nodes // K
-        return tuple(max(self.paces[k * R : (k + 1) * R]) for k in range(K)) if self.paces else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +54,7 @@ def run_plan(
 ) -> dict[str, Any] | None:  # fmt: skip
     """What the command does with its options; prints the plan and returns it for JSON; None on ranks other than 0.
 
-    ConfigError for the options.
+    A number of stages without speed, profile and measure: sizes alone. ConfigError for the options.
     """
     _check(dtype in DTYPES, "dtype", dtype, ", ".join(DTYPES))
     for key, number in (("nodes", nodes), ("stages", stages), ("batch", batch), ("micro-batch", micro_batch)):
@@ -111,6 +76,13 @@ def run_plan(
     if len(speeds) > 1:
         _check(len(speeds) == wanted.nodes, "speed", speed, f"one number, or one for each of {wanted.nodes} nodes")
         wanted = replace(wanted, paces=tuple(min(speeds) / one for one in speeds))
+    if wanted.stages is not None and speed is None and profile is None and not measure:
+        _check(not recompute, "recompute", recompute, "nothing without --speed")
+        for links in networks.values():
+            chain(wanted.stages, *links)  # links that do not fit the stages are an error here too
+        sizes = sizes_of(wanted, count(model, tokens or 1024, wanted.dtype))
+        show_sizes(sizes, console)
+        return sizes_as_json(sizes)
     if measure:
         for key, option in (("speed", speed), ("profile", profile), ("recompute", recompute or None)):
             _check(option is None, key, option, "nothing beside --measure")
@@ -201,8 +173,7 @@ def plan(
             too_large = min(too_large, needs)
             if needs <= wanted.memory_bytes:
                 choices.append(found)
-    if not choices:
-        raise ConfigError("memory", wanted.memory_bytes / 1e9, f"at least {too_large / 1e9:.1f} GB for each node")
+    wanted.check_memory(too_large)
     choice = gentlest(choices, lambda c: c.prediction.step_s if c.pays else c.plain.step_s)
     return _around(choice, config, network, speeds, len(rates))
 
@@ -211,10 +182,10 @@ def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networ
     """What else to tell of a choice."""
     job = choice.prediction.job
     first = network(job.plan, 0)
-    rows = []
-    for name, activations in METHODS if job.plan.num_stages > 1 else METHODS[:1]:
-        made = Config.from_dict({"activations": activations, "tie": config.tie})
-        rows.append((name, [predict(job, made, network(job.plan, i), speeds) for i in range(networks)]))
+    rows = [
+        (name, [predict(job, made, network(job.plan, i), speeds) for i in range(networks)])
+        for name, made in methods(job.plan.num_stages, config.tie)
+    ]
     averages = []
     if job.replicas > 1:
         averages = choose_average(config, max(job.plan.parameters), job.replicas, first, speeds)
@@ -228,12 +199,7 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
     if p.job.plan.num_stages > 1:
         console.print(link_table(network, p, found.choice.plain))
     console.print(method_table(found.rows, names))
-    job = p.job
-    console.print(
-        f"{job.plan.num_stages} stages × {job.replicas} replicas, {job.micro_batches} micro-batches of {job.samples} "
-        f"for {job.batch} samples a step, {job.profile.tokens} tokens each.",
-        highlight=False,
-    )
+    console.print(p.job.text(), highlight=False)
     for sentence in advice(found.choice, found.averages):
         console.print(sentence, highlight=False)
     console.print(configuration_text(configuration(found.choice, found.averages), p), highlight=False)
@@ -280,5 +246,6 @@ def profile_of(
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError("profile", str(file), "a file that pipecomp plan --measure --json wrote") from error
     if speed is None:
-        raise ConfigError("speed", None, "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE")
+        allowed = "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE; or --stages, for sizes alone"
+        raise ConfigError("speed", None, allowed)
     return count(model, tokens or 1024, dtype).estimated(speed * 1e12, recompute=recompute)

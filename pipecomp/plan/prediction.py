@@ -68,6 +68,13 @@ class Job:
         """Samples of a step."""
         return self.samples * self.micro_batches * self.replicas
 
+    def text(self) -> str:
+        """For people."""
+        return (
+            f"{self.plan.num_stages} stages × {self.replicas} replicas, {self.micro_batches} micro-batches of "
+            f"{self.samples} for {self.batch} samples a step, {self.profile.tokens} tokens each."
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -96,27 +103,35 @@ class Prediction:
         return self.job.batch / self.step_s
 
     def memory_bytes(self) -> list[float]:
-        """Of each stage: weights, gradients and Adam's state, and what it keeps of the micro-batches in flight."""
-        ahead = numbers(self.slack, self.job.plan.num_stages, self.job.micro_batches)
-        kept = self.job.profile.kept_bytes(self.job.plan, self.job.samples)
-        state = _STATE[self.job.dtype]
-        return [
-            state * values + flying * each
-            for values, flying, each in zip(self.job.plan.parameters, ahead, kept, strict=True)
-        ]
+        """Of each stage, as `memory_bytes` counts it."""
+        return memory_bytes(self.job, self.slack)
+
+
+def memory_bytes(job: Job, slack: int = 1) -> list[float]:
+    """Of each stage: weights, gradients and Adam's state, and what it keeps of the micro-batches in flight."""
+    ahead = numbers(slack, job.plan.num_stages, job.micro_batches)
+    kept = job.profile.kept_bytes(job.plan, job.samples)
+    state = _STATE[job.dtype]
+    return [
+        state * values + flying * each for values, flying, each in zip(job.plan.parameters, ahead, kept, strict=True)
+    ]
+
+
+def message_bytes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Of a micro-batch's messages on each link: forward, forward of samples that are new, and backward."""
+    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
+    links = range(job.plan.num_stages - 1)
+    forward = tuple(activation_bytes(config, k, *size) for k in links)
+    first_visit = tuple(activation_bytes(config, k, *size, first_visit=True) for k in links)
+    return forward, first_visit, tuple(gradient_bytes(config, k, *size) for k in links)
 
 
 def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Prediction:
     """Play a step of this job under a configuration. ConfigError for what does not fit together."""
     speeds = speeds or Speeds()
-    counts = [job.profile.tokens] * job.samples
-    hidden = job.profile.hidden
-    values = sum(counts) * hidden
+    values = job.samples * job.profile.tokens * job.profile.hidden
     links = job.plan.num_stages - 1
-    size = (counts, hidden, job.dtype)
-    forward = tuple(activation_bytes(config, k, *size) for k in range(links))
-    first = tuple(activation_bytes(config, k, *size, first_visit=True) for k in range(links))
-    backward = tuple(gradient_bytes(config, k, *size) for k in range(links))
+    forward, first, backward = message_bytes(job, config)
     average, tied = _averages(job, config, network, speeds)
     step = Step(
         stages=_costs(job, config, speeds, values, average), micro_batches=job.micro_batches,
