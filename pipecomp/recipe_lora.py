@@ -9,13 +9,16 @@ from typing import Any
 from pipecomp.errors import ConfigError
 from pipecomp.recipe_text import model_config
 
+# Of a new adapter. The parser's own default is None, so that what was given beside a saved one is seen.
+RANK, ALPHA, DROPOUT = 8, 16.0, 0.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What LoRA adds to a recipe's arguments."""
     add = parser.add_argument
-    add("--lora-rank", type=int, default=8, metavar="R", help="rank of the adapters (default 8)")
-    add("--lora-alpha", type=float, default=16.0, metavar="A", help="adapters are scaled by A / R (default 16)")
-    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout before the adapters (default 0)")
+    add("--lora-rank", type=int, metavar="R", help=f"rank of the adapters (default {RANK})")
+    add("--lora-alpha", type=float, metavar="A", help=f"adapters are scaled by A / R (default {ALPHA:g})")
+    add("--lora-dropout", type=float, metavar="P", help=f"dropout before the adapters (default {DROPOUT:g})")
     targets = "layers with adapters, by the ends of their names, or all-linear (default: peft's for the model)"
     add("--lora-targets", nargs="+", metavar="NAME", help=targets)
     add("--adapter", metavar="FOLDER", help="go on with a saved adapter, in place of a new one")
@@ -23,11 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    if args.lora_rank < 1:
+    for name in ("rank", "alpha", "dropout", "targets") if args.adapter is not None else ():
+        given = getattr(args, f"lora_{name}")
+        if given is not None:
+            raise ConfigError(f"--lora-{name}", given, "nothing beside --adapter: a saved adapter has its own")
+    if args.lora_rank is not None and args.lora_rank < 1:
         raise ConfigError("--lora-rank", args.lora_rank, "a whole number of at least 1")
-    if not args.lora_alpha > 0:
+    if args.lora_alpha is not None and not args.lora_alpha > 0:
         raise ConfigError("--lora-alpha", args.lora_alpha, "a number above 0")
-    if not 0 <= args.lora_dropout < 1:
+    if args.lora_dropout is not None and not 0 <= args.lora_dropout < 1:
         raise ConfigError("--lora-dropout", args.lora_dropout, "0, or a share below 1")
     if args.dropout is not None:
         raise ConfigError("--dropout", args.dropout, "nothing: --lora-dropout is the adapters'")
@@ -47,9 +54,9 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     targets = args.lora_targets
     lora = args.adapter or peft.LoraConfig(
         task_type="CAUSAL_LM",
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
+        r=RANK if args.lora_rank is None else args.lora_rank,
+        lora_alpha=ALPHA if args.lora_alpha is None else args.lora_alpha,
+        lora_dropout=DROPOUT if args.lora_dropout is None else args.lora_dropout,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
     )
     model_config(args.model)

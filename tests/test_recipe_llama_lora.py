@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pipecomp.stages.loading import skeleton
 from tests.recipe_runs import ROOT, Ended, launch, launch_nodes
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 RECIPE, BLOCK = "llama_lora", 32
+NO_LORA: dict[str, str | None] = {"lora-rank": None, "lora-targets": None}
 
 
 def made_up_text(sentences: int, seed: int) -> str:
@@ -51,13 +54,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(**changed: str) -> list[str]:
-    given = {
+def arguments(**changed: str | None) -> list[str]:
+    """The command line with some arguments changed; None leaves one out."""
+    given: dict[str, str | None] = {
         "deepspeed_config": "ds_config.json", "model": "llama", "tokenizer": "llama", "train-file": "train.txt",
         "eval-file": "held-out.txt", "epochs": "2", "seed": "3", "lora-rank": "4", "lora-targets": "all-linear",
         "metrics": "metrics.jsonl", "save": "adapter",
     } | changed  # fmt: skip
-    return [word for key, value in given.items() for word in (f"--{key}", *value.split())]
+    return [word for key, value in given.items() if value is not None for word in (f"--{key}", *value.split())]
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +106,36 @@ def test_saved_adapter_has_the_recorded_held_out_loss(work: Path, metrics: list[
 
 def test_goes_on_with_the_adapter(work: Path, metrics: list[dict]) -> None:
     changed = {"adapter": "adapter", "metrics": "more.jsonl", "save": "again", "max-steps": "2"}
-    found = launch(work, RECIPE, *arguments(**changed))
+    found = launch(work, RECIPE, *arguments(**changed, **NO_LORA))
     assert found.status == 0, found.output
     lines = [json.loads(line) for line in (work / "more.jsonl").read_text().splitlines()]
     before = [line["loss"] for line in metrics if "eval" not in line]
     assert lines[0]["loss"] < before[0] - 0.25
     assert (work / "again" / "adapter_model.safetensors").is_file()
+
+
+def model_of(words: list[str]) -> Any:
+    """What the recipe hands to `pipecomp.initialize`, and its config."""
+    from pipecomp import recipe, recipe_lora, recipe_text
+
+    parser = recipe.arguments(RECIPE, "")
+    recipe_text.add_arguments(parser)
+    recipe_lora.add_arguments(parser)
+    args = parser.parse_args(words)
+    recipe_lora.check_arguments(args)
+    return recipe_lora.causal_model(args, None)
+
+
+def test_settings_of_a_new_adapter(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are documented where nothing is given; each that is given."""
+    monkeypatch.chdir(work)
+    for changed, expected in (
+        (NO_LORA, (8, 16, 0.0, {"q_proj", "v_proj"})),
+        ({"lora-alpha": "4", "lora-dropout": "0.25", "lora-targets": "k_proj"}, (4, 4, 0.25, {"k_proj"})),
+    ):
+        source, _ = model_of(arguments(**changed))
+        lora = skeleton(source).peft_config["default"]
+        assert (lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules) == expected
 
 
 @pytest.mark.parametrize(
@@ -119,25 +147,20 @@ def test_goes_on_with_the_adapter(work: Path, metrics: list[dict]) -> None:
         ({"model": "tiny"}, "LoRA adapts what is there"),
         ({"dropout": "0.1"}, "--lora-dropout is the adapters'"),
         ({"model": "./nowhere"}, "--model: got './nowhere'"),
-        ({"adapter": "llama"}, "llama: no adapter there"),
+        ({**NO_LORA, "adapter": "llama"}, "llama: no adapter there"),
+        ({**NO_LORA, "adapter": "llama", "lora-rank": "8"}, "--lora-rank: got 8, allowed: nothing beside --adapter"),
+        ({**NO_LORA, "adapter": "llama", "lora-alpha": "16"}, "--lora-alpha: got 16.0, allowed: nothing beside"),
+        ({**NO_LORA, "adapter": "llama", "lora-dropout": "0"}, "--lora-dropout: got 0.0, allowed: nothing beside"),
+        ({**NO_LORA, "adapter": "llama", "lora-targets": "q_proj"}, "--lora-targets: got ['q_proj'], allowed: nothing"),
     ],
 )
 def test_wrong_arguments_are_named(
-    work: Path, changed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+    work: Path, changed: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipecomp import recipe, recipe_lora, recipe_text
     from pipecomp.errors import PipecompError
-
-    def model() -> object:
-        parser = recipe.arguments(RECIPE, "")
-        recipe_text.add_arguments(parser)
-        recipe_lora.add_arguments(parser)
-        args = parser.parse_args(arguments(**changed))
-        recipe_lora.check_arguments(args)
-        return recipe_lora.causal_model(args, None)
 
     monkeypatch.chdir(work)
     with pytest.raises(PipecompError) as found:
-        model()
+        model_of(arguments(**changed))
     assert words in str(found.value)
     assert "\n" not in str(found.value)
