@@ -10,14 +10,14 @@ from pipecomp.errors import ConfigError
 from pipecomp.recipe_text import model_config
 
 # Of a new adapter. The parser's own default is None, so that what was given beside a saved one is seen.
-RANK, ALPHA, DROPOUT = 8, 16.0, 0.0
+RANK, ALPHA, DROPOUT = 8, 16, 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What LoRA adds to a recipe's arguments."""
     add = parser.add_argument
     add("--lora-rank", type=int, metavar="R", help=f"rank of the adapters (default {RANK})")
-    add("--lora-alpha", type=float, metavar="A", help=f"adapters are scaled by A / R (default {ALPHA:g})")
+    add("--lora-alpha", type=float, metavar="A", help=f"adapters are scaled by A / R (default {ALPHA})")
     add("--lora-dropout", type=float, metavar="P", help=f"dropout before the adapters (default {DROPOUT:g})")
     targets = "layers with adapters, by the ends of their names, or all-linear (default: peft's for the model)"
     add("--lora-targets", nargs="+", metavar="NAME", help=targets)
