@@ -156,7 +156,7 @@ def test_what_changes_nothing_is_not(
 
 
 def test_an_adapters_own_settings_count(trained: Callable[..., dict[str, Any]]) -> None:
-    found = trained("llama_lora", adapter="adapter-8", lora_rank="3", lora_alpha="5", lora_targets="v_proj")
+    found = trained("llama_lora", adapter="adapter-8")
     assert [found[f"--lora-{of}"] for of in ("rank", "alpha", "dropout", "targets")] == [2, 8, 0, ["q_proj"]]
     assert differing(found, trained("llama_lora", adapter="adapter-4")) == {"--lora-alpha"}
 
