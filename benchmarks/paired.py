@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import digest, finished, work_off
+from jobs import digest, finished, parser, work_off
 
 from pipecomp.bench_lines import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
 from pipecomp.bench_pipeline import reference_compute, start_engine
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
 STAGES, REFERENCES = 2, 5  # runs from which a stage's seconds for a micro-batch come, which r counts in
@@ -201,12 +200,9 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--pairs", type=int, default=8, help="of steps (8)")
-    add("--only", nargs="*", default=[], metavar="NAME", help="comparisons whose name contains one of these")
-    add("--out", type=Path, default=RESULTS, help="where comparisons are kept and the page is written")
-    return parser.parse_args()
+    options = parser(__doc__, "--only")
+    options.add_argument("--pairs", type=int, default=8, help="of steps (8)")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import digest, finished, work_off
+from jobs import ROOT, SHARED, digest, finished, parser, work_off
 
-ROOT = Path(__file__).resolve().parents[1]
 SETUP = "1"  # of the kept runs' keys
 METHODS = ("FP32", "AQ-SGD", "DirectQ")
 LANGUAGE = "--train-file finetune.txt --eval-file held-out.txt --seed 1"
@@ -259,14 +258,13 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    options = parser(__doc__)
+    add = options.add_argument
     add("--only", nargs="*", default=[], choices=list(RECIPES), metavar="RECIPE", help="some recipes only")
     add("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help="some methods only")
-    add("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder of the datasets")
+    add("--data", type=Path, default=SHARED, help="folder of the datasets")
     add("--work", type=Path, default=ROOT / "runs" / "recipes", help="where files and models are made")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where runs are kept and the page is written")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from jobs import chosen, digest, finished, work_off
+from jobs import chosen, digest, finished, parser, work_off
 
 from pipecomp.bench_lines import (
     COARSE,
@@ -32,7 +31,6 @@ from pipecomp.bench_lines import (
 )
 from pipecomp.bench_pipeline import measure
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
 EVERYWHERE = (STOCK, "FP32", SIXTEEN, COARSE)
@@ -107,14 +105,12 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    options = parser(__doc__, "--only")
+    add = options.add_argument
     add("--rounds", type=int, default=2, help="how often each line runs (2)")
     add("--steps", type=int, default=3, help="timed steps of a run (3)")
     add("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME", help="some only")
-    add("--only", nargs="*", default=[], metavar="NAME", help="lines whose name contains one of these")
-    add("--out", type=Path, default=RESULTS, help="where runs are kept and the page is written")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 if __name__ == "__main__":

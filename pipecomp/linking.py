@@ -49,6 +49,8 @@ def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all
     They differ where each process has drawn its model's weights for itself, with another seed or none. Replicas need
     nothing here: DeepSpeed gives them the weights of the first.
     """
+    if not split_plan.tied:
+        return
     copies = stage.tied_parameters()
     digests = all_ranks.everyone({name: _digest(p) for name, p in copies.items()})
     replicas = pipelines(grid)

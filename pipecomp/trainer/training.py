@@ -65,11 +65,11 @@ class PipelineTrainer(EvaluatingTrainer):
     whether a checkpoint copies the message store, as large as it is.
 
     Every process makes a trainer with the same arguments and data and calls the same methods; what differs is a
-    LinkError that names it. Callbacks run on every process and
-    see its stage as `model`; what they decide must be the same everywhere, as it is when it comes from metrics, logs
-    and state. Training logs also have link_compression, link_wait_seconds, store_hit_rate and grad_compression, see
-    `reports.TrafficMeter`. A training that is resumed from a checkpoint goes on with the same losses; messages kept in
-    memory (store.backend "memory") are not saved, and sent whole again.
+    LinkError that names it. Callbacks run on every process and see its stage as `model`; what they decide must be the
+    same everywhere, as it is when it comes from metrics, logs and state. Training logs also have link_compression,
+    link_wait_seconds, store_hit_rate and grad_compression, see `reports.TrafficMeter`. A training that is resumed from
+    a checkpoint goes on with the same losses; messages kept in memory (store.backend "memory") are not saved, and sent
+    whole again.
 
     engine: the `pipecomp.PipelineEngine`. state, control, lr_scheduler: as Trainer's.
     Raises ConfigError, SplitError for the model and DataError for the data; later what the engine raises.
