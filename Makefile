@@ -14,8 +14,9 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cp
 demo: $(READY)
 	$(BIN)/pipecomp demo $(ARGS)
 
+# File by file, so that what a file's tests share is made once; in the files' order: the longest, of several ranks, come first.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

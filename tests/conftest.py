@@ -24,13 +24,6 @@ def pytest_configure() -> None:
         multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which looks at the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`: all tests of several ranks one after the other, the rest file by file."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("dist" if "dist" in item.path.parts else item.path.name))
-
-
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
     """A folder in memory where there is such a place: an fsync can take seconds while others write to the same disk."""
