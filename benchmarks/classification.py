@@ -22,6 +22,7 @@ from jobs import ROOT, SHARED, chosen, digest, finished, parser, work_off
 
 EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
 LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
+AS_TRAINED = ", judged quantized"  # lines on QNLI only
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,16 @@ class Method:
 
 
 def methods() -> list[Method]:
-    """All lines."""
+    """All lines. Held-out samples are judged without quantization, as by the model that is saved; where the name says
+    so, with the quantization that DirectQ trained with."""
     lines = [Method("FP32", {"method": "none"})]
     for forward, backward, scale in ((2, 4, "max"), (2, 4, "rms"), (3, 6, "max"), (3, 6, "rms")):
         for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
             bits = {"forward_bits": forward, "backward_bits": backward}
             lines.append(Method(name, {"method": method, **bits, "scale": scale}))
+            if method == "direct" and forward == 2:
+                lines.append(Method(name + AS_TRAINED, {**lines[-1].activations, "eval": "direct"}))
     return lines
 
 
@@ -133,6 +137,7 @@ def jobs(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> li
         for k in stages
         for name in names
         if name != "FP32" or k == stages[0]
+        if task == "QNLI" or not name.endswith(AS_TRAINED)
         for seed in range(seeds)
     ]
 
