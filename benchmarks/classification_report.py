@@ -56,9 +56,10 @@ def _head(runs: list[Run]) -> list[str]:
         "a share of the float32 values of the real tokens; padding is never sent, nor kept. Forward over all epochs "
         "and without the first, in which samples are sent whole. FP32 does not depend on K.",
         "",
-        "Held-out samples are judged without quantization: that is the model that is saved and used. With DirectQ it was "
-        "trained on quantized activations, and loses by the difference too; \"judged quantized\" are the same runs judged "
-        "with the quantization they were trained with. With AQ-SGD both come to the same.",
+        "Held-out samples are judged without quantization: that is the model that is saved and used. With DirectQ it "
+        "was trained on quantized activations, and loses by that difference too; the lines \"judged quantized\" train "
+        "alike and are judged with DirectQ's quantization. AQ-SGD's messages approach the activations themselves: with "
+        "it the difference vanishes.",
         "",
     ]
 
