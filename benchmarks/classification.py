@@ -40,10 +40,10 @@ def methods() -> list[Method]:
     for forward, backward, scale in ((2, 4, "max"), (2, 4, "rms"), (3, 6, "max"), (3, 6, "rms")):
         for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
-            bits = {"forward_bits": forward, "backward_bits": backward}
-            lines.append(Method(name, {"method": method, **bits, "scale": scale}))
+            activations = {"method": method, "forward_bits": forward, "backward_bits": backward, "scale": scale}
+            lines.append(Method(name, activations))
             if method == "direct" and forward == 2:
-                lines.append(Method(name + AS_TRAINED, {**lines[-1].activations, "eval": "direct"}))
+                lines.append(Method(name + AS_TRAINED, {**activations, "eval": "direct"}))
     return lines
 
 

@@ -57,9 +57,9 @@ def _head(runs: list[Run]) -> list[str]:
         "and without the first, in which samples are sent whole. FP32 does not depend on K.",
         "",
         "Held-out samples are judged without quantization: that is the model that is saved and used. With DirectQ it "
-        "was trained on quantized activations, and loses by that difference too; the lines \"judged quantized\" train "
-        "alike and are judged with DirectQ's quantization. AQ-SGD's messages approach the activations themselves: with "
-        "it the difference vanishes.",
+        "was trained on quantized activations, and loses by that difference too; the lines \"judged quantized\" are "
+        "trained with the same settings and judged with DirectQ's quantization. AQ-SGD's messages approach the "
+        "activations themselves: with it the difference vanishes.",
         "",
     ]
 
