@@ -1,0 +1,38 @@
+"""What this code does is, bit for bit, what it did when golden.json was recorded; see work.py for how and when to record."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+GOLDEN = json.loads((HERE / "golden.json").read_text())
+RUNS = [name for name in GOLDEN if name != "probe"]
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def now(tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("golden") / "now.json"
+    subprocess.run([sys.executable, str(HERE / "work.py"), "run", str(out)], check=True, timeout=800)
+    return json.loads(out.read_text())
+
+
+def differing(golden: object, now: object, where: str = "") -> list[str]:
+    """The places where two nested containers differ."""
+    if not isinstance(golden, dict) or not isinstance(now, dict):
+        return [] if golden == now else [f"{where}: {golden} before, {now} now"]
+    keys = [*golden, *(key for key in now if key not in golden)]
+    return [found for key in keys for found in differing(golden.get(key), now.get(key), f"{where}/{key}")]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_bit_is_as_recorded(now, run):
+    if now["probe"] != GOLDEN["probe"]:
+        pytest.skip("plain torch computes other last bits on this processor than where golden.json was recorded")
+    assert not differing(GOLDEN[run], now[run])
