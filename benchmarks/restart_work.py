@@ -116,7 +116,7 @@ def _train(job: Job, note: Note) -> None:
 
 def _instrument(job: Job, note: Note) -> None:
     """Notes from inside the run, and a comparison of what the ends of links hold after a resume and at the end."""
-    from pipecomp.engine import PipelineEngine
+    from pipecomp.engine.engine import PipelineEngine
     from pipecomp.recipe_resume import Checkpoints
     from pipecomp.stages.links import Links
 

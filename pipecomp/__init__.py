@@ -16,9 +16,9 @@ from pipecomp.errors import PipecompError
 from pipecomp.kernels import ops as _ops  # noqa: F401 (makes pipecomp.kernels.ops reachable)
 
 if TYPE_CHECKING:
-    from pipecomp.build import initialize
     from pipecomp.callback import CompressionCallback
-    from pipecomp.engine import PipelineEngine
+    from pipecomp.engine.engine import PipelineEngine
+    from pipecomp.engine.initialize import initialize
     from pipecomp.trainer import PipelineTrainer
 
 __version__ = "0.1.0"
@@ -36,11 +36,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "initialize":
-        from pipecomp.build import initialize
+        from pipecomp.engine.initialize import initialize
 
         return initialize
     if name == "PipelineEngine":
-        from pipecomp.engine import PipelineEngine
+        from pipecomp.engine.engine import PipelineEngine
 
         return PipelineEngine
     if name == "PipelineTrainer":

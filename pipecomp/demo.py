@@ -114,7 +114,7 @@ def train_rank(
     rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task
 ) -> list[dict[str, Any]]:
     """On every rank: pre-train, then fine-tune from there with each method in turn."""
-    from pipecomp.build import initialize
+    from pipecomp.engine.initialize import initialize
 
     out = Path(settings.out)
     folder = out / "pretrained"
@@ -142,8 +142,8 @@ def _train(engine: Any, steps: int, what: str, note: Callable[[Any], None] | Non
 def _fine_tune(
     rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task, folder: Path, method: str
 ) -> dict[str, Any]:
-    from pipecomp.build import initialize
     from pipecomp.data import eval_batches
+    from pipecomp.engine.initialize import initialize
 
     per_epoch = settings.training // (MICRO_BATCH * MICRO_BATCHES)
     store = Path(settings.out) / "messages" / method

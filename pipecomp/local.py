@@ -20,7 +20,12 @@ import torch.multiprocessing as mp
 from pipecomp.errors import PipecompError
 
 # For `multiprocessing.set_forkserver_preload`: what ranks that train need besides, seconds less for each of them.
-LARGE_PACKAGES = ["torch.distributed", "transformers.models.gpt2.modeling_gpt2", "deepspeed.pipe", "pipecomp.engine"]
+LARGE_PACKAGES = [
+    "torch.distributed",
+    "transformers.models.gpt2.modeling_gpt2",
+    "deepspeed.pipe",
+    "pipecomp.engine.engine",
+]
 
 
 class RankFailedError(PipecompError, RuntimeError):

@@ -217,7 +217,7 @@ def train(
         if args.save and dist.get_rank() == 0:
             make_folder(args.save)
 
-    from pipecomp.build import initialize
+    from pipecomp.engine.initialize import initialize
 
     count = _TokenCount(collate)
     engine = initialize(model, stages, config, training_data=training, collate_fn=count)

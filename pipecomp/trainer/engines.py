@@ -55,7 +55,7 @@ class EngineTrainer(TrainerBase):
             self._given_model = self._model_init()
 
     def _make_engine(self) -> Any:
-        from pipecomp.build import initialize
+        from pipecomp.engine.initialize import initialize
 
         args, own = self.args, not self.settings.gradients.exchanges_in_optimizer
         engine = initialize(

@@ -29,7 +29,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     import pipecomp
-    import pipecomp.build
+    import pipecomp.engine.initialize
     from pipecomp.errors import PipecompError
 
     type(get_accelerator()).is_fp16_supported = lambda self: True

@@ -159,7 +159,7 @@ REFUSED = {
 
 
 def test_what_cannot_be_compressed_is_refused():
-    import pipecomp.replicas as replicas
+    import pipecomp.engine.gradient_exchange as replicas
     from pipecomp.gradient_config import Gradients
     from pipecomp.stages import plan
 

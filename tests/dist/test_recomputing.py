@@ -15,7 +15,7 @@ from small import ds_config, gpt2, samples
 
 from pipecomp.errors import ConfigError
 from pipecomp.local import run_ranks
-from pipecomp.recomputing import take_setting
+from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.stages import split
 
 INTERVAL = {"pipeline": {"activation_checkpoint_interval": 1}}

@@ -1,4 +1,4 @@
-"""What this code does is, bit for bit, what it did when golden.json was recorded; see work.py for how and when to record."""
+"""What this code does is, bit for bit, what it did when golden.json was recorded; work.py says when to record anew."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Runs whose every bit is kept in golden.json: losses, weights, packets on the wire, stored messages, averaged gradients.
+"""Runs whose every bit is in golden.json: losses, weights, packets on the wire, stored messages, averaged gradients.
 
     python tests/golden/work.py run OUT.json        what this code does
     python tests/golden/work.py record              keep it: only where bits are meant to change, and say why
 
-`record` also trains a run, saves it, and packs its checkpoint and message stores as an old run for later code to resume.
+`record` also trains and saves a run, and packs its checkpoint and message stores for later code to resume.
 
 The last bits of a matrix product depend on the processor, so libraries are held to instructions that all x86 machines
 have; `probe` tells whether that was enough.
@@ -21,9 +21,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+from small import ds_config, gpt2, samples
+
+from pipecomp.local import run_ranks
+
 HERE = Path(__file__).parent
 GOLDEN, OLD_RUN = HERE / "golden.json", HERE / "old_run.tar.xz"
-SAME_EVERYWHERE = {
+SAME_EVERYWHERE = {  # variables of torch, MKL and oneDNN
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -31,15 +38,6 @@ SAME_EVERYWHERE = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
 }
-if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in SAME_EVERYWHERE.items()):
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SAME_EVERYWHERE})
-
-import torch
-
-sys.path.insert(0, str(HERE.parent / "dist"))
-from small import ds_config, gpt2, samples
-
-from pipecomp.local import run_ranks
 
 LINKS = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "first_visit": 8}
 STOCHASTIC = {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4, "rounding": "stochastic", "group_size": 16}
@@ -270,7 +268,14 @@ def pack_old_run() -> None:
             archive.add(f"{folder}/old_run", "old_run")
 
 
+def with_plain_instructions() -> None:
+    """Start this program anew where the libraries would take this processor's own instructions: they read it once."""
+    if any(os.environ.get(k) != v for k, v in SAME_EVERYWHERE.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SAME_EVERYWHERE})
+
+
 if __name__ == "__main__":
+    with_plain_instructions()
     if sys.argv[1] == "record":
         pack_old_run()
         GOLDEN.write_text(json.dumps(everything(), indent=1) + "\n")

@@ -22,16 +22,16 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
-from pipecomp.checkpointing import CheckpointingEngine
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
+from pipecomp.engine.checkpointing import CheckpointingEngine
+from pipecomp.engine.export import save_pretrained
+from pipecomp.engine.gradient_exchange import GradientExchange
+from pipecomp.engine.reduction import ReducingEngine
+from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.errors import DataError, LinkError, SplitError
-from pipecomp.export import save_pretrained
 from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
-from pipecomp.reduction import ReducingEngine
-from pipecomp.replicas import GradientExchange
 from pipecomp.runs import Run
-from pipecomp.schedule import EvalSchedule, TrainSchedule
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
 from pipecomp.config import Config
-from pipecomp.engine import PipelineEngine
+from pipecomp.engine.engine import PipelineEngine
 from pipecomp.handshake import Together
 from pipecomp.runs import Run, find_run, model_digest
 from pipecomp.stages.downstream import DownstreamEnd

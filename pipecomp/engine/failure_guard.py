@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.errors import PeerLostError, PipecompError
 from pipecomp.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
-from pipecomp.reduction import ReducingEngine
 from pipecomp.stages.links import Links
 from pipecomp.watch import Watch
 

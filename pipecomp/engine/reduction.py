@@ -13,8 +13,8 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from torch import Tensor
 
 from pipecomp.allreduce import State
+from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.errors import PipecompError
-from pipecomp.replicas import GradientExchange, ReplicaAdam
 from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage

@@ -30,13 +30,13 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.utils import logger as deepspeed_logger
 
 from pipecomp.data import ShardedSampler, TrainLoader
-from pipecomp.engine import PipelineEngine
+from pipecomp.engine.activation_checkpointing import take_setting
+from pipecomp.engine.connect import match_tied, open_links, open_transports, pipelines, tied_groups
+from pipecomp.engine.engine import PipelineEngine
+from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
 from pipecomp.handshake import Together, settings_of
 from pipecomp.kernels import dispatch
-from pipecomp.linking import match_tied, open_links, open_transports, pipelines, tied_groups
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
-from pipecomp.recomputing import take_setting
-from pipecomp.replicas import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
 from pipecomp.stages import Source, build_stage, default_loss, plan
 from pipecomp.stages.modules import Modules, ModuleStage
 from pipecomp.stages.planning import SplitPlan

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipecomp.guarding import GuardedEngine
+from pipecomp.engine.failure_guard import GuardedEngine
+from pipecomp.engine.trace import Trace, TracedStore, draw_trace, write_trace
 from pipecomp.in_flight import InFlight
 from pipecomp.stats import Seconds
-from pipecomp.trace import Trace, TracedStore, draw_trace, write_trace
 
 
 class ReportingEngine(GuardedEngine):

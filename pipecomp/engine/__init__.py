@@ -1,0 +1,1 @@
+"""DeepSpeed's pipeline engine over compressed links, and `initialize`, which makes it."""
