@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pipecomp.in_flight import InFlight, KeptBytes, free_bytes, numbers
+from pipecomp.schedule.in_flight import InFlight, KeptBytes, free_bytes, numbers
 
 
 def run(chosen: InFlight, needed: int, steps: int = 40) -> list[int]:

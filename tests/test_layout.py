@@ -51,7 +51,7 @@ MOVING = {
     "pipecomp.trace": "engine",
     "pipecomp.export": "engine",
     "pipecomp.recomputing": "engine",
-    "pipecomp.order": "schedule",
+    "pipecomp.schedule.order": "schedule",
     "pipecomp.in_flight": "schedule",
     "pipecomp.codecs": "messages",
     "pipecomp.wire": "messages",

@@ -9,9 +9,9 @@ import pytest
 
 from pipecomp.engine.schedule import TrainSchedule
 from pipecomp.errors import ConfigError
-from pipecomp.in_flight import numbers
 from pipecomp.plan.network import ACKNOWLEDGED, Line, Network, rates, uniform
 from pipecomp.plan.simulation import StageCosts, Step, play
+from pipecomp.schedule.in_flight import numbers
 
 FREE = math.inf
 

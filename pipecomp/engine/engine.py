@@ -30,8 +30,8 @@ from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.errors import DataError, LinkError, SplitError
-from pipecomp.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.runs import Run
+from pipecomp.schedule.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links

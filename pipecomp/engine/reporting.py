@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipecomp.engine.failure_guard import GuardedEngine
 from pipecomp.engine.trace import Trace, TracedStore, draw_trace, write_trace
-from pipecomp.in_flight import InFlight
+from pipecomp.schedule.in_flight import InFlight
 from pipecomp.stats import Seconds
 
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from pipecomp.order import Work, forward_work, train_order
+from pipecomp.schedule.order import Work, forward_work, train_order
 
 _INSTRUCTIONS = {
     "receive activation": RecvActivation,

@@ -14,11 +14,11 @@ import torch
 
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.config import Config
-from pipecomp.in_flight import numbers
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
 from pipecomp.plan.network import Network
 from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import Played, StageCosts, Step, play
+from pipecomp.schedule.in_flight import numbers
 from pipecomp.stages.planning import SplitPlan
 
 _WORTH = 0.99  # running further ahead must shorten a step to this

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipecomp.errors import ConfigError
-from pipecomp.in_flight import numbers
-from pipecomp.order import train_order
 from pipecomp.plan.network import Network, rates
+from pipecomp.schedule.in_flight import numbers
+from pipecomp.schedule.order import train_order
 
 _SENDS = {"send activation": ("forward", 1), "send gradient": ("backward", -1)}
 _RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}

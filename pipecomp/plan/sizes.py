@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pipecomp.config import Config
-from pipecomp.in_flight import numbers
 from pipecomp.plan.prediction import Job, memory_bytes, message_bytes
 from pipecomp.plan.profile import Profile, balanced, without_weights
 from pipecomp.plan.search import layouts, shares
 from pipecomp.plan.wanted import Wanted, methods
+from pipecomp.schedule.in_flight import numbers
 
 LEFT_OUT = "Step times, bits and a configuration take --speed (or --profile, or --measure) and --bandwidth."
 

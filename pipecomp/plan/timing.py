@@ -15,9 +15,9 @@ import torch
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
-from pipecomp.in_flight import KeptBytes
 from pipecomp.kernels import ops
 from pipecomp.plan.profile import Cost, Profile, assemble, cut_apart, example, without_weights
+from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.architectures import architecture_of, default_loss
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd
