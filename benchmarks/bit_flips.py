@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipecomp import wire
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
+from pipecomp.messages import wire
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.link import Position

@@ -11,9 +11,11 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pipecomp.errors import ConfigError
@@ -291,6 +293,19 @@ class Config:
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
         return values
+
+
+def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError with `key` and the path: not readable, not JSON, not an object."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(key, str(path), f"a file that can be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(key, str(path), f"valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(key, str(path), "a JSON object")
+    return found
 
 
 def bits_of_link(bits: Bits, link: int) -> int | str:

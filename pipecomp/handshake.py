@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp import wire
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
+from pipecomp.messages import wire
 
 COMING_S = 1800.0  # for the slowest rank to come to the start: it may have data to prepare
 _PART_S, _POLL_S = 10.0, 0.2

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipecomp.config import Config
-from pipecomp.config_file import read_json_object
+from pipecomp.config import Config, read_json_object
 from pipecomp.errors import ConfigError, DataError
 
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code

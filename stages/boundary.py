@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import DataError, WireError
+from pipecomp.messages.wire import Header
 from pipecomp.stages.window import Frame
-from pipecomp.wire import Header
 
 
 @dataclass(frozen=True, slots=True)

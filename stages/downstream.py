@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import Message
-from pipecomp.codecs import Cast, Codec, torch_dtype
 from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireError
+from pipecomp.messages.codecs import Cast, Codec, torch_dtype
+from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.boundary import Layout, gather, scatter
 from pipecomp.stages.link import BACKWARD, LinkEnd, Position, plain_samples
-from pipecomp.wire import Form, Header, Kind, Sample
 
 
 class DownstreamEnd(LinkEnd):

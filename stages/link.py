@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import MessageStore
-from pipecomp.codecs import Cast, Codec, Quantized, TopK, wire_dtype
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.rotation import Rotated
+from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK, wire_dtype
+from pipecomp.messages.rotation import Rotated
+from pipecomp.messages.wire import Form, Header, Kind, Sample, decode, encode
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.transport import Transport
 from pipecomp.stages.window import Frame
 from pipecomp.stats import LinkStats
-from pipecomp.wire import Form, Header, Kind, Sample, decode, encode
 
 FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
 MAX_TENSOR_BYTES = 1 << 34  # of a decoded message, padding included

@@ -11,11 +11,11 @@ import numpy as np
 
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.errors import PipecompError
+from pipecomp.messages.wire import Kind, peek
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.drift import check_drift
 from pipecomp.stages.resume import agree
 from pipecomp.stages.upstream import UpstreamEnd
-from pipecomp.wire import Kind, peek
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import Message
-from pipecomp.codecs import Cast, torch_dtype
 from pipecomp.errors import LinkError, NonFiniteError
+from pipecomp.messages.codecs import Cast, torch_dtype
+from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.boundary import Layout, gather, scatter
 from pipecomp.stages.link import FORWARD, LinkEnd, Position, plain_samples
-from pipecomp.wire import Form, Header, Kind, Sample
 
 
 class UpstreamEnd(LinkEnd):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.bit_flips import Flips, flip_message, flip_value, markdown, recorded_messages, recorded_values
-from pipecomp import wire
 from pipecomp.errors import WireError
+from pipecomp.messages import wire
+from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.gloo import read_prefix, write_prefix
-from pipecomp.wire import Form, Kind
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.codecs import Cast, Quantized, TopK
 from pipecomp.errors import NonFiniteError, WireError
+from pipecomp.messages.codecs import Cast, Quantized, TopK
 
 CPU = torch.device("cpu")
 

@@ -53,10 +53,10 @@ MOVING = {
     "pipecomp.recomputing": "engine",
     "pipecomp.schedule.order": "schedule",
     "pipecomp.in_flight": "schedule",
-    "pipecomp.codecs": "messages",
-    "pipecomp.wire": "messages",
-    "pipecomp.rotation": "messages",
-    "pipecomp.plain": "json_tree",
+    "pipecomp.messages.codecs": "messages",
+    "pipecomp.messages.wire": "messages",
+    "pipecomp.messages.rotation": "messages",
+    "pipecomp.json_tree": "json_tree",
     "pipecomp.join": "cluster",
     "pipecomp.handshake": "cluster",
     "pipecomp.watch": "cluster",
@@ -117,7 +117,6 @@ MOVING = {
     "pipecomp.cli_bench": "cli",
     "pipecomp.cli_store": "cli",
     "pipecomp.cli_common": "cli",
-    "pipecomp.config_file": "config",
 }  # on their way to these rooms
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp import wire
 from pipecomp.buffers import MemoryStore
-from pipecomp.codecs import Quantized
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
+from pipecomp.messages import wire
+from pipecomp.messages.codecs import Quantized
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.link import Position

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.codecs import Quantized
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, NonFiniteError
-from pipecomp.rotation import Rotated, rotate, rotate_back, tiles
+from pipecomp.messages.codecs import Quantized
+from pipecomp.messages.rotation import Rotated, rotate, rotate_back, tiles
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [(768, [256] * 3), (1600, [1024, 256, 256, 64]), (7, [4, 1, 1, 1])])

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from pipecomp.buffers import MemoryStore
-from pipecomp.codecs import Quantized
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
+from pipecomp.messages.codecs import Quantized
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.link import Position

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp import wire
 from pipecomp.errors import WireError
-from pipecomp.wire import DType, Form, Header, Kind, Method, Sample, decode, encode
+from pipecomp.messages import wire
+from pipecomp.messages.wire import DType, Form, Header, Kind, Method, Sample, decode, encode
 
 HEADER = Header(
     kind=Kind.ACTIVATION, method=Method.QUANTIZED, dtype=DType.BFLOAT16, payload_dtype=DType.FLOAT32, bits=4,

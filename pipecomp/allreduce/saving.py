@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.state import State
 from pipecomp.errors import ConfigError
-from pipecomp.plain import describe, rebuild
+from pipecomp.json_tree import describe, rebuild
 
 FORMAT = "pipecomp gradient memories 1"
 _TORCHS = ("error_dict", "p_memory_dict", "q_memory_dict")  # what PowerSGD keeps of each bucket

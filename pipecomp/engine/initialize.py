@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.config import Config
-from pipecomp.config_file import read_json_object
+from pipecomp.config import Config, read_json_object
 from pipecomp.errors import ConfigError, SplitError
 
 from pipecomp.join import join_processes  # isort: skip (before deepspeed, which asks it for its accelerator)

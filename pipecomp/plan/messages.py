@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from pipecomp.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.config import Bits, Config
-from pipecomp.rotation import Rotated
-from pipecomp.wire import message_bytes
+from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
+from pipecomp.messages.rotation import Rotated
+from pipecomp.messages.wire import message_bytes
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

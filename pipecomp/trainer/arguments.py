@@ -18,8 +18,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from pipecomp.config import Config
-from pipecomp.config_file import read_json_object
+from pipecomp.config import Config, read_json_object
 from pipecomp.errors import ConfigError
 
 SECTION = "pipecomp"

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from pipecomp import wire
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpack
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
+from pipecomp.messages import wire
 from pipecomp.stages import link
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.downstream import DownstreamEnd

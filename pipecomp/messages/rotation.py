@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.codecs import Quantized
 from pipecomp.kernels.rng import random_bits
+from pipecomp.messages.codecs import Quantized
 
 _SEED = 0x5EED
 _LARGEST = 1024

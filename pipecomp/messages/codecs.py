@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipecomp.errors import NonFiniteError, ShapeError, WireError
 from pipecomp.kernels import ops
-from pipecomp.wire import DType, Method
+from pipecomp.messages.wire import DType, Method
 
 _TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 _WIRE = {v: k for k, v in _TORCH.items()}
