@@ -221,7 +221,7 @@ class InProcessPipeline:
             if lr_scheduler is not None:
                 self._schedulers.append(lr_scheduler(optimizer))
             elif "scheduler" in config:
-                from pipecomp.join import deepspeed
+                from pipecomp.cluster.rendezvous import deepspeed
 
                 lr_schedules = deepspeed.runtime.lr_schedules
                 schedule = getattr(lr_schedules, config["scheduler"]["type"])

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 TARGET = 1.25
 GB = 1e9

@@ -80,11 +80,12 @@ def one_rank(rank: int, world: int, port: int, job: Job, start: int, environment
 def _train(job: Job, note: Note) -> None:
     import torch
 
-    from pipecomp import recipe, watch
+    from pipecomp import recipe
+    from pipecomp.cluster import heartbeat
     from pipecomp.demo_task import Sequences, gpt2
 
     torch.set_num_threads(1)
-    watch.DEFAULT_TIMEOUT_S = job.get("start_timeout_s") or watch.DEFAULT_TIMEOUT_S
+    heartbeat.DEFAULT_TIMEOUT_S = job.get("start_timeout_s") or heartbeat.DEFAULT_TIMEOUT_S
     _instrument(job, note)
     rows = [
         torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(i)).tolist()

@@ -22,7 +22,7 @@ class Start:
 
     def __init__(self, job: Job, world: int, number: int, environment: Callable[[int], Mapping[str, str]]) -> None:
         """environment: of a rank, what is set besides what launchers set."""
-        from pipecomp.local import LARGE_PACKAGES, free_port
+        from pipecomp.cluster.local_ranks import LARGE_PACKAGES, free_port
 
         multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
         context = multiprocessing.get_context("forkserver")

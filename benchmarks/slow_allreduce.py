@@ -102,7 +102,7 @@ def main() -> None:
     """Run from the command line."""
     import slow_allreduce as this  # processes of the lab import it by name
 
-    from pipecomp.local import run_ranks
+    from pipecomp.cluster.local_ranks import run_ranks
     from pipecomp.netlab.lab import Lab
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

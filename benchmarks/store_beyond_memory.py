@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.bench_lines import Model
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
-from pipecomp.local import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = Model()

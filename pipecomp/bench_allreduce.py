@@ -27,9 +27,9 @@ from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
 from pipecomp.allreduce.exchanges import plan_of, ring_bytes
 from pipecomp.bench_buckets import Bucket, Shapes, gradient, shapes_of, values_in
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
-from pipecomp.local import run_ranks
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB

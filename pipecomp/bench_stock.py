@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipecomp.join import join_processes
+from pipecomp.cluster.rendezvous import join_processes
 from pipecomp.stages import default_loss, split
 
 

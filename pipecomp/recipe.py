@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp import recipe_resume
+from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError
-from pipecomp.handshake import settings_of
 from pipecomp.recipe_plan import complete, make_plan, read_config
 from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resume import Checkpoints
@@ -126,7 +126,7 @@ def _say_once(line: str) -> None:
 
 def join(args: argparse.Namespace) -> None:
     """Join the other processes, share the cores of this machine among them, seed torch. Call it before all else."""
-    from pipecomp.join import join_processes, ranks_here
+    from pipecomp.cluster.rendezvous import join_processes, ranks_here
 
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))

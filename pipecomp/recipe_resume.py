@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipecomp import sealing
+from pipecomp.cluster.agreement import differences
 from pipecomp.errors import ConfigError
-from pipecomp.handshake import differences
 from pipecomp.runs import model_values
 
 # Arguments that may be others where a run goes on: where it writes, how long it trains, what it started from, and those

@@ -15,8 +15,8 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from pipecomp.cluster.agreement import Together
 from pipecomp.errors import ConfigError
-from pipecomp.handshake import Together
 from pipecomp.recut import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.splitting import Stage

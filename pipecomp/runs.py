@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.buffers import StoreEnvironment
+from pipecomp.cluster.agreement import Together
 from pipecomp.errors import StoreError
-from pipecomp.handshake import Together
 from pipecomp.stages.planning import SplitPlan
 
 UNKNOWN = "without a name"  # of messages that were kept before runs had names

@@ -19,7 +19,7 @@ def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        from pipecomp.local import LARGE_PACKAGES  # it imports torch, which reads what is set above
+        from pipecomp.cluster.local_ranks import LARGE_PACKAGES  # it imports torch, which reads what is set above
 
         multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from pipecomp.local import free_port
+from pipecomp.cluster.local_ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

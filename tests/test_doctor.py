@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp import cli
+from pipecomp.cluster.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib
 from pipecomp.doctor.launch import Launch, read_launch
@@ -27,7 +28,6 @@ from pipecomp.doctor.meeting import check_met
 from pipecomp.doctor.peers import Identity
 from pipecomp.doctor.report import print_report
 from pipecomp.errors import ConfigError
-from pipecomp.interfaces import is_loopback
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.throttle import ThrottleSettings

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks.inprocess import InProcessPipeline
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.data import eval_batches
 from pipecomp.demo_task import Sequences, gpt2
 from pipecomp.errors import ConfigError
-from pipecomp.local import run_ranks
 
 STEPS = 8
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent / "dist"))
 from netlab_work import fails_on_rank_1, place
 
+from pipecomp.cluster.local_ranks import RankFailedError
 from pipecomp.errors import ConfigError, LinkError
-from pipecomp.local import RankFailedError
 from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab import kernel as kernel_module
 from pipecomp.netlab.command import Stopped, describe, stopping

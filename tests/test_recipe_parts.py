@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp import recipe, recipe_plan, recipe_text
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
-from pipecomp.local import run_ranks
 from pipecomp.recipe_report import Report, Traffic
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]

@@ -8,15 +8,15 @@ import time
 import pytest
 import torch.distributed as dist
 
-from pipecomp import watch
+from pipecomp.cluster import heartbeat
+from pipecomp.cluster.heartbeat import Watch
 from pipecomp.errors import ConfigError, LinkTimeoutError, PeerLostError
-from pipecomp.watch import Watch
 
 
 @pytest.fixture
 def watches(monkeypatch):
     """Three ranks' watches that notice silence after 1.5 s."""
-    monkeypatch.setattr(watch, "DEFAULT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(heartbeat, "DEFAULT_TIMEOUT_S", 2.0)
     store = dist.HashStore()
     found = [Watch(rank, 3, store) for rank in range(3)]
     yield found
@@ -73,7 +73,7 @@ def test_closing_an_engine_leaves_the_one_that_was_made_after_it(watches):
 
 
 def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
-    monkeypatch.setattr(watch, "_LINGER_S", 0.5)  # nobody here answers that it has stopped too
+    monkeypatch.setattr(heartbeat, "_LINGER_S", 0.5)  # nobody here answers that it has stopped too
     for each in watches[1:]:
         each.begin()
     with pytest.raises(ConfigError), watches[0].starting():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.launch import Launch, read_launch
@@ -19,7 +20,6 @@ from pipecomp.doctor.network import network_findings
 from pipecomp.doctor.packages import package_findings
 from pipecomp.doctor.storage import storage_findings
 from pipecomp.errors import ConfigError
-from pipecomp.local import RankFailedError, run_ranks
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.throttle import ThrottleSettings
 

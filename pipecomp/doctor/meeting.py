@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from pipecomp.cluster.network_interfaces import machine
 from pipecomp.doctor.compute import check_shared_gpus, own_gpu
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.launch import Launch
 from pipecomp.doctor.measure import Measured, follow, lead
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
-from pipecomp.interfaces import machine
 
 _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection

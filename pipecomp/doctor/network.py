@@ -6,10 +6,10 @@ import os
 import socket
 from collections.abc import Mapping
 
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
+from pipecomp.cluster.network_interfaces import Choice, Interface, default_choice, is_loopback, list_interfaces
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
 from pipecomp.doctor.launch import Launch
-from pipecomp.interfaces import GLOO_VARIABLE as VARIABLE
-from pipecomp.interfaces import Choice, Interface, default_choice, is_loopback, list_interfaces
 
 GLOO = "gloo interface"
 

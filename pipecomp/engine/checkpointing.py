@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from pipecomp import recutting, sealing
+from pipecomp.cluster.agreement import Together
 from pipecomp.data import TrainLoader
 from pipecomp.engine.gradient_exchange import load_memories, save_memories
 from pipecomp.engine.reporting import ReportingEngine
 from pipecomp.errors import ConfigError, StoreError
-from pipecomp.handshake import Together
 from pipecomp.random_state import random_state, set_random_state
 from pipecomp.runs import Run, saved_run
 from pipecomp.stages.resume import summarize

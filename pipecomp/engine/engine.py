@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
+from pipecomp.cluster.heartbeat import Watch
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
 from pipecomp.engine.checkpointing import CheckpointingEngine
@@ -37,7 +38,6 @@ from pipecomp.stages.link import Position
 from pipecomp.stages.links import Links
 from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.planning import SplitPlan
-from pipecomp.watch import Watch
 
 
 @dataclass(slots=True)

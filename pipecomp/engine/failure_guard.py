@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
+from pipecomp.cluster.heartbeat import Watch
 from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.errors import PeerLostError, PipecompError
-from pipecomp.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
 from pipecomp.stages.links import Links
-from pipecomp.watch import Watch
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
 _LINGER_S = 5.0  # for them to ask which

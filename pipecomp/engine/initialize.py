@@ -20,7 +20,7 @@ import torch
 from pipecomp.config import Config, read_json_object
 from pipecomp.errors import ConfigError, SplitError
 
-from pipecomp.join import join_processes  # isort: skip (before deepspeed, which asks it for its accelerator)
+from pipecomp.cluster.rendezvous import join_processes  # isort: skip (before deepspeed, which asks it for its accelerator)
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -28,19 +28,19 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.utils import logger as deepspeed_logger
 
+from pipecomp.cluster.agreement import Together, settings_of
+from pipecomp.cluster.heartbeat import watch_processes
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.engine.connect import match_tied, open_links, open_transports, pipelines, tied_groups
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks, check_gradients
-from pipecomp.handshake import Together, settings_of
 from pipecomp.kernels import dispatch
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
 from pipecomp.stages import Source, build_stage, default_loss, plan
 from pipecomp.stages.modules import Modules, ModuleStage
 from pipecomp.stages.planning import SplitPlan
 from pipecomp.stages.splitting import Stage
-from pipecomp.watch import watch_processes
 
 SECTION = "pipecomp"
 

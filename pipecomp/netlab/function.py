@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipecomp.local import RankFailedError
+from pipecomp.cluster.local_ranks import RankFailedError
 
 _CHILD = Path(__file__).with_name("child.py")
 

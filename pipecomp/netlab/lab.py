@@ -167,7 +167,7 @@ class Lab:
         on_note: Callable[[int, Any], None] | None = None,
         threads: int = 1,
     ) -> Any:
-        """Run a command, or a function as `pipecomp.local.run_ranks` does, `procs_per_node` times on every node.
+        """Run a command `procs_per_node` times on every node, or a function as `cluster.local_ranks.run_ranks` does.
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
         GLOO_SOCKET_IFNAME in its environment; `environment` adds to it. launcher: "deepspeed" runs DeepSpeed's launcher

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipecomp.handshake import Together
+from pipecomp.cluster.agreement import Together
+from pipecomp.cluster.heartbeat import watch_processes
 from pipecomp.trainer.feeding import Samples, seeded
-from pipecomp.watch import watch_processes
 
 SHOWN = 8  # samples of a dataset that are compared
 

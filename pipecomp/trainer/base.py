@@ -26,9 +26,9 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import enable_full_determinism, set_seed, speed_metrics
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.cluster.agreement import versions
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
-from pipecomp.handshake import versions
 from pipecomp.recipe import join
 from pipecomp.stages import plan
 from pipecomp.stages.architectures import architecture_of, head_name

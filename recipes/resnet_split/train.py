@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from pipecomp import recipe, recipe_images, recipe_plan
+from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.handshake import settings_of
 from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resnet import client_cuts, resnet
 from pipecomp.recipe_resume import DATA, Checkpoints, what_is_trained

@@ -214,18 +214,18 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
         "dtype": error_of(lambda: start(**({"bf16": {"enabled": True}} if mine else {}))),
         "key": error_of(lambda: start({"no such": 1} if mine else None)),
     }
-    from pipecomp import handshake
+    from pipecomp.cluster import agreement
 
-    facts = handshake.versions()
+    facts = agreement.versions()
     if mine:
         facts |= {"torch version": "1.0.0", "order of bytes": "big"}
-    out["versions"] = error_of(lambda: handshake.Together().check_alike(facts))
+    out["versions"] = error_of(lambda: agreement.Together().check_alike(facts))
     out["alike"] = error_of(lambda: start({"store": {"path": f"{folder}/{rank}"}}))  # a place of its own is no matter
     return out
 
 
 def wrong_interface(rank: int, world: int, note: Any) -> str:
-    from pipecomp.join import join_processes
+    from pipecomp.cluster.rendezvous import join_processes
 
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
@@ -233,11 +233,11 @@ def wrong_interface(rank: int, world: int, note: Any) -> str:
 
 
 def lonely_interface(rank: int, world: int, note: Any) -> str:
-    from pipecomp import join
+    from pipecomp.cluster import rendezvous
 
-    join.machine = lambda: f"machine {rank}"
-    join.gloo_address = lambda: "127.0.1.1" if rank == 1 else "10.0.0.1"
-    return error_of(join.join_processes)
+    rendezvous.machine = lambda: f"machine {rank}"
+    rendezvous.gloo_address = lambda: "127.0.1.1" if rank == 1 else "10.0.0.1"
+    return error_of(rendezvous.join_processes)
 
 
 # -- lost ranks
@@ -305,18 +305,18 @@ def waits_in_a_collective(rank: int, world: int, note: Any, folder: str, timeout
 
 def nobody_there(rank: int, world: int, note: Any) -> str:
     """Only rank 1 starts: nothing listens where rank 0 should be."""
-    from pipecomp import join
+    from pipecomp.cluster import rendezvous
 
-    join.COMING_S = 3.0
-    return error_of(join.join_processes) if rank == 1 else ""
+    rendezvous.COMING_S = 3.0
+    return error_of(rendezvous.join_processes) if rank == 1 else ""
 
 
 def gone_before_the_engine(rank: int, world: int, note: Any, timeout_s: float) -> str:
     """Rank 1 joins and dies; the others wait for it where engines are made."""
-    from pipecomp import watch
-    from pipecomp.join import join_processes
+    from pipecomp.cluster import heartbeat
+    from pipecomp.cluster.rendezvous import join_processes
 
-    watch.DEFAULT_TIMEOUT_S = timeout_s
+    heartbeat.DEFAULT_TIMEOUT_S = timeout_s
     join_processes()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -330,19 +330,20 @@ def twice_in_one_store(rank: int, world: int, note: Any, address: str, port: int
     import torch
     import torch.distributed as dist
 
-    from pipecomp import join, watch
+    from pipecomp.cluster import rendezvous
+    from pipecomp.cluster import heartbeat
 
     found: list[float] = []
     for attempt in (1, 2):
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
-        join.rendezvous = lambda *args, store=store, **more: iter([(store, rank, world)])  # type: ignore[assignment]
-        join.join_processes()
+        rendezvous.rendezvous = lambda *args, store=store, **more: iter([(store, rank, world)])  # type: ignore[assignment]
+        rendezvous.join_processes()
         mean = torch.full((1,), float(attempt + rank))
         dist.all_reduce(mean)
         found.append(float(mean))
         dist.destroy_process_group()
         found.append(_threads_of_watches())
-    watch.watch_processes(store, rank, world).end()
+    heartbeat.watch_processes(store, rank, world).end()
     found.append(_threads_of_watches())
     return found
 

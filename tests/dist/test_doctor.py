@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipecomp.doctor import Finding
-from pipecomp.local import free_port, run_ranks
+from pipecomp.cluster.local_ranks import free_port, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 

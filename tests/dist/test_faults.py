@@ -24,8 +24,8 @@ from leftovers import Sessions
 
 from pipecomp import sealing
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.failure import of_a_collective
-from pipecomp.local import free_port, run_ranks
+from pipecomp.cluster.failure import of_a_collective
+from pipecomp.cluster.local_ranks import free_port, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -235,10 +235,10 @@ def test_a_slow_disk_and_a_full_one_where_the_run_goes_on(tmp_path):
 
 
 def starts_alone(rank: int, world: int, note: Any) -> str:
-    from pipecomp import join
+    from pipecomp.cluster import rendezvous
 
-    join.COMING_S = 3.0
-    return work.error_of(join.join_processes) if rank == 0 else ""
+    rendezvous.COMING_S = 3.0
+    return work.error_of(rendezvous.join_processes) if rank == 0 else ""
 
 
 def test_a_rank_that_never_comes():

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from small import ds_config, gpt2, samples
 
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

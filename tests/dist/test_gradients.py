@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small import ds_config, gpt2, samples
 
 from pipecomp.errors import ConfigError
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 STEPS = 5
 LINEAR = {"method": "global_qsgd", "levels": "linear", "bits": 8}

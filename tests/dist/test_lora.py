@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from small import VOCABULARY, ds_config, samples
 
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]

@@ -17,7 +17,7 @@ from netlab_work import place, plain_tcp, trains, transfer
 from small import ds_config
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.local import RankFailedError
+from pipecomp.cluster.local_ranks import RankFailedError
 from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab.kernel import command, has_netem, namespace_names, processes_in
 from pipecomp.netlab.names import folder_of

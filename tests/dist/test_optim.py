@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.optim import QuantizedAdam
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]

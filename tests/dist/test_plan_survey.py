@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipecomp.errors import ConfigError
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.profile import Profile

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small import ds_config, gpt2, samples
 
 from pipecomp.errors import ConfigError
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.stages import split
 

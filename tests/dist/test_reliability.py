@@ -13,7 +13,7 @@ import reliability_work as work
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

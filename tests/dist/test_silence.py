@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reliability_work as work
 
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.local import RankFailedError, run_ranks
-from pipecomp.watch import LOST_STATUS
+from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
+from pipecomp.cluster.heartbeat import LOST_STATUS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

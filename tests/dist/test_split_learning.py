@@ -10,7 +10,7 @@ import torch
 from benchmarks.inprocess import InProcessPipeline
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, SplitError
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.recipe_images import ClientTurns, Images, Views
 from pipecomp.recipe_resnet import client_cuts, resnet
 from pipecomp.stages import modules

@@ -18,7 +18,7 @@ import trainer_work as work
 from small import gpt2, samples
 
 from pipecomp.errors import ConfigError, PipecompError
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from small import ds_config, gpt2, samples
 
-from pipecomp.local import run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
 
 HERE = Path(__file__).parent
 GOLDEN, OLD_RUN = HERE / "golden.json", HERE / "old_run.tar.xz"

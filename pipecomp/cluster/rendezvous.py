@@ -22,10 +22,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from pipecomp.cluster.agreement import COMING_S, Together, check_byte_order, versions
+from pipecomp.cluster.heartbeat import watch_processes
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
 from pipecomp.errors import LinkError, LinkTimeoutError
-from pipecomp.handshake import COMING_S, Together, check_byte_order, versions
-from pipecomp.interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
-from pipecomp.watch import watch_processes
 
 _NAME = "pipecomp/name"
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pipecomp.cluster.failure import bounded
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
-from pipecomp.failure import bounded
 
 LOST_STATUS = 13  # exit status of a rank that had to end itself
 DEFAULT_TIMEOUT_S = 120.0
