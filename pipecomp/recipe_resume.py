@@ -15,10 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipecomp import sealing
+from pipecomp.checkpoint import manifest
+from pipecomp.checkpoint.run_id import model_values
 from pipecomp.cluster.agreement import differences
 from pipecomp.errors import ConfigError
-from pipecomp.runs import model_values
 
 # Arguments that may be others where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
@@ -102,8 +102,8 @@ class Checkpoints:
         bad = {}
         if os.environ.get("LOCAL_RANK", "0") == "0":
             good = []
-            for step, path in reversed(sealing.steps(self.folder).items()):
-                problem = sealing.problem(path)
+            for step, path in reversed(manifest.steps(self.folder).items()):
+                problem = manifest.problem(path)
                 if problem is None:
                     good.append(step)
                 else:
@@ -120,7 +120,7 @@ class Checkpoints:
 
     def _check(self, folder: Path) -> None:
         """Before anything of the checkpoint is used, or anything of its run is overwritten."""
-        from pipecomp.recutting import read_state
+        from pipecomp.checkpoint.reshard_load import read_state
 
         state = read_state(folder)
         if state is None:
@@ -153,7 +153,7 @@ class Checkpoints:
             return
         engine.save_checkpoint(str(self.folder), client_state={_STATE_KEY: self._settings, _TRAINED_KEY: self._trained})
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            sealing.remove_old(self.folder, self._keep)
+            manifest.remove_old(self.folder, self._keep)
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> list[str]:

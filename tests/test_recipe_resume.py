@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipecomp import recipe, recipe_plan, sealing
+from pipecomp import recipe, recipe_plan
+from pipecomp.checkpoint import manifest
 from pipecomp.errors import ConfigError
 from pipecomp.recipe_report import Report, Traffic
 from pipecomp.recipe_resume import Checkpoints
@@ -25,19 +26,19 @@ def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **stat
     (path / "inner" / "data.mdb").write_bytes(b"m" * 999)
     (path / "data.tmp").write_bytes(b"left by somebody")
     for rank in seals:
-        sealing.seal(path, rank)
+        manifest.seal(path, rank)
     return path
 
 
 class TestSeals:
     def test_a_whole_one_is_good(self, tmp_path: Path) -> None:
-        assert sealing.problem(checkpoint(tmp_path, 3, seals=(0, 4))) is None
+        assert manifest.problem(checkpoint(tmp_path, 3, seals=(0, 4))) is None
 
     def test_without_a_seal_it_was_not_finished(self, tmp_path: Path) -> None:
-        assert sealing.problem(checkpoint(tmp_path, 3, seals=())) == "it was not finished"
+        assert manifest.problem(checkpoint(tmp_path, 3, seals=())) == "it was not finished"
         path = checkpoint(tmp_path, 4)
-        sealing.unseal(path)
-        assert sealing.problem(path) == "it was not finished"
+        manifest.unseal(path)
+        assert manifest.problem(path) == "it was not finished"
 
     @pytest.mark.parametrize("name", ["weights.pt", "inner/data.mdb"])
     def test_what_changed_is_named(self, tmp_path: Path, name: str) -> None:
@@ -45,30 +46,30 @@ class TestSeals:
         content = bytearray((path / name).read_bytes())
         content[len(content) // 2] ^= 4
         (path / name).write_bytes(content)
-        assert sealing.problem(path) == f"{name} was changed"
+        assert manifest.problem(path) == f"{name} was changed"
         (path / name).write_bytes(content[:-1])
-        assert sealing.problem(path) == f"{name} was changed"
+        assert manifest.problem(path) == f"{name} was changed"
         (path / name).unlink()
-        assert sealing.problem(path) == f"{name} is missing"
+        assert manifest.problem(path) == f"{name} is missing"
 
     def test_a_damaged_seal(self, tmp_path: Path) -> None:
         path = checkpoint(tmp_path, 3)
         (seal,) = path.glob("pipecomp-seal-*")
         for text in ("", "{}", "[]", '{"files": {"weights.pt": 3}}'):
             seal.write_text(text)
-            assert "cannot be read" in str(sealing.problem(path)), text
+            assert "cannot be read" in str(manifest.problem(path)), text
 
     def test_the_oldest_are_removed(self, tmp_path: Path) -> None:
         for step in (2, 10, 9):
             checkpoint(tmp_path, step)
         (tmp_path / "global_step_mine").mkdir()
-        sealing.remove_old(tmp_path, 2)
-        assert list(sealing.steps(tmp_path)) == [9, 10]
+        manifest.remove_old(tmp_path, 2)
+        assert list(manifest.steps(tmp_path)) == [9, 10]
         assert (tmp_path / "global_step_mine").is_dir()
 
     def test_a_file_appears_whole(self, tmp_path: Path) -> None:
-        sealing.write_whole(tmp_path / "latest", "global_step3")
-        sealing.write_whole(tmp_path / "latest", "global_step4")
+        manifest.write_whole(tmp_path / "latest", "global_step3")
+        manifest.write_whole(tmp_path / "latest", "global_step4")
         assert [p.name for p in tmp_path.iterdir()] == ["latest"]
         assert (tmp_path / "latest").read_text() == "global_step4"
 

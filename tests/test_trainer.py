@@ -26,9 +26,9 @@ from small import gpt2
 
 import pipecomp
 from pipecomp.buffers import open_environment
+from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
-from pipecomp.random_state import random_state, set_random_state
 from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, alike, arguments, checkpoints
 from pipecomp.trainer.evaluation import _joined

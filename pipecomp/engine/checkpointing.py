@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp import recutting, sealing
+from pipecomp.checkpoint import manifest, reshard_load
+from pipecomp.checkpoint.rng_state import random_state, set_random_state
+from pipecomp.checkpoint.run_id import Run, saved_run
 from pipecomp.cluster.agreement import Together
 from pipecomp.data import TrainLoader
 from pipecomp.engine.gradient_exchange import load_memories, save_memories
 from pipecomp.engine.reporting import ReportingEngine
 from pipecomp.errors import ConfigError, StoreError
-from pipecomp.random_state import random_state, set_random_state
-from pipecomp.runs import Run, saved_run
 from pipecomp.stages.resume import summarize
 
 _STATE_KEY = "pipecomp"
@@ -81,17 +81,17 @@ class CheckpointingEngine(ReportingEngine):
         tag = str(tag or f"global_step{self.global_steps}")
         folder = Path(save_dir) / tag
         with self.telling_others():
-            own["pipeline"] = recutting.describe(self).as_dict()
-            sealing.unseal(folder)
+            own["pipeline"] = reshard_load.describe(self).as_dict()
+            manifest.unseal(folder)
             done = super().save_checkpoint(save_dir, tag=tag, client_state=state, save_latest=False, **kwargs)
             save_memories(self.exchange_states(), folder, self.global_rank)
             self._save_rank(folder)
             dist.barrier()  # everything is written
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                sealing.seal(folder, self.global_rank)
+                manifest.seal(folder, self.global_rank)
             dist.barrier()
             if save_latest and self.global_rank == 0:
-                sealing.write_whole(Path(save_dir) / "latest", tag)
+                manifest.write_whole(Path(save_dir) / "latest", tag)
             dist.barrier()  # after that, older ones may be deleted
         return done
 
@@ -119,7 +119,7 @@ class CheckpointingEngine(ReportingEngine):
         """
         with self.telling_others():
             folder = _folder(load_dir, tag)
-            saved = None if folder is None else recutting.saved_otherwise(self, folder, _STATE_KEY)
+            saved = None if folder is None else reshard_load.saved_otherwise(self, folder, _STATE_KEY)
             if saved is None:
                 strict = load_module_strict and self.stage.adapter is None  # frozen weights are not in the files
                 path, state = super().load_checkpoint(
@@ -129,7 +129,7 @@ class CheckpointingEngine(ReportingEngine):
             elif custom_load_fn is not None:
                 raise ConfigError("custom_load_fn", custom_load_fn, "None: the stages of a pipeline load themselves")
             else:
-                path, state = recutting.load(
+                path, state = reshard_load.load(
                     self,
                     saved,
                     load_optimizer_states=load_optimizer_states,

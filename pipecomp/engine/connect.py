@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
+from pipecomp.checkpoint.run_id import Run, find_run, model_digest
 from pipecomp.cluster.agreement import Together
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
-from pipecomp.runs import Run, find_run, model_digest
 from pipecomp.stages.downstream import DownstreamEnd
 from pipecomp.stages.gloo import GlooTransport, close_quietly, neighbour_groups
 from pipecomp.stages.links import Links

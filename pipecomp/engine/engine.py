@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
+from pipecomp.checkpoint.run_id import Run
 from pipecomp.cluster.heartbeat import Watch
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
@@ -31,7 +32,6 @@ from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.errors import DataError, LinkError, SplitError
-from pipecomp.runs import Run
 from pipecomp.schedule.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.stages.boundary import Layout
 from pipecomp.stages.link import Position

@@ -27,8 +27,8 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import prune
 from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.errors import ConfigError
-from pipecomp.random_state import random_state, set_random_state
 
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"

@@ -22,7 +22,7 @@ import reliability_work as work
 import small
 from leftovers import Sessions
 
-from pipecomp import sealing
+from pipecomp.checkpoint import manifest
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.cluster.failure import of_a_collective
 from pipecomp.cluster.local_ranks import free_port, run_ranks
@@ -121,7 +121,7 @@ def test_one_rank_fails(world, fault, words, tmp_path):
             table = environment.file.table(link)
             assert all(environment.file.read_at(table, row.slot, row.sample) for row in environment.file.scan(table))
         environment.close()
-    assert sealing.problem(tmp_path / "checkpoints" / "global_step1") is None
+    assert manifest.problem(tmp_path / "checkpoints" / "global_step1") is None
 
 
 def cannot_save(rank: int, world: int, note: Any, folder: str) -> tuple[str, float]:
@@ -150,8 +150,8 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path):
     assert sessions.left() == []
     checkpoints = tmp_path / "checkpoints"
     assert (checkpoints / "latest").read_text() == "global_step1"
-    assert sealing.problem(checkpoints / "global_step1") is None
-    assert sealing.problem(checkpoints / "global_step2") == "it was not finished"
+    assert manifest.problem(checkpoints / "global_step1") is None
+    assert manifest.problem(checkpoints / "global_step2") == "it was not finished"
 
 
 class Far:

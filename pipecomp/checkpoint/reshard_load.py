@@ -15,9 +15,9 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.cluster.agreement import Together
 from pipecomp.errors import ConfigError
-from pipecomp.recut import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.stages.modules import ModuleStage
 from pipecomp.stages.splitting import Stage
 
