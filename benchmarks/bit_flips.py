@@ -26,12 +26,12 @@ from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.messages import wire
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import LoopbackTransport, loopback_pair
-from pipecomp.stages.resume import agree
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},

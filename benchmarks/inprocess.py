@@ -22,11 +22,11 @@ from pipecomp.config import Config
 from pipecomp.data import MicroBatch, Sampler, ShardedSampler, TrainLoader
 from pipecomp.errors import ConfigError
 from pipecomp.stages import Modules, ModuleStage, Stage, build_stage, default_loss, plan
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 KEYS = {
     "train_batch_size": "samples of one optimizer step",

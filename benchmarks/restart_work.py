@@ -119,7 +119,7 @@ def _instrument(job: Job, note: Note) -> None:
     """Notes from inside the run, and a comparison of what the ends of links hold after a resume and at the end."""
     from pipecomp.engine.engine import PipelineEngine
     from pipecomp.recipe_resume import Checkpoints
-    from pipecomp.stages.links import Links
+    from pipecomp.stages.link.links import Links
 
     load, save, write, agree = Checkpoints.load, Checkpoints.save, PipelineEngine.save_checkpoint, Links.agree
     faults = None

@@ -131,7 +131,7 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
     from transformers import AutoConfig
 
     from pipecomp.stages import pretrained
-    from pipecomp.stages.loading import resolve
+    from pipecomp.stages.partition.loading import resolve
 
     name = args.model
     settings: dict[str, Any] = {} if args.dropout is None else dict.fromkeys(DROPOUTS, args.dropout)

@@ -206,7 +206,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     from transformers import GPT2Config
 
     from pipecomp.stages import pretrained
-    from pipecomp.stages.loading import resolve
+    from pipecomp.stages.partition.loading import resolve
 
     name = args.model
     settings = {} if args.dropout is None else dict.fromkeys(DROPOUTS, args.dropout)

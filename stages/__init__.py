@@ -1,11 +1,11 @@
 """Splitting a model into stages, and the links between them."""
 
-from pipecomp.stages.architectures import Architecture, Head, default_loss, register
-from pipecomp.stages.loading import Source, build_stage, plan, pretrained
-from pipecomp.stages.modules import Modules, ModuleStage, modules
-from pipecomp.stages.planning import SplitPlan, TiedGroup
-from pipecomp.stages.saving import save_pretrained, write_index, write_shard
-from pipecomp.stages.splitting import Stage, split
+from pipecomp.stages.partition.architectures import Architecture, Head, default_loss, register
+from pipecomp.stages.partition.loading import Source, build_stage, plan, pretrained
+from pipecomp.stages.partition.modules import Modules, ModuleStage, modules
+from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
+from pipecomp.stages.partition.saving import save_pretrained, write_index, write_shard
+from pipecomp.stages.partition.splitting import Stage, split
 
 __all__ = [
     "Architecture",

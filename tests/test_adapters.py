@@ -203,6 +203,6 @@ class TestRefused:
 
 
 def pretrained_adapter() -> Any:
-    from pipecomp.stages.adapters import as_adapter
+    from pipecomp.stages.partition.adapters import as_adapter
 
     return as_adapter(lora("llama"))

@@ -9,7 +9,7 @@ from benchmarks.bit_flips import Flips, flip_message, flip_value, markdown, reco
 from pipecomp.errors import WireError
 from pipecomp.messages import wire
 from pipecomp.messages.wire import Form, Kind
-from pipecomp.stages.gloo import read_prefix, write_prefix
+from pipecomp.stages.link.gloo import read_prefix, write_prefix
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecomp.errors import DataError
-from pipecomp.stages.boundary import Layout, gather, scatter
+from pipecomp.stages.link.boundary import Layout, gather, scatter
 
 
 @given(st.data())

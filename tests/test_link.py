@@ -11,12 +11,12 @@ from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
 from pipecomp.messages import wire
 from pipecomp.messages.codecs import Quantized
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.resume import agree
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 B, S, H = 3, 8, 16
 

@@ -31,7 +31,7 @@ from pipecomp.stages import (
     write_index,
     write_shard,
 )
-from pipecomp.stages.checkpoints import Checkpoint
+from pipecomp.stages.partition.checkpoints import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 

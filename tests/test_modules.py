@@ -7,7 +7,7 @@ from torch import nn
 from pipecomp.errors import DataError, SplitError
 from pipecomp.recipe_resnet import client_cuts, resnet
 from pipecomp.stages import build_stage, modules, plan
-from pipecomp.stages.modules import from_rows, to_rows
+from pipecomp.stages.partition.modules import from_rows, to_rows
 
 
 def model():

@@ -24,11 +24,11 @@ from pipecomp.plan.prediction import Job, Speeds, average_seconds, best_in_fligh
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.search import choose, choose_average, choose_bits, layouts, shares
 from pipecomp.plan.simulation import StageCosts, Step
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 SECTIONS = [
     {"method": "none"},

@@ -15,7 +15,7 @@ from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_auto
 from pipecomp.plan.probe import _Over, measure_links, network_of
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
 from pipecomp.stages import split
-from pipecomp.stages.loopback import loopback_pair
+from pipecomp.stages.link.loopback import loopback_pair
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.stages.loading import skeleton
+from pipecomp.stages.partition.loading import skeleton
 from tests.recipe_runs import ROOT, Ended, launch, launch_nodes
 
 peft = pytest.importorskip("peft")

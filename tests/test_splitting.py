@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages import Architecture, Head, Stage, default_loss, register, split
-from pipecomp.stages.losses import causal_lm
+from pipecomp.stages.partition.losses import causal_lm
 
 transformers = pytest.importorskip("transformers")
 

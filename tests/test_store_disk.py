@@ -19,11 +19,11 @@ import torch
 from pipecomp.buffers import LmdbEnvironment, admin, lmdb_store
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
 from tests.children import child_of, in_child
 
 SECTION = {"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}}

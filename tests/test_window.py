@@ -11,12 +11,12 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
 from pipecomp.messages.codecs import Quantized
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.upstream import UpstreamEnd
-from pipecomp.stages.window import Frame
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.window import Frame
 
 C = 3
 FRAME = Frame(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places

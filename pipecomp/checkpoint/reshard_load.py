@@ -18,8 +18,8 @@ from torch import Tensor
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.cluster.agreement import Together
 from pipecomp.errors import ConfigError
-from pipecomp.stages.modules import ModuleStage
-from pipecomp.stages.splitting import Stage
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.splitting import Stage
 
 _DEEPSPEEDS = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps", "dp_world_size",
                "mp_world_size", "data_sampler", "random_ltd")  # fmt: skip

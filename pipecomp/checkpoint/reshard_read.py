@@ -24,9 +24,9 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, SplitError
-from pipecomp.stages.modules import ModuleStage
-from pipecomp.stages.planning import aliases
-from pipecomp.stages.splitting import Stage
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.planning import aliases
+from pipecomp.stages.partition.splitting import Stage
 
 Names = dict[str, str]  # a stage's own name of a parameter -> the name that it has in every cut
 MASTER = "float32 master"  # among the states that ZeRO keeps of a parameter

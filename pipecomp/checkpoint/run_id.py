@@ -17,7 +17,7 @@ from typing import Any
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.cluster.agreement import Together
 from pipecomp.errors import StoreError
-from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.partition.planning import SplitPlan
 
 UNKNOWN = "without a name"  # of messages that were kept before runs had names
 

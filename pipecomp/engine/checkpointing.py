@@ -27,7 +27,7 @@ from pipecomp.data import TrainLoader
 from pipecomp.engine.gradient_exchange import load_memories, save_memories
 from pipecomp.engine.reporting import ReportingEngine
 from pipecomp.errors import ConfigError, StoreError
-from pipecomp.stages.resume import summarize
+from pipecomp.stages.link.handshake import summarize
 
 _STATE_KEY = "pipecomp"
 

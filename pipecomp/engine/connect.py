@@ -14,13 +14,13 @@ from pipecomp.checkpoint.run_id import Run, find_run, model_digest
 from pipecomp.cluster.agreement import Together
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.gloo import GlooTransport, close_quietly, neighbour_groups
-from pipecomp.stages.links import Links
-from pipecomp.stages.modules import ModuleStage
-from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages.splitting import Stage
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.gloo import GlooTransport, close_quietly, neighbour_groups
+from pipecomp.stages.link.links import Links
+from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.splitting import Stage
 
 
 def pipelines(grid: Any) -> list[list[int]]:

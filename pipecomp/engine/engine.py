@@ -33,11 +33,11 @@ from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.errors import DataError, LinkError, SplitError
 from pipecomp.schedule.in_flight import InFlight, KeptBytes, free_bytes
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.link import Position
-from pipecomp.stages.links import Links
-from pipecomp.stages.modules import ModuleStage
-from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.links import Links
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.planning import SplitPlan
 
 
 @dataclass(slots=True)

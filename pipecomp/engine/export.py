@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp.stages.saving import write_index, write_shard
-from pipecomp.stages.splitting import Stage
+from pipecomp.stages.partition.saving import write_index, write_shard
+from pipecomp.stages.partition.splitting import Stage
 
 _PIECE = 1 << 24  # bytes a send
 

@@ -10,7 +10,7 @@ from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_
 from pipecomp.cluster.heartbeat import Watch
 from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.errors import PeerLostError, PipecompError
-from pipecomp.stages.links import Links
+from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
 _LINGER_S = 5.0  # for them to ask which

@@ -20,7 +20,7 @@ from pipecomp.allreduce.buckets import BUCKET
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.optim import QuantizedAdam
-from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.partition.planning import SplitPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,9 @@ from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, Tie
 from pipecomp.kernels import dispatch
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
 from pipecomp.stages import Source, build_stage, default_loss, plan
-from pipecomp.stages.modules import Modules, ModuleStage
-from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages.splitting import Stage
+from pipecomp.stages.partition.modules import Modules, ModuleStage
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.splitting import Stage
 
 SECTION = "pipecomp"
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipecomp.allreduce import State
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.errors import PipecompError
-from pipecomp.stages.modules import ModuleStage
-from pipecomp.stages.planning import SplitPlan
-from pipecomp.stages.splitting import Stage
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.splitting import Stage
 from pipecomp.stats import GroupStats
 
 

@@ -19,8 +19,8 @@ from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.search import PAYS, choose_bits
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.plan.timing import time_link, time_stage
-from pipecomp.stages.splitting import Stage
-from pipecomp.stages.transport import Transport
+from pipecomp.stages.link.transport import Transport
+from pipecomp.stages.partition.splitting import Stage
 
 _TOKENS = 512
 _LOOKED_AT = 32  # samples

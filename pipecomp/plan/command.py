@@ -32,7 +32,7 @@ from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layou
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
 from pipecomp.plan.wanted import FIRST_VISIT, Wanted, methods
-from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.partition.planning import SplitPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")

@@ -19,7 +19,7 @@ from pipecomp.plan.network import Network
 from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import Played, StageCosts, Step, play
 from pipecomp.schedule.in_flight import numbers
-from pipecomp.stages.planning import SplitPlan
+from pipecomp.stages.partition.planning import SplitPlan
 
 _WORTH = 0.99  # running further ahead must shorten a step to this
 # Bytes of a parameter: weight, gradient, and Adam's two moments in float32; with half precision a float32 copy too.

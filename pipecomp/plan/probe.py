@@ -11,7 +11,7 @@ from torch import Tensor
 from pipecomp.doctor.measure import Measured, follow_peer, lead_peer
 from pipecomp.errors import LinkError
 from pipecomp.plan.network import Line, Network
-from pipecomp.stages.transport import Transport
+from pipecomp.stages.link.transport import Transport
 
 
 class _Over:

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError
-from pipecomp.stages.architectures import architecture_of, default_loss
-from pipecomp.stages.loading import Source, resolve, skeleton
-from pipecomp.stages.planning import SplitPlan, plan_model
-from pipecomp.stages.splitting import Stage, take_stage
+from pipecomp.stages.partition.architectures import architecture_of, default_loss
+from pipecomp.stages.partition.loading import Source, resolve, skeleton
+from pipecomp.stages.partition.planning import SplitPlan, plan_model
+from pipecomp.stages.partition.splitting import Stage, take_stage
 
 BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
 

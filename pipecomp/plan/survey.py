@@ -26,7 +26,7 @@ from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile
 from pipecomp.plan.timing import time_average, time_link, time_model, time_update
-from pipecomp.stages.gloo import GlooTransport, neighbour_groups
+from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 
 _TIMEOUT_S = 120.0
 

@@ -18,14 +18,14 @@ from pipecomp.config import Config
 from pipecomp.kernels import ops
 from pipecomp.plan.profile import Cost, Profile, assemble, cut_apart, example, without_weights
 from pipecomp.schedule.in_flight import KeptBytes
-from pipecomp.stages.architectures import architecture_of, default_loss
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loading import Source, build_stage, resolve
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.splitting import Stage
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.partition.architectures import architecture_of, default_loss
+from pipecomp.stages.partition.loading import Source, build_stage, resolve
+from pipecomp.stages.partition.splitting import Stage
 
 _LEAST_RUNS, _MOST_RUNS = 2, 20
 _SEVERAL = 4  # samples, to tell what a call costs from what a sample costs

@@ -31,8 +31,8 @@ from pipecomp.config import Config
 from pipecomp.errors import ConfigError
 from pipecomp.recipe import join
 from pipecomp.stages import plan
-from pipecomp.stages.architectures import architecture_of, head_name
-from pipecomp.stages.loading import resolve
+from pipecomp.stages.partition.architectures import architecture_of, head_name
+from pipecomp.stages.partition.loading import resolve
 from pipecomp.trainer import alike, arguments
 from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader
 from pipecomp.trainer.losses import StepLoss

@@ -18,8 +18,8 @@ from transformers.utils import ModelOutput
 
 from pipecomp.errors import ConfigError
 from pipecomp.stages import default_loss
-from pipecomp.stages.architectures import architecture_of
-from pipecomp.stages.losses import LossFn, causal_lm
+from pipecomp.stages.partition.architectures import architecture_of
+from pipecomp.stages.partition.losses import LossFn, causal_lm
 
 
 @dataclass

@@ -38,7 +38,7 @@ def transfer(
     import torch.distributed as dist
 
     from pipecomp.errors import LinkTimeoutError
-    from pipecomp.stages.gloo import GlooTransport, neighbour_groups
+    from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 
     dist.init_process_group("gloo")
     transport = GlooTransport(neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1], timeout_s=silence_s * (2 - rank))

@@ -21,12 +21,11 @@ from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpac
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.messages import wire
-from pipecomp.stages import link
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.link import Position
-from pipecomp.stages.loopback import loopback_pair
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.link import Position, link
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows

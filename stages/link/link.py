@@ -30,9 +30,9 @@ from pipecomp.kernels import ops
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK, wire_dtype
 from pipecomp.messages.rotation import Rotated
 from pipecomp.messages.wire import Form, Header, Kind, Sample, decode, encode
-from pipecomp.stages.boundary import Layout
-from pipecomp.stages.transport import Transport
-from pipecomp.stages.window import Frame
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.transport import Transport
+from pipecomp.stages.link.window import Frame
 from pipecomp.stats import LinkStats
 
 FORWARD, BACKWARD = 0, 1  # which direction a random draw is for

@@ -16,9 +16,9 @@ import struct
 import numpy as np
 
 from pipecomp.errors import DriftError, WireError
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.resume import as_table, exchange_tables, recv_part, send_part
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.handshake import as_table, exchange_tables, recv_part, send_part
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 _DIGEST = struct.Struct("<Q16s")  # samples, BLAKE2b of their lines
 _PART, _TABLE_PART = 2, 3

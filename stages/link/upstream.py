@@ -12,8 +12,8 @@ from pipecomp.buffers.base import Message
 from pipecomp.errors import LinkError, NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
-from pipecomp.stages.boundary import Layout, gather, scatter
-from pipecomp.stages.link import FORWARD, LinkEnd, Position, plain_samples
+from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.link import FORWARD, LinkEnd, Position, plain_samples
 
 
 class UpstreamEnd(LinkEnd):

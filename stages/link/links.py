@@ -12,10 +12,10 @@ import numpy as np
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.errors import PipecompError
 from pipecomp.messages.wire import Kind, peek
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.drift import check_drift
-from pipecomp.stages.resume import agree
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.drift import check_drift
+from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
-from pipecomp.stages.adapters import adapter_of, without_peft
-from pipecomp.stages.architectures import Architecture, SkippedBlock, architecture_of, head_name
-from pipecomp.stages.boundary import Crossing, Layout
-from pipecomp.stages.planning import SplitPlan, TiedGroup, aliases, block_count, modules_read, plan_model
+from pipecomp.stages.link.boundary import Crossing, Layout
+from pipecomp.stages.partition.adapters import adapter_of, without_peft
+from pipecomp.stages.partition.architectures import Architecture, SkippedBlock, architecture_of, head_name
+from pipecomp.stages.partition.planning import SplitPlan, TiedGroup, aliases, block_count, modules_read, plan_model
 
 
 class Stage(nn.Module):

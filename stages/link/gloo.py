@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.netlab.throttle import throttle_to
-from pipecomp.stages.transport import Traffic
+from pipecomp.stages.link.transport import Traffic
 
 FRAME_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 1 << 34

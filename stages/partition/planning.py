@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from pipecomp.errors import SplitError
-from pipecomp.stages.architectures import Architecture, architecture_of, head_name
-from pipecomp.stages.balance import UPDATE_COST, balance, check_cuts
+from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
+from pipecomp.stages.partition.balance import UPDATE_COST, balance, check_cuts
 
 
 @dataclass(frozen=True, kw_only=True)

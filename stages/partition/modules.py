@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecomp.errors import DataError, SplitError
-from pipecomp.stages.balance import balance, check_cuts
-from pipecomp.stages.boundary import Crossing, Layout
-from pipecomp.stages.planning import SplitPlan, TiedGroup
-from pipecomp.stages.window import Frame
+from pipecomp.stages.link.boundary import Crossing, Layout
+from pipecomp.stages.link.window import Frame
+from pipecomp.stages.partition.balance import balance, check_cuts
+from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
 
 INPUT = "pixel_values"
 SHIFTS = "shifts"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipecomp.errors import DataError, WireError
 from pipecomp.messages.wire import Header
-from pipecomp.stages.window import Frame
+from pipecomp.stages.link.window import Frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from pipecomp.buffers.base import Message
 from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireError
 from pipecomp.messages.codecs import Cast, Codec, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
-from pipecomp.stages.boundary import Layout, gather, scatter
-from pipecomp.stages.link import BACKWARD, LinkEnd, Position, plain_samples
+from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.link import BACKWARD, LinkEnd, Position, plain_samples
 
 
 class DownstreamEnd(LinkEnd):

@@ -17,8 +17,8 @@ import numpy as np
 from pipecomp.buffers.base import Held, MessageStore
 from pipecomp.errors import LinkError, WireError
 from pipecomp.messages.wire import Header, Kind, Method, decode, encode
-from pipecomp.stages.downstream import DownstreamEnd
-from pipecomp.stages.upstream import UpstreamEnd
+from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.upstream import UpstreamEnd
 
 _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of the table, SHA-256 of the settings
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.stages.transport import Traffic
+from pipecomp.stages.link.transport import Traffic
 
 
 class LoopbackTransport:
