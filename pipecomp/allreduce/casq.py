@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.dense import on_device, on_host
-from pipecomp.allreduce.feedback import with_memory
-from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.finite_check import with_memory
+from pipecomp.allreduce.reduce_scatter import on_device, on_host
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 from pipecomp.kernels.rng import uniform

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.dense import on_device, on_host, packed_bytes
+from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes
 from pipecomp.kernels import ops
 
 _ENCODE, _REDUCE = 0, 1  # what a random draw is for

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.dense import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
-from pipecomp.allreduce.feedback import within
-from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.finite_check import within
+from pipecomp.allreduce.reduce_scatter import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 

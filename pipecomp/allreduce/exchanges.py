@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipecomp.allreduce.dense import PIECE, chunks, packed_bytes, piece_length, spans
 from pipecomp.allreduce.dithering import levels_of
+from pipecomp.allreduce.reduce_scatter import PIECE, chunks, packed_bytes, piece_length, spans
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops

@@ -6,16 +6,16 @@ import math
 
 from torch import Tensor
 
+from pipecomp.allreduce.all_gather import LocalCode, LocalExponential, LocalLinear, Sparse, average_gathered
 from pipecomp.allreduce.call import SAMPLE, Call, Method
 from pipecomp.allreduce.casq import Casq
-from pipecomp.allreduce.dense import reduce_bucket
 from pipecomp.allreduce.dithering import ExponentialCode, LeastIndexCode, LinearCode, levels_of
 from pipecomp.allreduce.double_squeeze import DoubleSqueeze
-from pipecomp.allreduce.gathered import LocalCode, LocalExponential, LocalLinear, Sparse, average_gathered
-from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.allreduce.error_feedback import ErrorMemory
 from pipecomp.allreduce.norms import LARGEST, global_norm, local_norm
-from pipecomp.allreduce.plain import Plain
+from pipecomp.allreduce.reduce_scatter import reduce_bucket
 from pipecomp.allreduce.selection import RandomK
+from pipecomp.allreduce.uncompressed import Plain
 from pipecomp.gradient_config import Gradients, norm_exponents
 from pipecomp.kernels import ops
 

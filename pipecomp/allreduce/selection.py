@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call, Method
-from pipecomp.allreduce.feedback import within
-from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.norms import LARGEST
 from pipecomp.gradient_config import Gradients
 

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pipecomp.allreduce.call import Call, Counters
 from pipecomp.allreduce.casq import Casq
+from pipecomp.allreduce.error_feedback import ErrorMemory, Parts
 from pipecomp.allreduce.group import Group
-from pipecomp.allreduce.memory import ErrorMemory, Parts
 from pipecomp.allreduce.methods import make_method
 from pipecomp.allreduce.torch_hooks import LoneBucket, TorchHook
 from pipecomp.errors import ConfigError, ShapeError

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.memory import ErrorMemory
+from pipecomp.allreduce.error_feedback import ErrorMemory
 
 
 def within(x_d: Tensor, call: Call, largest: float) -> bool:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.dense import PIECE, Span, on_device, on_host, packed_bytes, spans
 from pipecomp.allreduce.dithering import levels_of
 from pipecomp.allreduce.group import Pending
+from pipecomp.allreduce.reduce_scatter import PIECE, Span, on_device, on_host, packed_bytes, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
 

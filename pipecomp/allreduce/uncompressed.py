@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.dense import on_device, on_host, reduce_bucket
+from pipecomp.allreduce.reduce_scatter import on_device, on_host, reduce_bucket
 
 
 class FloatCode:
