@@ -16,10 +16,10 @@ from pipecomp.errors import PipecompError
 from pipecomp.kernels import ops as _ops  # noqa: F401 (makes pipecomp.kernels.ops reachable)
 
 if TYPE_CHECKING:
-    from pipecomp.callback import CompressionCallback
     from pipecomp.engine.engine import PipelineEngine
     from pipecomp.engine.initialize import initialize
     from pipecomp.trainer import PipelineTrainer
+    from pipecomp.trainer.ddp_callback import CompressionCallback
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
         return PipelineTrainer
     if name == "CompressionCallback":
-        from pipecomp.callback import CompressionCallback
+        from pipecomp.trainer.ddp_callback import CompressionCallback
 
         return CompressionCallback
     if name in ("stages", "buffers"):

@@ -89,7 +89,7 @@ def trainer_like(**differences: Any) -> Any:
     ],
 )
 def test_other_ways_to_train_are_refused(differences: dict[str, Any], says: str) -> None:
-    from pipecomp.callback import ddp_of
+    from pipecomp.trainer.ddp_callback import ddp_of
 
     with pytest.raises(ConfigError) as caught:
         ddp_of(trainer_like(**differences))
@@ -97,7 +97,7 @@ def test_other_ways_to_train_are_refused(differences: dict[str, Any], says: str)
 
 
 def test_processes_that_train_alone_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipecomp.callback import ddp_of
+    from pipecomp.trainer.ddp_callback import ddp_of
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"4 processes.*use_cpu=True"):

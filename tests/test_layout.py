@@ -90,7 +90,7 @@ MOVING = {
     "pipecomp.stages.link.upstream": "stages/link",
     "pipecomp.stages.link.window": "stages/link",
     "pipecomp.stages.link.handshake": "stages/link",
-    "pipecomp.callback": "trainer",
+    "pipecomp.trainer.ddp_callback": "trainer",
     "pipecomp.recipe": "recipes",
     "pipecomp.recipe_plan": "recipes",
     "pipecomp.recipe_report": "recipes",

@@ -164,7 +164,7 @@ class TrainerBase:
 
     def add_callback(self, callback: Any) -> None:
         """Add a TrainerCallback, an instance or a class. Every rank calls it, with what all ranks know."""
-        from pipecomp.callback import CompressionCallback
+        from pipecomp.trainer.ddp_callback import CompressionCallback
 
         if isinstance(callback, CompressionCallback):
             raise ConfigError("callbacks", "CompressionCallback", "a 'gradients' section in pipecomp= instead")

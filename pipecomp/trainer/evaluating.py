@@ -11,9 +11,9 @@ from transformers.trainer_utils import PredictionOutput
 
 from pipecomp.errors import ConfigError
 from pipecomp.trainer import alike
-from pipecomp.trainer.engines import EngineTrainer
 from pipecomp.trainer.evaluation import Evaluation
 from pipecomp.trainer.feeding import EvalLoader, Samples, loader_options
+from pipecomp.trainer.model_io import EngineTrainer
 
 
 class EvaluatingTrainer(EngineTrainer):

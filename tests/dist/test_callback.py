@@ -176,7 +176,7 @@ def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logging.getLogger("pipecomp.callback").addHandler(Catch())
+    logging.getLogger("pipecomp.trainer.ddp_callback").addHandler(Catch())
     small_trainer(f"{folder}/plain", **saving).train()
     callback = CompressionCallback(**SQUEEZE)
     small_trainer(f"{folder}/plain", callback, **saving).train(resume_from_checkpoint=f"{folder}/plain/checkpoint-3")
