@@ -72,7 +72,7 @@ def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path)
     from inprocess import InProcessPipeline
 
     from pipecomp.data import eval_batches
-    from pipecomp.recipe_classify import Padding, counts, scores
+    from pipecomp.recipes.classify import Padding, counts, scores
     from pipecomp.stages import default_loss
 
     method = next(m for m in methods() if m.name == name)

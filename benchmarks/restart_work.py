@@ -80,9 +80,9 @@ def one_rank(rank: int, world: int, port: int, job: Job, start: int, environment
 def _train(job: Job, note: Note) -> None:
     import torch
 
-    from pipecomp import recipe
     from pipecomp.cluster import heartbeat
     from pipecomp.demo_task import Sequences, gpt2
+    from pipecomp.recipes import run
 
     torch.set_num_threads(1)
     heartbeat.DEFAULT_TIMEOUT_S = job.get("start_timeout_s") or heartbeat.DEFAULT_TIMEOUT_S
@@ -92,7 +92,7 @@ def _train(job: Job, note: Note) -> None:
         for i in range(SAMPLES)
     ]
     folder = job["folder"]
-    parser = recipe.arguments("restarts", "")
+    parser = run.arguments("restarts", "")
     args = parser.parse_args([
         "--deepspeed_config", f"{folder}/ds_config.json", "--model", "tiny", "--tokenizer", "none",
         "--stages", str(job["stages"]), "--epochs", str(job["epochs"]), "--seed", str(job["seed"]),
@@ -101,14 +101,14 @@ def _train(job: Job, note: Note) -> None:
     ])  # fmt: skip
 
     def main(args: argparse.Namespace) -> None:
-        recipe.join(args)
+        run.join(args)
         note("engine")
         model = gpt2(VOCABULARY, LENGTH, layers=job["stages"], width=WIDTH, heads=2, seed=job["seed"])
-        recipe.train(args, model=model, training=Sequences(rows), trained={})
+        run.train(args, model=model, training=Sequences(rows), trained={})
 
     parser.parse_args = lambda: args  # type: ignore[assignment,method-assign]
     try:
-        recipe.run(main, parser)
+        run.run(main, parser)
     except SystemExit as ended:
         if ended.code:
             note("failed")
@@ -118,7 +118,7 @@ def _train(job: Job, note: Note) -> None:
 def _instrument(job: Job, note: Note) -> None:
     """Notes from inside the run, and a comparison of what the ends of links hold after a resume and at the end."""
     from pipecomp.engine.engine import PipelineEngine
-    from pipecomp.recipe_resume import Checkpoints
+    from pipecomp.recipes.resume import Checkpoints
     from pipecomp.stages.link.links import Links
 
     load, save, write, agree = Checkpoints.load, Checkpoints.save, PipelineEngine.save_checkpoint, Links.agree

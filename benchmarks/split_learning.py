@@ -51,8 +51,8 @@ def train(name: str, seed: int, data: Path, cache: Path) -> dict[str, Any]:
     from inprocess import InProcessPipeline
 
     from pipecomp.data import eval_batches
-    from pipecomp.recipe_images import ClientTurns, Views, read_images, shares
-    from pipecomp.recipe_resnet import client_cuts
+    from pipecomp.recipes.images import ClientTurns, Views, read_images, shares
+    from pipecomp.recipes.resnet import client_cuts
     from pipecomp.stages import modules
 
     began = time.process_time()
@@ -103,8 +103,8 @@ def pretrained(images: Any, public: Any, cache: Path, seed: int) -> Any:
     import torch
     from wikitext import one_at_a_time
 
-    from pipecomp.recipe_images import Views
-    from pipecomp.recipe_resnet import resnet
+    from pipecomp.recipes.images import Views
+    from pipecomp.recipes.resnet import resnet
 
     kept = cache / f"split-{seed}-{setup_digest()}.pt"
     with one_at_a_time(kept):

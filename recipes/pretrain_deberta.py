@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from pipecomp.demo_task import pretrain
 from pipecomp.errors import ConfigError
-from pipecomp.recipe_encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
-from pipecomp.recipe_text import blocks, read_text
+from pipecomp.recipes.encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
+from pipecomp.recipes.text import blocks, read_text
 
 SHARE, MASKED, REPLACED = 0.15, 0.8, 0.1
 IGNORED = -100

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipecomp.errors import DataError, SplitError
-from pipecomp.recipe_resnet import client_cuts, resnet
+from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.stages import build_stage, modules, plan
 from pipecomp.stages.partition.modules import from_rows, to_rows
 

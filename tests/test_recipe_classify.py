@@ -16,18 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp import recipe, recipe_classify, recipe_encoder
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipe_classify import COLA, QNLI, Padding, Row, Samples, counts, read_rows, scores
+from pipecomp.recipes import classify, encoder, run
+from pipecomp.recipes.classify import COLA, QNLI, Padding, Row, Samples, counts, read_rows, scores
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 TEXTS = ["the link sends what it was given", "every stage keeps an old song", "a small model sends"] * 4
 
 
-def arguments(*words: str, task: recipe_classify.Task = COLA) -> argparse.Namespace:
-    parser = recipe.arguments("name", "what it does")
-    recipe_classify.add_arguments(parser, task)
+def arguments(*words: str, task: classify.Task = COLA) -> argparse.Namespace:
+    parser = run.arguments("name", "what it does")
+    classify.add_arguments(parser, task)
     return parser.parse_args(["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t", *words])
 
 
@@ -54,7 +54,7 @@ class TestRows:
             ("", COLA, "has no samples"),
         ],
     )
-    def test_what_is_wrong_is_told(self, tmp_path: Path, text: str, task: recipe_classify.Task, told: str) -> None:
+    def test_what_is_wrong_is_told(self, tmp_path: Path, text: str, task: classify.Task, told: str) -> None:
         (tmp_path / "a.tsv").write_text(text)
         with pytest.raises(DataError, match=told):
             read_rows(str(tmp_path / "a.tsv"), task)
@@ -63,11 +63,11 @@ class TestRows:
         for name in "ab":
             (tmp_path / name).write_text(f"x\t1\t\t{name}\n")
         args = arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
-        recipe_classify.check_arguments(args)
-        assert [row.texts[0] for row in recipe_classify.training_rows(args, COLA)] == ["b", "a"]
-        assert recipe_classify.held_out_rows(args, COLA) is None
+        classify.check_arguments(args)
+        assert [row.texts[0] for row in classify.training_rows(args, COLA)] == ["b", "a"]
+        assert classify.held_out_rows(args, COLA) is None
         args = arguments("--train-file", "x", "--eval-file", str(tmp_path / "b"))
-        assert recipe_classify.held_out_rows(args, COLA) == [Row(("b",), 1)]
+        assert classify.held_out_rows(args, COLA) == [Row(("b",), 1)]
 
     def test_a_dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -76,11 +76,11 @@ class TestRows:
             line = json.dumps({"question": "q", "sentence": split, "label": label, "idx": 0})
             (tmp_path / "data" / f"{split}.jsonl").write_text(line + "\n")
         args = arguments("--dataset", str(tmp_path / "data"), task=QNLI)
-        assert recipe_classify.training_rows(args, QNLI) == [Row(("q", "train"), 1)]
-        assert recipe_classify.held_out_rows(args, QNLI) == [Row(("q", "validation"), 0)]
-        other = recipe_classify.Task(texts=("premise",), labels=("a", "b"), max_tokens=9)
+        assert classify.training_rows(args, QNLI) == [Row(("q", "train"), 1)]
+        assert classify.held_out_rows(args, QNLI) == [Row(("q", "validation"), 0)]
+        other = classify.Task(texts=("premise",), labels=("a", "b"), max_tokens=9)
         with pytest.raises(DataError, match="needed: premise, label"):
-            recipe_classify.training_rows(args, other)
+            classify.training_rows(args, other)
 
     @pytest.mark.skipif(not (DATA / "qnli/dev.tsv").is_file(), reason="needs ../shared/data/qnli and cola")
     def test_the_real_files(self) -> None:
@@ -102,13 +102,13 @@ class TestRows:
 def test_arguments_that_cannot_be(words: list[str], key: str) -> None:
     given = words if "--train-file" in words else ["--train-file", "a", *words]
     with pytest.raises(ConfigError) as caught:
-        recipe_classify.check_arguments(arguments(*given))
+        classify.check_arguments(arguments(*given))
     assert caught.value.key == key
 
 
 class TestSamples:
     def test_pairs_are_cut_and_not_padded(self) -> None:
-        tokenizer = recipe_encoder.train_tokenizer(TEXTS, 300)
+        tokenizer = encoder.train_tokenizer(TEXTS, 300)
         rows = [Row(("a song", "the link sends what it was given and given"), 1), Row(("a", "a"), 0)]
         found = Samples(tokenizer, rows, 12, vocabulary=300, types=True)
         assert found.lengths() == [12, 5]
@@ -126,7 +126,7 @@ class TestSamples:
         assert again.digest() == found.digest() != other.digest()
 
     def test_a_foreign_tokenizer_is_refused(self) -> None:
-        tokenizer = recipe_encoder.train_tokenizer(TEXTS, 300)
+        tokenizer = encoder.train_tokenizer(TEXTS, 300)
         with pytest.raises(DataError, match="the model knows 9"):
             Samples(tokenizer, [Row(("a song",), 1)], 12, vocabulary=9, types=False)
 
@@ -199,18 +199,18 @@ class TestModels:
     def test_tokenizer_and_tiny_model_belong_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
-        tokenizer = recipe_encoder.load_tokenizer("train:300", TEXTS)
+        tokenizer = encoder.load_tokenizer("train:300", TEXTS)
         assert len(tokenizer) <= 300
-        same = recipe_encoder.train_tokenizer(TEXTS, 300)
+        same = encoder.train_tokenizer(TEXTS, 300)
         assert tokenizer(*TEXTS[:2])["input_ids"] == same(*TEXTS[:2])["input_ids"]
-        source, config = recipe_encoder.classifier(arguments("--dropout", "0.25"), tokenizer, COLA)
+        source, config = encoder.classifier(arguments("--dropout", "0.25"), tokenizer, COLA)
         assert source.weights is None
         assert source.model_class.__name__ == "DebertaV2ForSequenceClassification"
         assert (config.vocab_size, config.pad_token_id, config.num_labels) == (len(tokenizer), 0, 2)
         assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob) == (0.25, 0.25)
-        assert not recipe_encoder.has_types(config)
+        assert not encoder.has_types(config)
         with pytest.raises(ConfigError, match="--tokenizer"):
-            recipe_encoder.load_tokenizer("train:10", TEXTS)
+            encoder.load_tokenizer("train:10", TEXTS)
 
     def test_an_encoder_gets_a_head_for_the_task(self, tmp_path: Path) -> None:
         from transformers import BertConfig, BertModel
@@ -220,15 +220,15 @@ class TestModels:
         model.save_pretrained(tmp_path)
         for name, weights in ((tmp_path, str(tmp_path)), (tmp_path / "config.json", None)):
             args = arguments("--model", str(name))
-            source, config = recipe_encoder.classifier(args, None, QNLI)
+            source, config = encoder.classifier(args, None, QNLI)
             assert (source.weights, source.model_class.__name__) == (weights, "BertForSequenceClassification")
             assert config.id2label == {0: "entailment", 1: "not_entailment"}
             assert config.hidden_dropout_prob == 0.1
-            assert recipe_encoder.has_types(config)
+            assert encoder.has_types(config)
         tokenizer: Any = SimpleNamespace(model_max_length=100)
-        recipe_encoder.check_length(arguments("--max-tokens", "64"), tokenizer, config)
+        encoder.check_length(arguments("--max-tokens", "64"), tokenizer, config)
         with pytest.raises(ConfigError, match="at most 64"):
-            recipe_encoder.check_length(arguments("--max-tokens", "65"), tokenizer, config)
+            encoder.check_length(arguments("--max-tokens", "65"), tokenizer, config)
 
     @pytest.mark.parametrize("argument", ["--model", "--tokenizer"])
     def test_names_that_are_nothing(self, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +236,8 @@ class TestModels:
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         calls: dict[str, Callable[[], Any]] = {
-            "--model": lambda: recipe_encoder.classifier(arguments("--model", "no/thing"), None, COLA),
-            "--tokenizer": lambda: recipe_encoder.load_tokenizer("no/thing", []),
+            "--model": lambda: encoder.classifier(arguments("--model", "no/thing"), None, COLA),
+            "--tokenizer": lambda: encoder.load_tokenizer("no/thing", []),
         }
         with pytest.raises(ConfigError) as caught:
             calls[argument]()

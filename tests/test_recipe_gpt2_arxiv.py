@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp import recipe, recipe_language, recipe_text
 from pipecomp.errors import DataError
+from pipecomp.recipes import language, run, text
 from tests.recipe_runs import ROOT, torchrun
 
 TEXTS = ["We study links.", "A model\nof two   stages\n", "Messages are sent once."]
@@ -19,7 +19,7 @@ TEXTS = ["We study links.", "A model\nof two   stages\n", "Messages are sent onc
 def test_documents_of_a_text_are_its_lines(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("We study links.\n\n  A model of  two stages \n")
-    assert recipe_language.documents_of(str(path), "abstract") == ["We study links.", "A model of two stages"]
+    assert language.documents_of(str(path), "abstract") == ["We study links.", "A model of two stages"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -27,15 +27,15 @@ def test_documents_of_json_lines(tmp_path, name):
     path = tmp_path / name
     lines = [json.dumps({"id": "1", "title": "no", "abstract": TEXTS[1]}), "", json.dumps(TEXTS[0])]
     path.write_text("\n".join(lines) + "\n")
-    assert recipe_language.documents_of(str(path), "abstract") == ["A model of two stages", "We study links."]
+    assert language.documents_of(str(path), "abstract") == ["A model of two stages", "We study links."]
     with pytest.raises(DataError, match=r"a\.json.*, line 1: has the keys id, title, abstract; needed: .*'text'"):
-        recipe_language.documents_of(str(path), "text")
+        language.documents_of(str(path), "text")
     path.write_text('{"abstract": "fine"}\n{"abstract": 3}\n')
     with pytest.raises(DataError, match="line 2: has the keys abstract"):
-        recipe_language.documents_of(str(path), "abstract")
+        language.documents_of(str(path), "abstract")
     path.write_text("{\n")
     with pytest.raises(DataError, match="line 1: not JSON"):
-        recipe_language.documents_of(str(path), "abstract")
+        language.documents_of(str(path), "abstract")
 
 
 def test_a_dataset_gives_its_column(monkeypatch):
@@ -45,12 +45,12 @@ def test_a_dataset_gives_its_column(monkeypatch):
         asked.append((name, splits, columns))
         return {columns[0]: [f"{splits[0]}  text", " "]}
 
-    monkeypatch.setattr(recipe_text, "dataset_split", split)
-    parser = recipe.arguments("n", "d")
-    recipe_language.add_document_arguments(parser)
+    monkeypatch.setattr(text, "dataset_split", split)
+    parser = run.arguments("n", "d")
+    language.add_document_arguments(parser)
     words = ["--deepspeed_config", "c", "--model", "m", "--tokenizer", "t", "--dataset", "some/arxiv"]
     words += ["--field", "summary"]
-    found = recipe_language.read_documents(parser.parse_args(words))
+    found = language.read_documents(parser.parse_args(words))
     assert found == (["train text"], ["validation text"])
     assert asked == [
         ("some/arxiv", ("train",), ("summary",)), ("some/arxiv", ("validation", "test"), ("summary",)),
@@ -63,10 +63,10 @@ def test_documents_are_joined_with_an_end_between_them():
             assert not add_special_tokens
             return {"input_ids": [[ord(c) - 96 for c in line] for line in lines]}
 
-    found = recipe_text.blocks(Letters(), ["ab", "c", "de"], 4, vocabulary=30, end=29)
+    found = text.blocks(Letters(), ["ab", "c", "de"], 4, vocabulary=30, end=29)
     assert found.tokens_NS.tolist() == [[1, 2, 29, 3], [29, 4, 5, 29]]
     with pytest.raises(DataError, match="token 29, the model knows 20"):
-        recipe_text.blocks(Letters(), ["ab"], 2, vocabulary=20, end=29)
+        text.blocks(Letters(), ["ab"], 2, vocabulary=20, end=29)
 
 
 @pytest.mark.ranks

@@ -8,8 +8,8 @@ import torch
 
 from pipecomp.data import TrainLoader
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipe_images import ClientTurns, Images, Views, read_images, shares
-from pipecomp.recipe_resnet import client_cuts, resnet
+from pipecomp.recipes.images import ClientTurns, Images, Views, read_images, shares
+from pipecomp.recipes.resnet import client_cuts, resnet
 
 
 def images(n=6, side=5, classes=3):

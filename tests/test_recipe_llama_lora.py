@@ -116,14 +116,14 @@ def test_goes_on_with_the_adapter(work: Path, metrics: list[dict]) -> None:
 
 def model_of(words: list[str]) -> Any:
     """What the recipe hands to `pipecomp.initialize`, and its config."""
-    from pipecomp import recipe, recipe_lora, recipe_text
+    from pipecomp.recipes import lora, run, text
 
-    parser = recipe.arguments(RECIPE, "")
-    recipe_text.add_arguments(parser)
-    recipe_lora.add_arguments(parser)
+    parser = run.arguments(RECIPE, "")
+    text.add_arguments(parser)
+    lora.add_arguments(parser)
     args = parser.parse_args(words)
-    recipe_lora.check_arguments(args)
-    return recipe_lora.causal_model(args, None)
+    lora.check_arguments(args)
+    return lora.causal_model(args, None)
 
 
 def test_settings_of_a_new_adapter(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,19 +16,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp import recipe, recipe_plan, recipe_text
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
-from pipecomp.recipe_report import Report, Traffic
+from pipecomp.recipes import run, steps, text
+from pipecomp.recipes.report import Report, Traffic
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]
 
 
 def text_arguments(*words: str) -> argparse.Namespace:
-    parser = recipe.arguments("name", "what it does")
-    recipe_text.add_arguments(parser)
+    parser = run.arguments("name", "what it does")
+    text.add_arguments(parser)
     return parser.parse_args([*NEEDED, *words])
 
 
@@ -47,7 +47,7 @@ class Words:
 
 class TestCommandLine:
     def test_launchers_local_rank_and_both_spellings_are_taken(self) -> None:
-        args = recipe.arguments("n", "d").parse_args(
+        args = run.arguments("n", "d").parse_args(
             ["--local_rank=1", "--deepspeed-config", "c.json", *NEEDED[2:], "--train-file", "a", "b", "--stages", "2"]
         )
         assert (args.deepspeed_config, args.train_file, args.stages, args.seed) == ("c.json", ["a", "b"], 2, None)
@@ -62,8 +62,8 @@ class TestCommandLine:
         ],
     )
     def test_what_is_wrong_is_told(self, words: list[str], told: str) -> None:
-        with pytest.raises(recipe.UsageError, match=told):
-            recipe.arguments("n", "d").parse_args([*NEEDED, *words])
+        with pytest.raises(run.UsageError, match=told):
+            run.arguments("n", "d").parse_args([*NEEDED, *words])
 
     @pytest.mark.parametrize(
         ("words", "key"),
@@ -77,7 +77,7 @@ class TestCommandLine:
     )
     def test_text_arguments_that_do_not_go_together(self, words: list[str], key: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            recipe_text.check_arguments(text_arguments(*words))
+            text.check_arguments(text_arguments(*words))
         assert caught.value.key == key
 
 
@@ -87,7 +87,7 @@ class TestRun:
         monkeypatch.setattr("sys.argv", ["train.py", *words])
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
         with pytest.raises(SystemExit) as ended:
-            recipe.run(main, recipe.arguments("name", "what it does"))
+            run.run(main, run.arguments("name", "what it does"))
         return ended.value.code
 
     def test_exit_status_and_one_line(
@@ -124,7 +124,7 @@ class TestRun:
     def test_a_bug_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.argv", ["train.py", *NEEDED])
         with pytest.raises(ZeroDivisionError):
-            recipe.run(lambda args: print(1 // 0), recipe.arguments("name", "what it does"))
+            run.run(lambda args: print(1 // 0), run.arguments("name", "what it does"))
 
 
 def _share_errors(rank: int, world: int, note: Any) -> list[str]:
@@ -132,11 +132,11 @@ def _share_errors(rank: int, world: int, note: Any) -> list[str]:
     import contextlib
     import io
 
-    recipe.join(argparse.Namespace(seed=5))
+    run.join(argparse.Namespace(seed=5))
     told = []
     for case in range(4):
         try:
-            with recipe.together() as same:
+            with run.together() as same:
                 if case == 1 and rank == 1:
                     raise DataError("no such file")
                 if case == 2:
@@ -148,9 +148,9 @@ def _share_errors(rank: int, world: int, note: Any) -> list[str]:
             told.append(f"{type(error).__name__}: {error}")
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
-        recipe._say_once("all ranks say this")
+        run._say_once("all ranks say this")
         torch.distributed.barrier()
-        recipe._say_once(f"rank {rank} says this")
+        run._say_once(f"rank {rank} says this")
     torch.distributed.destroy_process_group()
     return [*told, heard.getvalue()]
 
@@ -186,18 +186,18 @@ class TestPlan:
         sizes: dict[str, Any] = {"samples": samples, "replicas": replicas, "epochs": epochs, "max_steps": limit}
         if not firsts:
             with pytest.raises(DataError, match="do not fill one batch"):
-                recipe_plan.make_plan(config, **sizes)
+                steps.make_plan(config, **sizes)
             return
-        plan = recipe_plan.make_plan(config, **sizes)
+        plan = steps.make_plan(config, **sizes)
         assert [plan.epoch(step) for step in range(1, plan.steps + 1)] == firsts
         last = [step for step in range(1, plan.steps + 1) if plan.ends_epoch(step)]
         assert last == [i + 1 for i in range(len(firsts)) if i + 1 == len(firsts) or firsts[i + 1] != firsts[i]]
 
     def test_the_whole_batch_may_be_given_instead(self) -> None:
         config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24}
-        plan = recipe_plan.make_plan(config, samples=240, replicas=3, epochs=1, max_steps=None)
+        plan = steps.make_plan(config, samples=240, replicas=3, epochs=1, max_steps=None)
         assert (plan.accumulation, plan.steps) == (4, 10)
-        assert recipe_plan.make_plan({"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1,
+        assert steps.make_plan({"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1,
                                 max_steps=None).accumulation == 1  # fmt: skip
 
     @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ class TestPlan:
     )
     def test_sizes_that_cannot_be(self, config: dict, key: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            recipe_plan.make_plan(config, samples=100, replicas=1, epochs=1, max_steps=None)
+            steps.make_plan(config, samples=100, replicas=1, epochs=1, max_steps=None)
         assert caught.value.key == key
 
 
@@ -224,35 +224,35 @@ class TestConfiguration:
         params = {"warmup_type": "linear", "warmup_min_lr": 0.0}
         params |= dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")
         config = {"optimizer": {"params": {"lr": 0.25}}, "scheduler": {"params": params}, "pipecomp": {"seed": 4}}
-        plan = recipe_plan.Plan(steps=200, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
-        full = recipe_plan.complete(config, plan, 9)
+        plan = steps.Plan(steps=200, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
+        full = steps.complete(config, plan, 9)
         assert full["scheduler"]["params"] == {
             "warmup_type": "linear", "warmup_min_lr": 0.0, "total_num_steps": 200, "warmup_num_steps": 20,
             "warmup_max_lr": 0.25,
         }  # fmt: skip
         assert full["pipecomp"]["seed"] == 9
-        assert recipe_plan.complete(config, plan, None)["pipecomp"]["seed"] == 4
+        assert steps.complete(config, plan, None)["pipecomp"]["seed"] == 4
         assert params["total_num_steps"] == "auto"  # what was given is not changed
 
     @pytest.mark.parametrize("key", ["warmup_max_lr", "warmup_type"])
     def test_auto_that_means_nothing(self, key: str) -> None:
-        plan = recipe_plan.Plan(steps=2, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
+        plan = steps.Plan(steps=2, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
         with pytest.raises(ConfigError, match=f"scheduler.params.{key}"):
-            recipe_plan.complete({"scheduler": {"params": {key: "auto"}}}, plan, None)
+            steps.complete({"scheduler": {"params": {key: "auto"}}}, plan, None)
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"pipecomp": {"activations": {"method": "zip"}}}'])
     def test_files_that_are_no_configuration(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ConfigError):
-            recipe_plan.read_config(str(tmp_path / "c.json"))
+            steps.read_config(str(tmp_path / "c.json"))
         with pytest.raises(ConfigError, match="No such file"):
-            recipe_plan.read_config(str(tmp_path / "d.json"))
+            steps.read_config(str(tmp_path / "d.json"))
 
     @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("recipes/*/ds_config*.json")), ids=str)
     def test_shipped_configurations_are_complete(self, path: Path) -> None:
-        config = recipe_plan.read_config(str(path))
-        plan = recipe_plan.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
-        completed = recipe_plan.complete(config, plan, 1)
+        config = steps.read_config(str(path))
+        plan = steps.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
+        completed = steps.complete(config, plan, 1)
         if path.parent.name == "resnet_split" and path.name != "ds_config_public.json":
             assert "scheduler" not in completed  # its rate falls by rounds, which the recipe sees to
             return
@@ -271,14 +271,14 @@ def test_an_earlier_runs_messages_are_forgotten(tmp_path: Path) -> None:
         environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
         environment.commit()
         environment.close()
-    recipe.forget_messages(settings, 1)
+    run.forget_messages(settings, 1)
     held = []
     for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
         environment = open_environment("lmdb", settings.store.path, rank)
         held.append(len(environment.link("link-0", described).inventory()))
         environment.close()
     assert held == [1, 0]
-    recipe.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
+    run.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
 
 
 def test_held_out_loss_counts_every_sample_alike() -> None:
@@ -292,11 +292,11 @@ def test_held_out_loss_counts_every_sample_alike() -> None:
             return torch.stack(losses).mean()
 
     for micro_batch in (1, 2, 3, 5, 8):
-        assert recipe.evaluate(Engine(), eval_batches(rows, micro_batch)) == pytest.approx(4.0)
+        assert run.evaluate(Engine(), eval_batches(rows, micro_batch)) == pytest.approx(4.0)
 
 
 def test_only_real_tokens_are_counted() -> None:
-    count = recipe._TokenCount(lambda samples: samples[0])
+    count = run._TokenCount(lambda samples: samples[0])
     count([{"input_ids": torch.zeros(3, 5)}])
     count([{"input_ids": torch.zeros(3, 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])}])
     assert count.tokens == 15 + 3
@@ -307,12 +307,12 @@ class TestText:
     @settings(max_examples=60, deadline=None)
     def test_blocks_are_consecutive_and_stay_where_they_are(self, lines: list[list[int]], size: int) -> None:
         stream = [token for line in lines for token in line]
-        text = [" ".join(map(str, line)) for line in lines]
+        rows = [" ".join(map(str, line)) for line in lines]
         if len(stream) < size:
             with pytest.raises(DataError, match=f"{len(stream)} tokens"):
-                recipe_text.blocks(Words(), text, size, vocabulary=50)
+                text.blocks(Words(), rows, size, vocabulary=50)
             return
-        found = recipe_text.blocks(Words(), text, size, vocabulary=50)
+        found = text.blocks(Words(), rows, size, vocabulary=50)
         assert len(found) == len(stream) // size
         for i in range(len(found)):
             assert found[i]["input_ids"].tolist() == stream[i * size : (i + 1) * size]
@@ -321,24 +321,24 @@ class TestText:
 
     def test_digest_tells_texts_apart(self) -> None:
         texts = ("1 2 3 4", "1 2 3 4", "1 2 4 3")
-        one, again, other = (recipe_text.blocks(Words(), [text], 2, vocabulary=50) for text in texts)
+        one, again, other = (text.blocks(Words(), [words], 2, vocabulary=50) for words in texts)
         assert one.digest() == again.digest() != other.digest()
 
     def test_a_foreign_tokenizer_is_refused(self) -> None:
         with pytest.raises(DataError, match="makes token 9, the model knows 9"):
-            recipe_text.blocks(Words(), ["1 9"], 2, vocabulary=9)
+            text.blocks(Words(), ["1 9"], 2, vocabulary=9)
 
     def test_files_in_the_order_given(self, tmp_path: Path) -> None:
         (tmp_path / "a").write_text("ä\nb")
         (tmp_path / "b").write_text("c\n")
         (tmp_path / "bad").write_bytes(b"ok\xff")
         args = text_arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
-        assert recipe_text.training_lines(args) == ["c\n", "ä\n", "b"]
-        assert recipe_text.held_out_lines(args) is None
+        assert text.training_lines(args) == ["c\n", "ä\n", "b"]
+        assert text.held_out_lines(args) is None
         with pytest.raises(DataError, match="not UTF-8 text: byte 2 is 0xff"):
-            recipe_text.read_lines(str(tmp_path / "bad"))
+            text.read_lines(str(tmp_path / "bad"))
         with pytest.raises(DataError, match="cannot be read"):
-            recipe_text.read_lines(str(tmp_path))
+            text.read_lines(str(tmp_path))
 
     def test_a_dataset_of_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -347,21 +347,21 @@ class TestText:
         (data / "train.txt").write_text("one\ntwo\n")
         (data / "validation.txt").write_text("three\n")
         args = text_arguments("--dataset", str(data))
-        recipe_text.check_arguments(args)
-        assert recipe_text.training_lines(args) == ["one\n", "two\n"]
-        assert recipe_text.held_out_lines(args) == ["three\n"]
+        text.check_arguments(args)
+        assert text.training_lines(args) == ["one\n", "two\n"]
+        assert text.held_out_lines(args) == ["three\n"]
         with pytest.raises(ConfigError, match="--dataset"):
-            recipe_text.training_lines(text_arguments("--dataset", str(tmp_path / "nothing")))
+            text.training_lines(text_arguments("--dataset", str(tmp_path / "nothing")))
 
 
 class TestModels:
     def test_tiny_fits_the_tokenizer(self) -> None:
-        source, config = recipe_text.causal_model(text_arguments("--block-size", "16", "--dropout", "0.25"), Words())
+        source, config = text.causal_model(text_arguments("--block-size", "16", "--dropout", "0.25"), Words())
         assert (config.vocab_size, config.n_positions, config.n_layer, config.resid_pdrop) == (50, 16, 4, 0.25)
         assert source.weights is None
-        _, config = recipe_text.causal_model(text_arguments(), Words())
+        _, config = text.causal_model(text_arguments(), Words())
         assert (config.n_positions, config.resid_pdrop) == (128, 0)
-        assert recipe_text.block_size(text_arguments(), config) == 128
+        assert text.block_size(text_arguments(), config) == 128
 
     def test_a_config_file_has_no_weights_a_folder_has(self, tmp_path: Path) -> None:
         from transformers import GPT2Config
@@ -369,15 +369,15 @@ class TestModels:
         config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=50, n_positions=2048)
         config.save_pretrained(tmp_path)
         args = text_arguments("--model", str(tmp_path / "config.json"))
-        source, found = recipe_text.causal_model(args, Words())
+        source, found = text.causal_model(args, Words())
         assert (source.weights, found.n_layer, found.resid_pdrop) == (None, 1, 0.1)
-        assert recipe_text.block_size(args, found) == 1024
+        assert text.block_size(args, found) == 1024
         with pytest.raises(ConfigError, match="at most 2048"):
-            recipe_text.block_size(text_arguments("--block-size", "4096"), found)
-        path, _ = recipe_text.causal_model(text_arguments("--model", str(tmp_path)), Words())
+            text.block_size(text_arguments("--block-size", "4096"), found)
+        path, _ = text.causal_model(text_arguments("--model", str(tmp_path)), Words())
         assert path == str(tmp_path)
         args = text_arguments("--model", str(tmp_path), "--dropout", "0")
-        source, _ = recipe_text.causal_model(args, Words())
+        source, _ = text.causal_model(args, Words())
         assert (source.weights, source.config.resid_pdrop, source.config.dtype) == (str(tmp_path), 0, torch.float32)
 
     @pytest.mark.parametrize("argument", ["--model", "--tokenizer"])
@@ -386,8 +386,8 @@ class TestModels:
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         calls: dict[str, Callable[[], Any]] = {
-            "--model": lambda: recipe_text.causal_model(text_arguments("--model", "no/thing"), Words()),
-            "--tokenizer": lambda: recipe_text.load_tokenizer("no/thing", []),
+            "--model": lambda: text.causal_model(text_arguments("--model", "no/thing"), Words()),
+            "--tokenizer": lambda: text.load_tokenizer("no/thing", []),
         }
         with pytest.raises(ConfigError) as caught:
             calls[argument]()
@@ -399,24 +399,24 @@ class TestModels:
 
         LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="not llama"):
-            recipe_text.causal_model(text_arguments("--model", str(tmp_path), "--dropout", "0.1"), Words())
+            text.causal_model(text_arguments("--model", str(tmp_path), "--dropout", "0.1"), Words())
 
     def test_a_tokenizer_is_trained_on_the_text_and_loads_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
-        text = ["round and round it goes\n"] * 20
-        tokenizer = recipe_text.load_tokenizer("train:300", text)
+        rows = ["round and round it goes\n"] * 20
+        tokenizer = text.load_tokenizer("train:300", rows)
         assert 257 <= len(tokenizer) <= 300
         tokenizer.save_pretrained(tmp_path)
-        again = recipe_text.load_tokenizer(str(tmp_path), [])
-        assert again(text[0])["input_ids"] == tokenizer(text[0])["input_ids"]
-        assert len(again(text[0])["input_ids"]) < len(text[0]) / 2
-        assert again.decode(again(text[0])["input_ids"]) == text[0]
+        again = text.load_tokenizer(str(tmp_path), [])
+        assert again(rows[0])["input_ids"] == tokenizer(rows[0])["input_ids"]
+        assert len(again(rows[0])["input_ids"]) < len(rows[0]) / 2
+        assert again.decode(again(rows[0])["input_ids"]) == rows[0]
         assert again.eos_token_id == tokenizer.eos_token_id is not None
         with pytest.raises(ConfigError, match="--tokenizer"):
-            recipe_text.load_tokenizer("train:10", text)
+            text.load_tokenizer("train:10", rows)
 
 
 class TestReport:
@@ -438,7 +438,7 @@ class TestReport:
         assert found.groups == {"data parallel": {"bytes_raw": 30, "bytes_sent": 24}}
 
     def report(self, report: Report) -> None:
-        plan = recipe_plan.Plan(steps=2, per_epoch=2, micro_batch=1, accumulation=1, replicas=1)
+        plan = steps.Plan(steps=2, per_epoch=2, micro_batch=1, accumulation=1, replicas=1)
         traffic = Traffic.of([self.rank(0, ["0->1"], 7)])
         with report:
             report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
@@ -475,7 +475,7 @@ class TestReport:
 
 
 def test_a_batch_of_blocks_is_what_the_engine_takes() -> None:
-    found = recipe_text.blocks(Words(), ["1 2 3 4 5"], 2, vocabulary=50)
+    found = text.blocks(Words(), ["1 2 3 4 5"], 2, vocabulary=50)
     batch = as_micro_batch(eval_batches(found, 2)[0])
     assert batch.ids == (0, 1)
     assert batch.inputs["input_ids"].tolist() == [[1, 2], [3, 4]]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipecomp.errors import DataError
-from pipecomp.recipe_images import read_images
-from pipecomp.recipe_resnet import resnet
-from pipecomp.recipe_resume import DATA
+from pipecomp.recipes.images import read_images
+from pipecomp.recipes.resnet import resnet
+from pipecomp.recipes.resume import DATA
 from tests.recipe_runs import ROOT, Ended, launch, launch_nodes, script
 
 RECIPE = ROOT / "recipes" / "resnet_split"

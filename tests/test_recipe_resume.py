@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipecomp import recipe, recipe_plan
 from pipecomp.checkpoint import manifest
 from pipecomp.errors import ConfigError
-from pipecomp.recipe_report import Report, Traffic
-from pipecomp.recipe_resume import Checkpoints
+from pipecomp.recipes import run, steps
+from pipecomp.recipes.report import Report, Traffic
+from pipecomp.recipes.resume import Checkpoints
 
 
 def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **state: dict) -> Path:
@@ -75,7 +75,7 @@ class TestSeals:
 
 
 def given(*words: str) -> argparse.Namespace:
-    parser = recipe.arguments("mine", "")
+    parser = run.arguments("mine", "")
     return parser.parse_args(["--deepspeed_config", "c", "--model", "m", "--tokenizer", "t", *words])
 
 
@@ -189,7 +189,7 @@ class TestResume:
             self.found(tmp_path, settings={**before, "pipecomp.store.bits": 4})
 
     def test_when_it_saves(self, tmp_path: Path) -> None:
-        for more, steps in (((), [3, 6, 7]), (("--save-every", "2"), [2, 4, 6, 7])):
+        for more, expected in (((), [3, 6, 7]), (("--save-every", "2"), [2, 4, 6, 7])):
             checkpoints, _ = self.found(tmp_path, *more)
             engine = Engine()
             written = []
@@ -197,7 +197,7 @@ class TestResume:
                 before = len(engine.saved)
                 checkpoints.save(engine, step, ends_epoch=step % 3 == 0, last=step == 7)
                 written += [step] * (len(engine.saved) - before)
-            assert written == steps
+            assert written == expected
             assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}, "recipe_trained": {"--crop": 4}})
 
 
@@ -210,7 +210,7 @@ def test_metrics_go_on(tmp_path: Path) -> None:
 
     def run(after: int, first: int, last: int, counted: int) -> None:
         with Report(str(tmp_path / "m.jsonl"), None, silent=False, after=after) as report:
-            plan = recipe_plan.Plan(steps=9, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
+            plan = steps.Plan(steps=9, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
             report.start(given(), plan, Config(), 2, 3, 1)
             for step in range(first, last + 1):
                 epoch = plan.epoch(step)

@@ -1,4 +1,4 @@
-"""What a recipe compares with a checkpoint before it goes on: the command line and the data of every recipe."""
+"""What a recipe compares with a checkpoint before it goes on: the command line and the data of every run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp import recipe
-from pipecomp.recipe_resume import DATA, what_is_trained
+from pipecomp.recipes import run
+from pipecomp.recipes.resume import DATA, what_is_trained
 from tests.recipe_runs import ROOT, script
 
 peft = pytest.importorskip("peft")
@@ -67,7 +67,7 @@ def given(name: str, **changed: str) -> list[str]:
 
 @pytest.fixture
 def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Of a recipe and changes of its command line: what `recipe.train` gets, or resnet_split's own loop."""
+    """Of a recipe and changes of its command line: what `run.train` gets, or resnet_split's own loop."""
 
     @contextlib.contextmanager
     def together() -> Iterator[Callable[[str, Any], None]]:
@@ -77,9 +77,9 @@ def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     monkeypatch.chdir(work)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
-    monkeypatch.setattr(recipe, "join", lambda args: None)
-    monkeypatch.setattr(recipe, "together", together)
-    monkeypatch.setattr(recipe, "train", lambda args, **more: kept.update(more))
+    monkeypatch.setattr(run, "join", lambda args: None)
+    monkeypatch.setattr(run, "together", together)
+    monkeypatch.setattr(run, "train", lambda args, **more: kept.update(more))
 
     def find(name: str, **changed: str) -> dict[str, Any]:
         module = script(name)

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.cluster.agreement import versions
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
-from pipecomp.recipe import join
+from pipecomp.recipes.run import join
 from pipecomp.stages import plan
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.loading import resolve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.recipe_report import Traffic
+from pipecomp.recipes.report import Traffic
 
 _TRAINING = ("forward", "backward")
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 
-from pipecomp import recipe, recipe_classify, recipe_encoder
+from pipecomp.recipes import classify, encoder, run
 
-TASK = recipe_classify.QNLI
+TASK = classify.QNLI
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line: what all recipes have, and what classification adds."""
-    parser = recipe.arguments("deberta_qnli", "Classify questions with sentences over compressed pipeline links.")
-    recipe_classify.add_arguments(parser, TASK)
+    parser = run.arguments("deberta_qnli", "Classify questions with sentences over compressed pipeline links.")
+    classify.add_arguments(parser, TASK)
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
-    recipe_encoder.fine_tune(args, TASK)
+    encoder.fine_tune(args, TASK)
 
 
 if __name__ == "__main__":
-    recipe.run(main, arguments())
+    run.run(main, arguments())

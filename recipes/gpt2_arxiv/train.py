@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-from pipecomp import recipe, recipe_language, recipe_text
+from pipecomp.recipes import language, run, text
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line: what all recipes have, and what language modelling on documents adds."""
-    parser = recipe.arguments("gpt2_arxiv", "Fine-tune GPT-2 on abstracts over compressed pipeline links.")
-    recipe_text.add_arguments(parser)
-    recipe_language.add_document_arguments(parser)
+    parser = run.arguments("gpt2_arxiv", "Fine-tune GPT-2 on abstracts over compressed pipeline links.")
+    text.add_arguments(parser)
+    language.add_document_arguments(parser)
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
-    recipe_language.fine_tune(args, recipe_language.read_documents, documents=True)
+    language.fine_tune(args, language.read_documents, documents=True)
 
 
 if __name__ == "__main__":
-    recipe.run(main, arguments())
+    run.run(main, arguments())

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, DataError, PipecompError
-from pipecomp.recipe import at_least
-from pipecomp.recipe_text import hub_errors, load_tokenizer, read_lines
+from pipecomp.recipes.run import at_least
+from pipecomp.recipes.text import hub_errors, load_tokenizer, read_lines
 
 
 @dataclass(frozen=True)

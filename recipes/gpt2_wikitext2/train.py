@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 
-from pipecomp import recipe, recipe_language, recipe_text
+from pipecomp.recipes import language, run, text
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line: what all recipes have, and what language modelling adds."""
-    parser = recipe.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text over compressed pipeline links.")
-    recipe_text.add_arguments(parser)
+    parser = run.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text over compressed pipeline links.")
+    text.add_arguments(parser)
     return parser
 
 
 def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
     """Training and held-out text, line by line."""
-    return recipe_text.training_lines(args), recipe_text.held_out_lines(args)
+    return text.training_lines(args), text.held_out_lines(args)
 
 
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
-    recipe_language.fine_tune(args, read, documents=False)
+    language.fine_tune(args, read, documents=False)
 
 
 if __name__ == "__main__":
-    recipe.run(main, arguments())
+    run.run(main, arguments())

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pipecomp import recipe, recipe_images, recipe_plan
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipe_report import Report, Traffic
-from pipecomp.recipe_resnet import client_cuts, resnet
-from pipecomp.recipe_resume import DATA, Checkpoints, what_is_trained
+from pipecomp.recipes import images, run, steps
+from pipecomp.recipes.report import Report, Traffic
+from pipecomp.recipes.resnet import client_cuts, resnet
+from pipecomp.recipes.resume import DATA, Checkpoints, what_is_trained
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
@@ -29,9 +29,9 @@ DECAY_ROUNDS = 20  # the paper's
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = recipe.arguments("resnet_split", "Split learning of a ResNet over compressed links.", text=False)
+    parser = run.arguments("resnet_split", "Split learning of a ResNet over compressed links.", text=False)
     add = parser.add_argument
-    positive, pixels = recipe.at_least(1), recipe.at_least(0)
+    positive, pixels = run.at_least(1), run.at_least(0)
     add("--model", default="resnet34", metavar="SIZE", help="resnet34, or tiny: three small blocks (default resnet34)")
     add("--norm", default="batch", metavar="KIND", help="batch or group (default batch)")
     add("--clients", type=positive, default=16, metavar="N", help="clients trained in turn (default 16)")
@@ -69,49 +69,49 @@ Found = tuple[Task, str | None]  # in a client's process, with a hash of its hel
 class ClientData:
     """What the clients' processes hold."""
 
-    views: recipe_images.Views
-    turns: recipe_images.ClientTurns
-    held_out: recipe_images.Images | None
+    views: images.Views
+    turns: images.ClientTurns
+    held_out: images.Images | None
 
 
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     check_arguments(args)
-    recipe.join(args)
+    run.join(args)
     rank = dist.get_rank()
-    with recipe.together() as same:
+    with run.together() as same:
         if dist.get_world_size() != STAGES:
             raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
-        config = recipe_plan.read_config(args.deepspeed_config)
-        micro, accumulation = recipe_plan.batch_sizes(config, 1)
+        config = steps.read_config(args.deepspeed_config)
+        micro, accumulation = steps.batch_sizes(config, 1)
         seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
         if "scheduler" in config and args.decay_rounds is not None:
             raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
         same("arguments or configuration", (config, seed, shown_arguments(args)))
-    with recipe.together():
+    with run.together():
         data, mine = None, None
         if rank != SERVER:
             data, mine = read(args, micro, accumulation, seed)
     task = agreed(mine)
-    with recipe.together():
+    with run.together():
         per_epoch = task.per_round * accumulation
-        steps = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
-        plan = recipe_plan.Plan(
-            steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1
+        count = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
+        plan = steps.Plan(
+            steps=count, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1
         )
-        config = recipe_plan.complete(config, plan, args.seed)
+        config = steps.complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
         trained = what_is_trained(args, meanings(args, config, task))
         checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()), trained)
-    with recipe.together():
+    with run.together():
         goes_on = checkpoints.find()
         if not checkpoints.step:
-            recipe.forget_messages(settings, rank)
+            run.forget_messages(settings, rank)
         report = Report(
             args.metrics, args.tensorboard, silent=rank != 0, unit="images", period="round", after=checkpoints.step
         )
         if args.save:
-            recipe.make_folder(args.save)
+            run.make_folder(args.save)
         torch.manual_seed(seed)  # the same weights on every rank, each of which keeps its own part
         network = resnet(args.model, task.classes, norm=args.norm)
         if args.start:
@@ -170,27 +170,27 @@ def meanings(args: argparse.Namespace, config: dict[str, Any], task: Task) -> di
 
 def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> tuple[ClientData, Found]:
     """The images as the clients train on them, and what `agreed` compares. Raises DataError."""
-    held_out: recipe_images.Images | None = None
+    held_out: images.Images | None = None
     if args.dataset is not None:
-        images, held_out = (recipe_images.dataset_images(args.dataset, part=part) for part in ("train", "test"))
+        training, held_out = (images.dataset_images(args.dataset, part=part) for part in ("train", "test"))
     else:
-        images = recipe_images.read_images(args.train_file, part="train")
+        training = images.read_images(args.train_file, part="train")
         if args.eval_file is not None:
-            held_out = recipe_images.read_images([args.eval_file], part="test")
-    if held_out is not None and held_out.shape != images.shape:
-        raise DataError(f"held-out images of {held_out.shape}, the training images are {images.shape}")
-    views = recipe_images.Views(images, args.crop, flip=not args.no_flip, matched=not args.unmatched)
-    parts = recipe_images.shares(images.labels, args.clients, args.concentration, seed)
-    turns = recipe_images.ClientTurns(
+            held_out = images.read_images([args.eval_file], part="test")
+    if held_out is not None and held_out.shape != training.shape:
+        raise DataError(f"held-out images of {held_out.shape}, the training images are {training.shape}")
+    views = images.Views(training, args.crop, flip=not args.no_flip, matched=not args.unmatched)
+    parts = images.shares(training.labels, args.clients, args.concentration, seed)
+    turns = images.ClientTurns(
         views, parts, batch=micro * accumulation, micro_batch=micro, epochs=args.epochs, seed=seed
     )
     task = Task(
-        shape=images.shape,
-        classes=max(images.classes, 0 if held_out is None else held_out.classes),
-        images=len(images),
+        shape=training.shape,
+        classes=max(training.classes, 0 if held_out is None else held_out.classes),
+        images=len(training),
         held_out=0 if held_out is None else len(held_out),
         per_round=turns.per_round,
-        digest=images.digest(),
+        digest=training.digest(),
     )
     held_out_digest = None if held_out is None else held_out.digest()
     return ClientData(views=views, turns=turns, held_out=held_out), (task, held_out_digest)
@@ -234,8 +234,8 @@ def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
     found = engine.eval_batch(iter(batches), num_micro_batches=count_all, on_logits=count)
     total: list[Any] = [None if found is None else torch.stack(found).sum(0).tolist()]
     dist.broadcast_object_list(total, src=STAGES - 1)
-    loss, right, images = total[0]
-    return {"loss": loss / images, "accuracy": right / images}
+    loss, right, count = total[0]
+    return {"loss": loss / count, "accuracy": right / count}
 
 
 def load(network: torch.nn.Sequential, folder: str) -> None:
@@ -262,4 +262,4 @@ def save(stage: Any, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    recipe.run(main, arguments())
+    run.run(main, arguments())

@@ -11,8 +11,8 @@ from benchmarks.inprocess import InProcessPipeline
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.recipe_images import ClientTurns, Images, Views
-from pipecomp.recipe_resnet import client_cuts, resnet
+from pipecomp.recipes.images import ClientTurns, Images, Views
+from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.stages import modules
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]

@@ -2,13 +2,13 @@
 
 A recipe's train.py adds its own arguments, its data and its model:
 
-    parser = recipe.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text.")
+    parser = run.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text.")
     def main(args):
-        recipe.join(args)
-        with recipe.together():
+        run.join(args)
+        with run.together():
             ...                                   # data and model; an error of one rank ends all of them
-        recipe.train(args, model=..., training=..., trained=..., held_out=...)
-    recipe.run(main, parser)
+        run.train(args, model=..., training=..., trained=..., held_out=...)
+    run.run(main, parser)
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp import recipe_resume
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError
-from pipecomp.recipe_plan import complete, make_plan, read_config
-from pipecomp.recipe_report import Report, Traffic
-from pipecomp.recipe_resume import Checkpoints
+from pipecomp.recipes import resume
+from pipecomp.recipes.report import Report, Traffic
+from pipecomp.recipes.resume import Checkpoints
+from pipecomp.recipes.steps import complete, make_plan, read_config
 
 DEFAULT_SEED = 0
 
@@ -72,7 +72,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
-    recipe_resume.add_arguments(parser, at_least)
+    resume.add_arguments(parser, at_least)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     return parser
 
@@ -190,7 +190,7 @@ def train(
     """Train and evaluate as the command line and the configuration say, and save; call it on every rank.
 
     model: as for `pipecomp.initialize`. training, held_out: samples with a length. trained: of
-    `recipe_resume.what_is_trained`. measures(loss): what an `eval` line adds to the held-out loss. evaluation(engine,
+    `resume.what_is_trained`. measures(loss): what an `eval` line adds to the held-out loss. evaluation(engine,
     batches): makes the numbers of an `eval` line, "loss" among them, where a loss alone does not tell them; `measures`
     is not called then. tokenizer: saved beside the model. Raises this project's errors.
     """

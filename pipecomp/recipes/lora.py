@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.errors import ConfigError
-from pipecomp.recipe_text import model_config
+from pipecomp.recipes.text import model_config
 
 # Of a new adapter. The parser's own default is None, so that what was given beside a saved one is seen.
 RANK, ALPHA, DROPOUT = 8, 16, 0.0

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-from pipecomp import recipe, recipe_text
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipe_resume import DATA, what_is_trained
+from pipecomp.recipes import run, text
+from pipecomp.recipes.resume import DATA, what_is_trained
 
 Texts = list[str]
 
@@ -20,7 +20,7 @@ def fine_tune(
     read: Callable[[argparse.Namespace], tuple[Texts, Texts | None]],
     *,
     documents: bool,
-    load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = recipe_text.causal_model,
+    load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = text.causal_model,
     meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
 ) -> None:
     """One rank of a run, from text to saved model.
@@ -30,29 +30,29 @@ def fine_tune(
     config. meanings(args, model): what its arguments mean, see `recipe_resume.what_is_trained`. Raises this project's
     errors.
     """
-    recipe_text.check_arguments(args)
-    recipe.join(args)
-    with recipe.together():
+    text.check_arguments(args)
+    run.join(args)
+    with run.together():
         training_texts, held_out_texts = read(args)
-    with recipe.together() as same:
-        tokenizer = recipe_text.load_tokenizer(args.tokenizer, training_texts)
+    with run.together() as same:
+        tokenizer = text.load_tokenizer(args.tokenizer, training_texts)
         end = None
         if documents:
             end = tokenizer.eos_token_id
             if end is None:
                 raise ConfigError("--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
         model, config = load(args, tokenizer)
-        size = recipe_text.block_size(args, config)
-        training = recipe_text.blocks(tokenizer, training_texts, size, vocabulary=config.vocab_size, end=end)
+        size = text.block_size(args, config)
+        training = text.blocks(tokenizer, training_texts, size, vocabulary=config.vocab_size, end=end)
         held_out = None
         if held_out_texts is not None:
-            held_out = recipe_text.blocks(tokenizer, held_out_texts, size, vocabulary=config.vocab_size, end=end)
+            held_out = text.blocks(tokenizer, held_out_texts, size, vocabulary=config.vocab_size, end=end)
         digest = training.digest()
         same("the training data or the tokenizer", digest)
         same("the held-out data", None if held_out is None else held_out.digest())
         trained = what_is_trained(args, {"--block-size": size, DATA: digest, **meanings(args, model)}, config)
-    recipe.train(
-        args, model=model, training=training, trained=trained, held_out=held_out, measures=recipe_text.perplexity,
+    run.train(
+        args, model=model, training=training, trained=trained, held_out=held_out, measures=text.perplexity,
         tokenizer=tokenizer,
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
     """The documents of --train-file and --eval-file, or of --dataset. Raises DataError, ConfigError."""
     if args.dataset is not None:
         training, held_out = (
-            recipe_text.dataset_split(args.dataset, splits, (args.field,))[args.field]
+            text.dataset_split(args.dataset, splits, (args.field,))[args.field]
             for splits in (("train",), ("validation", "test"))
         )
         return _cleaned(training), _cleaned(held_out)
@@ -85,7 +85,7 @@ def documents_of(path: str, field: str) -> Texts:
 
     Runs of white space become one space; empty documents are left out. Raises DataError naming file and line.
     """
-    lines = recipe_text.read_lines(path)
+    lines = text.read_lines(path)
     if not path.endswith((".jsonl", ".json")):
         return _cleaned(lines)
     found = []
@@ -96,13 +96,13 @@ def documents_of(path: str, field: str) -> Texts:
             value = json.loads(line)
         except ValueError as error:
             raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-        text = value.get(field) if isinstance(value, dict) else value
-        if not isinstance(text, str):
+        document = value.get(field) if isinstance(value, dict) else value
+        if not isinstance(document, str):
             has = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
             raise DataError(f"{path}, line {number}: has {has}; needed: an object with a text under {field!r}")
-        found.append(text)
+        found.append(document)
     return _cleaned(found)
 
 
 def _cleaned(texts: Texts) -> Texts:
-    return [cleaned for text in texts if (cleaned := " ".join(text.split()))]
+    return [cleaned for document in texts if (cleaned := " ".join(document.split()))]

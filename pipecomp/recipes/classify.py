@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipe_text import check_sources, dataset_split, read_text
+from pipecomp.recipes.text import check_sources, dataset_split, read_text
 
 LABEL = "label"
 BYTE_ORDER_MARK = "\ufeff"

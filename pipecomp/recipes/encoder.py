@@ -1,4 +1,4 @@
-"""Encoders to fine-tune as classifiers: tokenizers, pre-trained models, a small DeBERTa, and the run of a recipe."""
+"""Encoders to fine-tune as classifiers: tokenizers, pre-trained models, a small DeBERTa, and the run of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp import recipe, recipe_classify
 from pipecomp.errors import ConfigError
-from pipecomp.recipe_classify import Samples, Task
-from pipecomp.recipe_resume import DATA, what_is_trained
-from pipecomp.recipe_text import hub_errors
+from pipecomp.recipes import classify, run
+from pipecomp.recipes.classify import Samples, Task
+from pipecomp.recipes.resume import DATA, what_is_trained
+from pipecomp.recipes.text import hub_errors
 
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -23,17 +23,17 @@ MIN_VOCABULARY = 256 + len(SPECIAL)
 
 def fine_tune(args: argparse.Namespace, task: Task) -> None:
     """One rank of a recipe's run: join the others, read, tokenize, load, train. Raises this project's errors."""
-    recipe_classify.check_arguments(args)
-    recipe.join(args)
-    with recipe.together():
-        rows = recipe_classify.training_rows(args, task)
-        held_out_rows = recipe_classify.held_out_rows(args, task)
-    with recipe.together() as same:
+    classify.check_arguments(args)
+    run.join(args)
+    with run.together():
+        rows = classify.training_rows(args, task)
+        held_out_rows = classify.held_out_rows(args, task)
+    with run.together() as same:
         tokenizer = load_tokenizer(args.tokenizer, [text for row in rows for text in row.texts])
         model, config = classifier(args, tokenizer, task)
         check_length(args, tokenizer, config)
 
-        def samples(of: list[recipe_classify.Row]) -> Samples:
+        def samples(of: list[classify.Row]) -> Samples:
             return Samples(tokenizer, of, args.max_tokens, vocabulary=config.vocab_size, types=has_types(config))
 
         training = samples(rows)
@@ -42,9 +42,9 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
         same("the training data or the tokenizer", digest)
         same("the held-out data", None if held_out is None else held_out.digest())
         trained = what_is_trained(args, {DATA: digest}, config)
-    recipe.train(
+    run.train(
         args, model=model, training=training, trained=trained, held_out=held_out, tokenizer=tokenizer,
-        collate=recipe_classify.Padding(tokenizer.pad_token_id), evaluation=recipe_classify.evaluate,
+        collate=classify.Padding(tokenizer.pad_token_id), evaluation=classify.evaluate,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from pipecomp.errors import DataError
 from pipecomp.kernels import ops
-from pipecomp.recipe_text import dataset_split
+from pipecomp.recipes.text import dataset_split
 
 CIFAR_SIDE = 32
 CIFAR_LABELS = {1: "CIFAR-10", 2: "CIFAR-100"}  # bytes of labels before the pixels of an image
