@@ -24,8 +24,8 @@ from breakdown_plot import plot_parts, plot_throughput
 from clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
 
 from pipecomp.allreduce import Prediction, predict
-from pipecomp.bench_allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
-from pipecomp.bench_buckets import values_in
+from pipecomp.bench.allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
+from pipecomp.bench.gradients import values_in
 
 RESULTS = Path(__file__).parent / "results"
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}

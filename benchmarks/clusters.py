@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from pipecomp.allreduce import predict
-from pipecomp.bench_buckets import Shapes, values_in
+from pipecomp.bench.gradients import Shapes, values_in
 
 GBIT = 2.0**30  # bits
 LATENCY_S = 9e-3

@@ -104,7 +104,7 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
     from inprocess import InProcessPipeline
     from wikitext import pretrained_model, wikitext_task
 
-    from pipecomp.bf16_products import products_in_float32
+    from pipecomp.bench.bf16 import products_in_float32
     from pipecomp.data import eval_batches
     from pipecomp.demo_task import Sequences
 

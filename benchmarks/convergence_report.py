@@ -100,7 +100,7 @@ def _table(runs: list[Run]) -> list[str]:
         "Sent: bytes of whole messages, headers and scales included, as a share of the values' bytes in the training "
         "dtype; forward over all epochs and without the first, in which samples are sent whole. FP32 is the same, bit "
         "for bit, for every K. Stores: all ends of all links together. Matrix products of BF16 training are computed "
-        "in float32 and rounded (`pipecomp/bf16_products.py`).",
+        "in float32 and rounded (`pipecomp/bench/bf16.py`).",
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|" + "---|" * len(HEADINGS),

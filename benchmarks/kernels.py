@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from pipecomp.bench_kernels import Row, bench_kernels, kernels_table
+from pipecomp.bench.kernels import Row, bench_kernels, kernels_table
 from pipecomp.kernels import dispatch
 
 KEY = ("operation", "bits", "shape", "backend", "threads")

@@ -22,8 +22,8 @@ from typing import Any
 
 from jobs import digest, finished, parser, work_off
 
-from pipecomp.bench_lines import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
-from pipecomp.bench_pipeline import reference_compute, start_engine
+from pipecomp.bench.configurations import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
+from pipecomp.bench.pipeline import reference_compute, start_engine
 
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}

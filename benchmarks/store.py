@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from pipecomp.bench_store import HEADINGS, STEP, Row, bench_store, store_cells, store_table
+from pipecomp.bench.store import HEADINGS, STEP, Row, bench_store, store_cells, store_table
 
 
 def markdown(rows: list[Row], command: str) -> str:

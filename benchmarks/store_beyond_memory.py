@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_lines import Model
+from pipecomp.bench.configurations import Model
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jobs import chosen, digest, finished, parser, work_off
 
-from pipecomp.bench_lines import (
+from pipecomp.bench.configurations import (
     COARSE,
     EIGHT,
     LINES,
@@ -29,7 +29,7 @@ from pipecomp.bench_lines import (
     Model,
     rate_for,
 )
-from pipecomp.bench_pipeline import measure
+from pipecomp.bench.pipeline import measure
 
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.bench_lines import (
+from pipecomp.bench.bf16 import cpu_multiplies_bf16
+from pipecomp.bench.configurations import (
     COARSE,
     LINES,
     REPLICAS,
@@ -21,8 +22,7 @@ from pipecomp.bench_lines import (
     Model,
     message_bytes,
 )
-from pipecomp.bench_pipeline import summary
-from pipecomp.bf16_products import cpu_multiplies_bf16
+from pipecomp.bench.pipeline import summary
 
 Row = dict[str, Any]
 HEADINGS = ("line", "s", "least", "most", "× DeepSpeed FP32", "of its own unthrottled", "MB a step", "in flight")
@@ -69,7 +69,7 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         "limit that compute in float32. s: median step; \"MB a step\": on all "
         "interfaces. Stock DeepSpeed is 0.19.8's own pipeline engine."
         + ("" if cpu_multiplies_bf16() else " This processor has no BF16 products: lines in BF16, stock DeepSpeed's "
-           "too, compute them in float32 and round (`pipecomp/bf16_products.py`)."),
+           "too, compute them in float32 and round (`pipecomp/bench/bf16.py`)."),
         "",
         "![steps a second over the link's rate](throughput.png)",
         "",

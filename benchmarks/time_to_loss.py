@@ -93,7 +93,7 @@ def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
     }
     section = METHODS[name]
     if section is None:
-        from pipecomp.bench_stock import stock_engine
+        from pipecomp.bench.stock_deepspeed import stock_engine
 
         engine = stock_engine(model, STAGES, config)
         batches = _batches(task.training)

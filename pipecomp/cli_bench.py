@@ -23,7 +23,7 @@ def bench_kernel(
 ) -> None:
     """Kernels: GB/s and the ratio to memcpy of the bytes that they must move, alternating in one run."""
     with plain_errors():
-        from pipecomp.bench_kernels import bench_kernels, kernels_table
+        from pipecomp.bench.kernels import bench_kernels, kernels_table
 
         chosen = [name.strip() for name in backends.split(",")]
         rows = bench_kernels(backends=chosen, operations=operation, threads=threads, seconds=seconds, device=device)
@@ -40,7 +40,7 @@ def bench_stores(
 ) -> None:
     """Message stores: put, get, prefetched get and background writes, beside memcpy and plain file writes."""
     with plain_errors():
-        from pipecomp.bench_store import bench_store, store_table
+        from pipecomp.bench.store import bench_store, store_table
 
         rows = bench_store(samples=samples, epochs=epochs, folder=folder)
         write_json(json_file, rows)
@@ -57,7 +57,7 @@ def bench_averages(
 ) -> None:
     """Averages of gradients over processes on this machine: time by part, bytes, error, beside float32 and PowerSGD."""
     with plain_errors():
-        from pipecomp.bench_allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
+        from pipecomp.bench.allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
 
         rows = bench_allreduce(
             sizes=_whole_numbers("sizes", sizes), ranks=_whole_numbers("ranks", ranks), seconds=seconds,
@@ -89,8 +89,8 @@ def bench_steps(
     r is the time that one micro-batch's float32 messages take, both ways, over what a stage computes on it.
     """
     with plain_errors():
-        from pipecomp.bench_lines import lines_of, rates_of
-        from pipecomp.bench_pipeline import bench_pipeline, pipeline_table
+        from pipecomp.bench.configurations import lines_of, rates_of
+        from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
 
         rows = bench_pipeline(
             lines=lines_of(lines), rates=rates_of(rates), stages=stages, steps=steps, rounds=rounds, delay=delay,

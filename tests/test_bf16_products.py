@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipecomp.bf16_products import products_in_float32
+from pipecomp.bench.bf16 import products_in_float32
 
 
 def test_products_are_those_of_float32_rounded_once():

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.allreduce import predict
-from pipecomp.bench_allreduce import (
+from pipecomp.bench.allreduce import (
     FP32,
     HEADINGS,
     LEAST_ROUNDS,
@@ -25,7 +25,7 @@ from pipecomp.bench_allreduce import (
     bench_allreduce,
     variants_of,
 )
-from pipecomp.bench_buckets import Bucket, gradient, shapes_of, values_in
+from pipecomp.bench.gradients import Bucket, gradient, shapes_of, values_in
 from pipecomp.cli import app
 from pipecomp.errors import ConfigError
 

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from pipecomp.bench_lines import LINES, TWICE, Model, lines_of, message_bytes, rates_of
-from pipecomp.bench_pipeline import bench_pipeline, pipeline_table
+from pipecomp.bench.configurations import LINES, TWICE, Model, lines_of, message_bytes, rates_of
+from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
 from pipecomp.errors import ConfigError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]

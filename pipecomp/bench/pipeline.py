@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.bench_lines import LINES, RATES, UNTHROTTLED, Line, Model, rate_for
+from pipecomp.bench.configurations import LINES, RATES, UNTHROTTLED, Line, Model, rate_for
 from pipecomp.netlab.lab import Lab
 
 Row = dict[str, Any]
@@ -154,7 +154,7 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
 
 def through_float32(line: Line) -> Any:
     """A context in which BF16 products are float32's, rounded, for lines in BF16 on a CPU that has no such products."""
-    from pipecomp.bf16_products import cpu_multiplies_bf16, products_in_float32
+    from pipecomp.bench.bf16 import cpu_multiplies_bf16, products_in_float32
 
     return products_in_float32(line.dtype == "bf16" and not cpu_multiplies_bf16())
 
@@ -204,7 +204,7 @@ def _ours(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
 
 
 def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any:
-    from pipecomp.bench_stock import stock_engine
+    from pipecomp.bench.stock_deepspeed import stock_engine
 
     config = _config(line, tokens)
     engine = stock_engine(whole, stages, config)

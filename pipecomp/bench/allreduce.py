@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
 from pipecomp.allreduce.exchanges import plan_of, ring_bytes
-from pipecomp.bench_buckets import Bucket, Shapes, gradient, shapes_of, values_in
+from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients

@@ -1,0 +1,1 @@
+"""What `pipecomp bench` measures on this machine."""
