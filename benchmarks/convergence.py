@@ -106,7 +106,7 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
 
     from pipecomp.bench.bf16 import products_in_float32
     from pipecomp.data import eval_batches
-    from pipecomp.demo_task import Sequences
+    from pipecomp.demo.task import Sequences
 
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)

@@ -73,7 +73,7 @@ def one_rank(
 
     import pipecomp
     from pipecomp.data import eval_batches
-    from pipecomp.demo_task import Sequences
+    from pipecomp.demo.task import Sequences
 
     torch.set_num_threads(1)
     task = wikitext_task(Path(data), Path(cache))

@@ -81,7 +81,7 @@ def _train(job: Job, note: Note) -> None:
     import torch
 
     from pipecomp.cluster import heartbeat
-    from pipecomp.demo_task import Sequences, gpt2
+    from pipecomp.demo.task import Sequences, gpt2
     from pipecomp.recipes import run
 
     torch.set_num_threads(1)

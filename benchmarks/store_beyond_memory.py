@@ -80,7 +80,7 @@ def train(rank: int, world: int, note: Any, line: str, samples: int, epochs: int
     import torch
 
     import pipecomp
-    from pipecomp.demo_task import gpt2
+    from pipecomp.demo.task import gpt2
 
     torch.set_num_threads(1)
     group = ControlGroup(f"pipecomp-{os.getppid()}-{rank}") if line == SMALL else None

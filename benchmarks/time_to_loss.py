@@ -101,7 +101,7 @@ def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
         engine.train_batch = lambda: one_batch(batches)
         return engine
     import pipecomp
-    from pipecomp.demo_task import Sequences
+    from pipecomp.demo.task import Sequences
 
     if section.get("activations", {}).get("method") == "aqsgd":
         section = {**section, "store": {"path": store}}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.demo_task import pretrain, sequences, train_tokenizer
+from pipecomp.demo.task import pretrain, sequences, train_tokenizer
 from pipecomp.errors import DataError
 
 VOCABULARY, LENGTH = 2048, 32

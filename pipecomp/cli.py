@@ -33,8 +33,8 @@ def demo(
 ) -> None:
     """Fine-tune a small GPT-2 over pipeline stages with several methods; show what each reached and what it sent."""
     with plain_errors():
-        from pipecomp.demo import Settings, run_demo
-        from pipecomp.demo_plot import tables
+        from pipecomp.demo.plot import tables
+        from pipecomp.demo.run import Settings, run_demo
 
         smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
         forward, backward = _bits(bits)

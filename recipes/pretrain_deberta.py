@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecomp.demo_task import pretrain
+from pipecomp.demo.task import pretrain
 from pipecomp.errors import ConfigError
 from pipecomp.recipes.encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
 from pipecomp.recipes.text import blocks, read_text

@@ -10,7 +10,7 @@ import torch
 from benchmarks.inprocess import InProcessPipeline
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.data import eval_batches
-from pipecomp.demo_task import Sequences, gpt2
+from pipecomp.demo.task import Sequences, gpt2
 from pipecomp.errors import ConfigError
 
 STEPS = 8

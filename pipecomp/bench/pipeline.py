@@ -102,7 +102,7 @@ def start_engine(line: Line, model: Model, stages: int, folder: str) -> Any:
     """The engine of a line on one of its ranks. folder: for its message store."""
     import torch
 
-    from pipecomp.demo_task import gpt2
+    from pipecomp.demo.task import gpt2
 
     whole = gpt2(model.vocabulary, model.tokens, layers=model.blocks, width=model.width, heads=model.heads, seed=0)
     whole.config.tie_word_embeddings = False

@@ -16,8 +16,8 @@ from typing import Any
 
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Activations
-from pipecomp.demo_plot import NAMES, plot
-from pipecomp.demo_task import Sequences, Task, documentation_task, gpt2
+from pipecomp.demo.plot import NAMES, plot
+from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
 from pipecomp.errors import ConfigError
 from pipecomp.plan.measured import measured_costs, measured_end
 from pipecomp.plan.network import uniform
