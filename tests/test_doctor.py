@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pipecomp import cli
+from pipecomp.cli import app
 from pipecomp.cluster.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib
@@ -666,12 +666,12 @@ def quick(monkeypatch):
 
 
 def test_exit_status_and_json(quick):
-    done = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 1
     assert json.loads(done.stdout) == [f._asdict() for f in FINDINGS]
     assert list(json.loads(done.stdout)[0]) == ["check", "verdict", "found", "advice"]
     del quick[2]
-    done = CliRunner().invoke(cli.app, ["doctor"])
+    done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 0  # a warning is no problem
     assert "1 warning" in done.stdout
 
@@ -680,7 +680,7 @@ def test_ranks_of_a_launcher_can_be_left_out(quick, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(examination, "Meeting", lambda *a, **k: pytest.fail("met other ranks"))
-    assert CliRunner().invoke(cli.app, ["doctor", "--json", "--no-ranks"]).exit_code == 1
+    assert CliRunner().invoke(app, ["doctor", "--json", "--no-ranks"]).exit_code == 1
 
 
 def test_two_ranks_here_that_fail(quick, monkeypatch):

@@ -114,9 +114,9 @@ MOVING = {
     "pipecomp.demo.task": "demo",
     "pipecomp.demo.plot": "demo",
     "pipecomp.cli": "cli",
-    "pipecomp.cli_bench": "cli",
-    "pipecomp.cli_store": "cli",
-    "pipecomp.cli_common": "cli",
+    "pipecomp.cli.bench": "cli",
+    "pipecomp.cli.store": "cli",
+    "pipecomp.cli.common": "cli",
 }  # on their way to these rooms
 
 

@@ -118,12 +118,12 @@ def test_rank_0_dies_after_the_meeting():
 SCRIPT = textwrap.dedent(
     """
     import sys
-    from pipecomp import cli
+    from pipecomp.cli import app
     from pipecomp.doctor import Finding, examination
     verdict = sys.argv.pop(1)
     examination.machine_findings = lambda launch, store: [Finding("machine", verdict, str(launch), "Mend it.")]
     if __name__ == "__main__":
-        cli.main()
+        app()
     """
 )
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pipecomp.cli_common import JsonOption, console, plain_errors, write_json
+from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
 
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 

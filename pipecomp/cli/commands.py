@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipecomp.cli_bench import bench
-from pipecomp.cli_common import JsonOption, console, plain_errors, write_json
-from pipecomp.cli_store import store
+from pipecomp.cli.bench import bench
+from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
+from pipecomp.cli.store import store
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -204,12 +204,3 @@ def plan_run(
         )  # fmt: skip
         if found is not None:
             write_json(json_file, found)
-
-
-def main() -> None:
-    """Entry point of the `pipecomp` command."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipecomp.cli_common import JsonOption, console, plain_errors, write_json
+from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
 from pipecomp.errors import ConfigError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")

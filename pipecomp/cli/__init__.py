@@ -1,0 +1,5 @@
+"""The `pipecomp` command."""
+
+from pipecomp.cli.commands import app
+
+__all__ = ["app"]

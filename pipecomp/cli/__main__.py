@@ -1,0 +1,5 @@
+"""`python -m pipecomp.cli`, for launchers that start Python programs."""
+
+from pipecomp.cli import app
+
+app()
