@@ -45,8 +45,8 @@ def _head(runs: list[Run]) -> list[str]:
         f"weights: {math.log(VOCABULARY):.2f}). AdamW, learning rate {LEARNING_RATE:g} with {WARM_UP} steps of warm-up "
         f"and linear decay, {BATCH} samples a step in micro-batches of {MICRO_BATCH}, gradients clipped at norm 1. A "
         "seed sets initial weights, pre-training data and order; all else is the same for all methods. The stages run "
-        "in one process (`inprocess.py`) with the engine's losses, bit for bit (`tests/test_inprocess.py`); after "
-        "every run the two ends of every link held the same messages.",
+        "in one process (`inprocess.py`) with the engine's losses, bit for bit (`tests/benchmarks/test_inprocess.py`); "
+        "after every run the two ends of every link held the same messages.",
         "",
         "Training loss: mean over the last epoch. ± is the standard deviation over seeds, most of which is the seed's "
         "own pre-training; above FP32 is the mean of the differences to FP32 (to BF16 for BF16 training) with the same "

@@ -2,7 +2,7 @@
 
 Links, codecs, message stores, splitting, data order and configuration are the product's own; what the engine leaves to
 DeepSpeed (accumulation, clipping, AdamW, learning rates, BF16 with float32 master weights) is done here in the same
-order, so that losses are equal bit for bit. tests/test_inprocess.py holds the two together.
+order, so that losses are equal bit for bit. tests/benchmarks/test_inprocess.py holds the two together.
 
 Shapes: B samples, S tokens, H hidden size, V vocabulary.
 """

@@ -48,7 +48,7 @@ def room(module: str) -> str:
     parts = module.split(".")[1:]
     if not parts:
         return "pipecomp"
-    if parts[0] == "stages" and len(parts) > 2:
+    if parts[0] == "stages" and len(parts) > 1:
         return "/".join(parts[:2])
     return parts[0]
 

@@ -38,86 +38,6 @@ MAY_IMPORT = {
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
 }
-MOVING = {
-    "pipecomp.build": "engine",
-    "pipecomp.engine": "engine",
-    "pipecomp.linking": "engine",
-    "pipecomp.schedule": "engine",
-    "pipecomp.reduction": "engine",
-    "pipecomp.replicas": "engine",
-    "pipecomp.checkpointing": "engine",
-    "pipecomp.reports": "engine",
-    "pipecomp.guarding": "engine",
-    "pipecomp.trace": "engine",
-    "pipecomp.export": "engine",
-    "pipecomp.recomputing": "engine",
-    "pipecomp.schedule.order": "schedule",
-    "pipecomp.in_flight": "schedule",
-    "pipecomp.messages.codecs": "messages",
-    "pipecomp.messages.wire": "messages",
-    "pipecomp.messages.rotation": "messages",
-    "pipecomp.json_tree": "json_tree",
-    "pipecomp.cluster.rendezvous": "cluster",
-    "pipecomp.cluster.agreement": "cluster",
-    "pipecomp.cluster.heartbeat": "cluster",
-    "pipecomp.cluster.failure": "cluster",
-    "pipecomp.cluster.local_ranks": "cluster",
-    "pipecomp.cluster.network_interfaces": "cluster",
-    "pipecomp.checkpoint.reshard_read": "checkpoint",
-    "pipecomp.checkpoint.reshard_load": "checkpoint",
-    "pipecomp.checkpoint.manifest": "checkpoint",
-    "pipecomp.checkpoint.run_id": "checkpoint",
-    "pipecomp.checkpoint.rng_state": "checkpoint",
-    "pipecomp.stages.partition.architectures": "stages/partition",
-    "pipecomp.stages.partition.adapters": "stages/partition",
-    "pipecomp.stages.partition.balance": "stages/partition",
-    "pipecomp.stages.partition.checkpoints": "stages/partition",
-    "pipecomp.stages.partition.initializing": "stages/partition",
-    "pipecomp.stages.partition.loading": "stages/partition",
-    "pipecomp.stages.partition.losses": "stages/partition",
-    "pipecomp.stages.modules": "stages/partition",
-    "pipecomp.stages.partition.planning": "stages/partition",
-    "pipecomp.stages.partition.saving": "stages/partition",
-    "pipecomp.stages.partition.splitting": "stages/partition",
-    "pipecomp.stages.link.boundary": "stages/link",
-    "pipecomp.stages.link.downstream": "stages/link",
-    "pipecomp.stages.link.drift": "stages/link",
-    "pipecomp.stages.link.gloo": "stages/link",
-    "pipecomp.stages.link.link": "stages/link",
-    "pipecomp.stages.link.links": "stages/link",
-    "pipecomp.stages.link.loopback": "stages/link",
-    "pipecomp.stages.link.transport": "stages/link",
-    "pipecomp.stages.link.upstream": "stages/link",
-    "pipecomp.stages.link.window": "stages/link",
-    "pipecomp.stages.link.handshake": "stages/link",
-    "pipecomp.trainer.ddp_callback": "trainer",
-    "pipecomp.recipes.run": "recipes",
-    "pipecomp.recipes.steps": "recipes",
-    "pipecomp.recipes.report": "recipes",
-    "pipecomp.recipes.resume": "recipes",
-    "pipecomp.recipes.text": "recipes",
-    "pipecomp.recipes.language": "recipes",
-    "pipecomp.recipes.classify": "recipes",
-    "pipecomp.recipes.encoder": "recipes",
-    "pipecomp.recipes.images": "recipes",
-    "pipecomp.recipes.resnet": "recipes",
-    "pipecomp.recipes.lora": "recipes",
-    "pipecomp.bench.kernels": "bench",
-    "pipecomp.bench.store": "bench",
-    "pipecomp.bench.allreduce": "bench",
-    "pipecomp.bench.pipeline": "bench",
-    "pipecomp.bench.configurations": "bench",
-    "pipecomp.bench.gradients": "bench",
-    "pipecomp.bench.stock_deepspeed": "bench",
-    "pipecomp.bench.bf16": "bench",
-    "pipecomp.demo": "demo",
-    "pipecomp.demo.task": "demo",
-    "pipecomp.demo.plot": "demo",
-    "pipecomp.cli": "cli",
-    "pipecomp.cli.bench": "cli",
-    "pipecomp.cli.store": "cli",
-    "pipecomp.cli.common": "cli",
-}  # on their way to these rooms
 
 
 def level(room: str) -> int:
@@ -126,19 +46,15 @@ def level(room: str) -> int:
     return found[0]
 
 
-def room_of(module: str) -> str:
-    return MOVING.get(module) or house.room(module)
-
-
 @pytest.mark.parametrize("module", sorted(house.modules()))
 def test_imports_point_one_way(module):
     modules = house.modules()
     if module in ("pipecomp", "pipecomp.stages"):  # faces: they only hand names on
         return
-    own = room_of(module)
+    own = house.room(module)
     for target in house.imported(modules[module]):
         if target in modules and target not in ("pipecomp", "pipecomp.stages"):
-            assert room_of(target) == own or level(room_of(target)) < level(own), f"{module} imports {target}"
+            assert house.room(target) == own or level(house.room(target)) < level(own), f"{module} imports {target}"
         library = target.split(".")[0]
         if library in MAY_IMPORT:
             assert own in MAY_IMPORT[library], f"{module} imports {library}"
@@ -146,7 +62,7 @@ def test_imports_point_one_way(module):
 
 
 def test_every_room_is_there():
-    rooms = {room_of(module) for module in house.modules()} - {"pipecomp", "stages"}
+    rooms = {house.room(module) for module in house.modules()} - {"pipecomp", "stages"}
     assert rooms == set().union(*LEVELS)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.errors import SplitError
-from pipecomp.stages.partition.losses import LossFn
 from pipecomp.stages.partition import losses
+from pipecomp.stages.partition.losses import LossFn
 
 
 def _nothing(config: Any) -> tuple[str, ...]:

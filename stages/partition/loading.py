@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipecomp.errors import SplitError
+from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
@@ -19,7 +20,6 @@ from pipecomp.stages.partition.initializing import initialize, put
 from pipecomp.stages.partition.modules import Modules, ModuleStage, build_module_stage, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
 from pipecomp.stages.partition.splitting import Stage, replace_parameter, take_stage
-from pipecomp.stages.partition import adapters
 
 _log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import SplitError
+from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.loading import Source, skeleton
 from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
-from pipecomp.stages.partition import adapters
 
 INDEX = "model.safetensors.index.json"
 PART = ".part"

@@ -81,8 +81,7 @@ def trains(rank: int, world: int, note: Any, config: dict[str, Any], steps: int)
     import sys
     from pathlib import Path
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from small import gpt2, samples
+    from tests.dist.small import gpt2, samples
 
     import pipecomp
 

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small import ds_config, gpt2, samples
+from tests.dist.small import ds_config, gpt2, samples
 
 AQSGD = {"method": "aqsgd", "forward_bits": 4}
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small import ds_config, gpt2, samples
+from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks

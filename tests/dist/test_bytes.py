@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import small
+from tests.dist import small
 
 from pipecomp.netlab import Lab, missing
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small import gpt2, samples
+from tests.dist.small import gpt2, samples
 
 from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks

@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-import reliability_work as work
-import small
-from leftovers import Sessions
+import tests.dist.reliability_work as work
+from tests.dist import small
+from tests.dist.leftovers import Sessions
 
 from pipecomp.checkpoint import manifest
 from pipecomp.buffers import LmdbEnvironment

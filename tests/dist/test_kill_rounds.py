@@ -1,10 +1,10 @@
-"""Twenty rounds of kill -9 at a random instant of a random rank, then resume: see benchmarks/kill_rounds.py."""
+"""Twenty rounds of kill -9 at a random instant of a random rank, then resume: see tests/soak/kill_rounds.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import kill_report, kill_rounds
+from tests.soak import kill_report, kill_rounds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 

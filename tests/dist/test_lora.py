@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small import VOCABULARY, ds_config, samples
+from tests.dist.small import VOCABULARY, ds_config, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 
@@ -127,7 +126,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
 def trainer(folder: str) -> dict[str, Any]:
     """An adapter trained by PipelineTrainer, configured by `TrainingArguments.deepspeed`."""
-    import trainer_work as work
+    import tests.dist.trainer_work as work
 
     from pipecomp import PipelineTrainer
 

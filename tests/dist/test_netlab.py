@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from netlab_work import place, plain_tcp, trains, transfer
-from small import ds_config
+from tests.dist.netlab_work import place, plain_tcp, trains, transfer
+from tests.dist.small import ds_config
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.cluster.local_ranks import RankFailedError

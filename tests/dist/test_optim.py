@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.cluster.local_ranks import run_ranks

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small import ds_config, gpt2, samples
+from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 

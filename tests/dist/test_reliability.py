@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import reliability_work as work
+import tests.dist.reliability_work as work
 from typer.testing import CliRunner
 
 from pipecomp.cli import app

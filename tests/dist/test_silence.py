@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-import reliability_work as work
+import tests.dist.reliability_work as work
 
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.cluster.local_ranks import RankFailedError, run_ranks

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.recipe_runs import ROOT, run
+from tests.recipes.recipe_runs import ROOT, run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import trainer_work as work
-from small import gpt2, samples
+import tests.dist.trainer_work as work
+from tests.dist.small import gpt2, samples
 
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.cluster.local_ranks import run_ranks

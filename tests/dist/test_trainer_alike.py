@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import trainer_work as work
-from small import gpt2, samples
+import tests.dist.trainer_work as work
+from tests.dist.small import gpt2, samples
 
 from pipecomp.errors import PipecompError
 from pipecomp.cluster.local_ranks import run_ranks

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import trainer_work as work
+import tests.dist.trainer_work as work
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

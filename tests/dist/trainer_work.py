@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from small import gpt2, samples
+from tests.dist.small import gpt2, samples
 from transformers import TrainerCallback, TrainingArguments
 
 MICRO_BATCH, SAMPLES = 2, 9  # 5 micro-batches in an epoch, the last of one sample

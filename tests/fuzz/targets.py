@@ -21,9 +21,10 @@ from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpac
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.messages import wire
+from pipecomp.stages.link import link
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position, link
+from pipecomp.stages.link.link import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.upstream import UpstreamEnd
 

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from small import ds_config, gpt2, samples
-
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there instead
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.small import ds_config, gpt2, samples
 
 HERE = Path(__file__).parent
 GOLDEN, OLD_RUN = HERE / "golden.json", HERE / "old_run.tar.xz"

@@ -1,0 +1,314 @@
+"""Every backend, instruction set and number of threads gives the torch reference's bytes.
+
+Triton needs its interpreter switched on before it is first imported, so its cases run in a process of their own, which
+runs this same file with TRITON_INTERPRET=1. `python tests/kernels/sanitize.py` runs it on a build with sanitizers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, reference, topk
+from pipecomp.kernels.layout import Options
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_backend
+
+    BACKENDS = {"triton": triton_backend}
+    EXAMPLES, HEIGHT, WIDTHS = 8, 2, [1, 5, 8, 31, 64, 100]
+else:
+    named = os.environ.get("KERNELS_UNDER_TEST")  # set by sanitize_kernels.py
+    path = Path(named) if named else native_library.library_path()
+    BACKENDS = {}
+    if path is not None and (named or not isinstance(native.load(), str)):
+        best = native.Backend(path)
+        for isa in native_library.ISAS[: best.isa_index + 1]:
+            for threads in (1, 2):
+                BACKENDS[f"{isa}-{threads}"] = native.Backend(path, isa, threads)
+    EXAMPLES, HEIGHT, WIDTHS = 60, 5, [1, 5, 8, 31, 32, 33, 64, 100, 257, 1600]
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SPECIAL = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-127), 2.0**-101, 2.0**-100, 1.0, -1.0, 0.5, -0.25, 2.0**99])
+config = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+seeds = st.integers(0, 2**64 - 1)
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Equal as bytes: -0.0 differs from 0.0."""
+    return got.dtype == want.dtype and got.shape == want.shape and got.numpy().tobytes() == want.numpy().tobytes()
+
+
+def values(seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Values of different kinds, one a row: Gaussian, equal, ties on interval borders, huge, tiny, special."""
+    g = torch.Generator().manual_seed(seed % 2**63)
+    x = torch.randn(shape, generator=g)
+    for row in x:
+        kind = int(torch.randint(0, 7, (1,), generator=g))
+        if kind == 1:
+            row.fill_(float(row[0]))
+        elif kind == 2:
+            row.copy_((row * 8).round() / 8)
+        elif kind == 3:
+            row.mul_(2.0**98)
+        elif kind == 4:
+            row.mul_(2.0**-110)
+        elif kind == 5:
+            row.copy_(SPECIAL[torch.randint(0, len(SPECIAL), row.shape, generator=g)])
+        elif kind == 6:
+            row[int(torch.randint(0, row.numel(), (1,), generator=g))] *= 1000
+    return x
+
+
+@st.composite
+def quantizer_cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Options]:
+    H = draw(st.sampled_from(WIDTHS))
+    rows = draw(st.integers(1, HEIGHT))
+    scale, rounding = draw(st.sampled_from([("max", "nearest"), ("rms", "nearest"), ("max", "stochastic")]))
+    dtype = draw(st.sampled_from(DTYPES))
+    seed = draw(seeds)
+    group_size = draw(st.sampled_from([None, 7, 8, 24, 64, 1000]))
+    scale_dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    options = Options(draw(st.integers(1, 8)), group_size, scale, rounding, seed, scale_dtype)
+    limit = 6e4 if dtype == torch.float16 else 2.0**99
+    x = values(seed, (rows, H)).clamp(-limit, limit).to(dtype)
+    m = x.float() + values(seed + 1, (rows, H)) if draw(st.booleans()) else values(seed + 1, (rows, H))
+    return x, m.clamp(-(2.0**99), 2.0**99), options
+
+
+not_built = pytest.mark.skip(reason="native kernels are not built")
+
+
+@pytest.fixture(params=list(BACKENDS) or [pytest.param(None, marks=not_built)])
+def backend(request):
+    return BACKENDS[request.param]
+
+
+anywhere = settings(config, suppress_health_check=[*config.suppress_health_check, HealthCheck.function_scoped_fixture])
+
+
+@anywhere
+@given(case=quantizer_cases(), small=st.booleans())
+def test_quantizer(backend, case, small):
+    x, m, o = case
+    if INTERPRETED:  # groups that no single program holds take other kernels; here they start at 17 values
+        backend.MOST_VALUES = 16 if small else 16384
+    want = reference.quantize(x, o)
+    got = backend.quantize(x, o)
+    assert all(map(same, got, want))
+    m_want, m_got, m_end = m.clone(), m.clone(), m.clone()
+    want, got = reference.delta_quantize_(x, m_want, o), backend.delta_quantize_(x, m_got, o)
+    assert all(map(same, (*got, m_got), (*want, m_want)))
+    backend.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, m_end, True)
+    assert same(m_end, m_want)
+    decoded = backend.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, None, False)
+    assert same(decoded, reference.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, None, False))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_code_decodes_as_the_table_says(backend, bits, rounding):
+    codes = torch.arange(256, dtype=torch.int32) % (1 << bits)
+    packed = bitpack.pack_bits(codes.repeat(3, 1), bits)
+    scale = torch.tensor([1.0, 0.7, 2.0**-99])
+    got = backend.dequantize(packed, scale, bits, (3, 256), None, rounding, None, False)
+    want = torch.tensor(reference.code_values(bits, rounding))[codes.long()] * scale.unsqueeze(1)
+    assert same(got, want)
+
+
+@anywhere
+@given(case=quantizer_cases(), fraction=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_top_k(backend, case, fraction):
+    x, _, o = case
+    assert all(map(same, backend.select(x, fraction, o.group_size), topk.select(x, fraction, o.group_size)))
+
+
+@anywhere
+@given(
+    case=quantizer_cases(),
+    levels=st.sampled_from([1, 3, 7, 100, 127]),
+    start=st.sampled_from([0, 96, 2**32 - 50]),
+    workers=st.sampled_from([1, 2, 3, 70, 300]),
+    add=st.booleans(),
+)
+def test_linear_dithering(backend, case, levels, start, workers, add):
+    x, m, o = case
+    g, norm = x.reshape(-1), float(x.float().abs().max())
+    bits = (2 * levels).bit_length()
+    codes = dithering.linear_encode(g, norm, (levels,), None, bits, o.seed, start)
+    assert same(backend.linear_encode(g, norm, (levels,), None, bits, o.seed, start), codes)
+    other = dithering.linear_encode(m.reshape(-1), norm, (levels,), None, bits, o.seed + 1, start)
+    parts = ([codes, other] * workers)[:workers]
+    d, sum_bits = g.numel(), (2 * levels * workers).bit_length()
+    sums = dithering.linear_reduce(parts, d, bits, sum_bits)
+    assert same(backend.linear_reduce(parts, d, bits, sum_bits), sums)
+    before = m.reshape(-1).clone()
+    decoded = dithering.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add)
+    assert same(backend.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add), decoded)
+    for several in ((levels, levels + 5, 1000), tuple(range(levels, levels + 12))):
+        index = dithering.scale_index(g, norm, several)
+        assert same(backend.scale_index(g, norm, several), index)
+        codes = dithering.linear_encode(g, norm, several, index, bits, o.seed, start)
+        assert same(backend.linear_encode(g, norm, several, index, bits, o.seed, start), codes)
+        decoded = dithering.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add)
+        assert same(backend.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add), decoded)
+
+
+@anywhere
+@given(
+    case=quantizer_cases(),
+    bits=st.sampled_from([4, 8]),
+    depth=st.integers(1, 5),  # one reduction takes one exponent of headroom
+    start=st.sampled_from([0, 2**32 - 50]),
+)
+def test_exponential_dithering(backend, case, bits, depth, start):
+    x, m, o = case
+    if bits == 4:
+        depth = min(depth, 3)
+    g, norm = x.reshape(-1), float(x.float().abs().max())
+    d = g.numel()
+    codes = dithering.exponential_encode(g, norm, bits, depth, o.seed, start)
+    assert same(backend.exponential_encode(g, norm, bits, depth, o.seed, start), codes)
+    other = dithering.exponential_encode(m.reshape(-1), float(m.abs().max()), bits, depth, o.seed + 1, start)
+    want = dithering.exponential_reduce_(codes.clone(), other, d, bits, o.seed)
+    assert same(backend.exponential_reduce_(codes.clone(), other, d, bits, o.seed), want)
+    for add in (False, True):
+        before = m.reshape(-1).clone()
+        decoded = dithering.exponential_decode(want, norm, bits, depth, 3, before.clone(), add)
+        assert same(backend.exponential_decode(want, norm, bits, depth, 3, before.clone(), add), decoded)
+
+
+@anywhere
+@given(case=quantizer_cases(), mean=st.booleans(), workers=st.integers(1, 5), odd=st.sampled_from([None, -120, 101]))
+def test_error_feedback(backend, case, mean, workers, odd):
+    x, m, o = case
+    x, e = x.reshape(-1), m.reshape(-1)
+    d, bits = x.numel(), o.bits
+    group = o.group_size or d
+    if odd == 101:
+        x = x.clone()
+        x[d // 2] = float("inf")
+    e_want, e_got = e.clone(), e.clone()
+    codes, scale = feedback.feedback_quantize_(x, e_want, bits, group, mean)
+    assert all(map(same, backend.feedback_quantize_(x, e_got, bits, group, mean), (codes, scale)))
+    assert same(e_got, e_want)
+    other, other_scale = feedback.feedback_quantize_(x.flip(0), e.clone(), bits, group, mean)
+    if odd is not None:  # scales that no quantizer makes decode as the table says
+        other_scale[-1] = 2.0**odd
+    parts, scales = ([codes, other] * 3)[:workers], ([scale, other_scale] * 3)[:workers]
+    want = feedback.feedback_reduce_(parts, scales, bits, e_want, group, mean)
+    assert all(map(same, backend.feedback_reduce_(parts, scales, bits, e_got, group, mean), want))
+    assert same(e_got, e_want)
+
+
+@anywhere
+@given(case=quantizer_cases(), count=st.sampled_from([1, 2, 16, 17, 18, 256]))
+def test_cluster_assignment(backend, case, count):
+    x, m, _ = case
+    bounds = dithering.boundaries(m.reshape(-1).repeat(256)[:count].sort().values)
+    assert same(backend.kmeans_assign(x.reshape(-1), bounds), dithering.kmeans_assign(x.reshape(-1), bounds))
+
+
+@anywhere
+@given(
+    bits=st.integers(1, 24),
+    n=st.sampled_from(WIDTHS),
+    dtype=st.sampled_from([torch.uint8, torch.int32, torch.int64]),
+    seed=seeds,
+)
+def test_bit_streams(backend, bits, n, dtype, seed):
+    g = torch.Generator().manual_seed(seed % 2**63)
+    x = torch.randint(0, 1 << bits, (3, n), generator=g).to(dtype)
+    packed = bitpack.pack_bits(x, bits)
+    assert same(backend.pack_bits(x, bits), packed)
+    assert same(backend.unpack_bits(packed, bits, n), bitpack.unpack_bits(packed, bits, n))
+
+
+if INTERPRETED:
+
+    def test_not_finite_leaves_m_alone():
+        for small in (16, 16384):
+            triton_backend.MOST_VALUES = small
+            a, m = torch.randn(3, 40), torch.randn(3, 40)
+            a[2, 39] = float("nan")
+            before = m.clone()
+            with pytest.raises(ArithmeticError, match="row 2"):
+                triton_backend.delta_quantize_(a, m, Options(4, 30), "a - m")
+            assert same(m, before)
+
+else:
+
+    @pytest.mark.timeout(300)
+    def test_triton_in_its_interpreter():
+        pytest.importorskip("triton", reason="triton is not installed")
+        root = Path(__file__).parents[2]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider", __file__]
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert "passed" in done.stdout
+        assert "skipped" not in done.stdout
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+    @pytest.mark.parametrize(
+        ("rows", "H", "group"), [(1, 200_003, None), (2, 100_000, 40_000), (900, 200, 64), (3, 70_000, 3)]
+    )
+    def test_large_inputs_are_shared_among_threads_without_a_difference(rows, H, group, rounding):
+        x, m = torch.randn(rows, H), torch.randn(rows, H)
+        for scale in ("max", "rms") if rounding == "nearest" else ("max",):
+            o = Options(3, group, scale, rounding, 2**32 * 5 + 1)
+            m_want = m.clone()
+            want = reference.delta_quantize_(x, m_want, o)
+            for backend in BACKENDS.values():
+                m_got = m.clone()
+                got = backend.delta_quantize_(x, m_got, o)
+                assert all(map(same, (*got, m_got), (*want, m_want)))
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    @pytest.mark.parametrize("group", [200_003, 70_000, 512, 3])
+    def test_large_sums_are_shared_among_threads_without_a_difference(group):
+        x, e = torch.randn(200_003), torch.randn(200_003)
+        for bits, mean in ((1, True), (4, False), (5, False), (8, False)):
+            e_want = e.clone()
+            codes, scale = feedback.feedback_quantize_(x, e_want, bits, group, mean)
+            for backend in BACKENDS.values():
+                e_got = e.clone()
+                assert all(map(same, backend.feedback_quantize_(x, e_got, bits, group, mean), (codes, scale)))
+                assert same(e_got, e_want)
+                parts, e_mean, e_got = ([codes] * 3, [scale] * 3, bits), e.clone(), e.clone()
+                want = feedback.feedback_reduce_(*parts, e_mean, group, mean)
+                assert all(map(same, backend.feedback_reduce_(*parts, e_got, group, mean), want))
+                assert same(e_got, e_mean)
+                if group >= x.numel():  # the codes are one stream
+                    sums = dithering.linear_reduce([codes] * 3, x.numel(), bits, bits + 2)
+                    assert same(backend.linear_reduce([codes] * 3, x.numel(), bits, bits + 2), sums)
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    def test_reduce_where_the_random_stream_passes_a_block():
+        # 2**32 words serve 2**34 values: too many to hold, so the loop over one is checked at its seam alone.
+        near, far = torch.full((64,), 5, dtype=torch.uint8), torch.full((64,), 6, dtype=torch.uint8)
+        for backend in BACKENDS.values():
+            got = backend.exponential_reduce_(near.clone(), far, 64, 8, 2**64 - 1)
+            assert same(got, dithering.exponential_reduce_(near.clone(), far, 64, 8, 2**64 - 1))
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    @pytest.mark.parametrize("size", [0, 1, 15, 16, 63, 64, 65, 79, 80, 128, 1000, 4099, 100_000])
+    def test_crc_is_zlibs(size):
+        data = bytes(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist())
+        for backend in BACKENDS.values():
+            for value in (0, 1, 0xFFFFFFFF):
+                assert backend.crc32(memoryview(data), value) == zlib.crc32(data, value)

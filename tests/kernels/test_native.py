@@ -1,0 +1,195 @@
+"""Finding, loading and choosing backends: what runs where, what is said if it cannot, builds without a compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipecomp.errors import ConfigError, KernelError, ShapeError
+from pipecomp.kernels import build, dispatch, native, native_library, ops, reference, torch_backend
+from pipecomp.kernels.layout import Options
+
+ROOT = Path(__file__).parents[2]
+BUILT = not isinstance(native.load(), str)
+needs_native = pytest.mark.skipif(not BUILT, reason="native kernels are not built")
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def fresh_choice(monkeypatch):
+    """The automatic choice as in a new process, undone afterwards."""
+    dispatch.automatic.cache_clear()
+    yield monkeypatch
+    dispatch.automatic.cache_clear()
+
+
+@needs_native
+def test_auto_takes_native_for_cpu_tensors_and_says_so(fresh_choice):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.pick("auto", torch.zeros(1)) is native.load()
+    status = dispatch.status()[0]
+    assert (status.device, status.backend) == ("cpu", "native")
+    assert native.load().isa in status.reason
+
+
+def test_without_native_kernels_torch_runs_with_one_warning(fresh_choice):
+    fresh_choice.setattr(native, "load", lambda: "native kernels are not built")
+    x = torch.randn(3, 10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in (ops.quantize, ops.quantize, lambda *a: ops.pack_bits(x.int() & 1, 1)):
+            call(x, 4)
+    assert [w.category for w in caught] == [dispatch.SlowKernelsWarning]
+    assert "native kernels are not built" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert dispatch.pick("auto", x) is torch_backend
+    assert dispatch.status()[0] == ("cpu", "torch", "native kernels are not built")
+    with pytest.raises(KernelError, match=r"native.*not built"):
+        ops.quantize(x, 4, backend="native")
+    assert ops.crc32(b"123456789" * 1000) == ops.crc32(torch.tensor(list(b"123456789" * 1000), dtype=torch.uint8))
+
+
+def test_impossible_choices_are_errors():
+    x = torch.randn(2, 8)
+    with pytest.raises(ConfigError) as caught:
+        ops.quantize(x, 4, backend="cuda")
+    assert caught.value.key == "backend"
+    with pytest.raises(KernelError, match="triton"):
+        ops.quantize(x, 4, backend="triton")
+    with pytest.raises(ShapeError, match="one device"):
+        ops.delta_quantize_(x, x.to("meta"), 4)
+
+
+@needs_native
+def test_a_named_instruction_set_must_exist(monkeypatch):
+    path = native_library.library_path()
+    with pytest.raises(KernelError, match="avx1024"):
+        native.Backend(path, "avx1024")
+    assert native.Backend(path, "portable").isa == "portable"
+
+
+def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
+    broken = tmp_path / "_native.so"
+    broken.write_bytes(b"not a library")
+    with pytest.raises(KernelError, match=r"_native\.so does not load"):
+        native.Backend(broken)
+    monkeypatch.setattr(native_library, "library_path", lambda: broken)
+    assert "does not load" in native._load.__wrapped__()
+    monkeypatch.setattr(native_library, "library_path", lambda: None)
+    assert "not built" in native._load.__wrapped__()
+
+
+@needs_native
+def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
+    monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
+    assert "another version" in native._load.__wrapped__()
+    monkeypatch.undo()
+    backend = native.Backend(native_library.library_path())
+    native.self_check(backend)
+    honest = backend._quantize
+
+    def off_by_one_bit(x, m, options, name):
+        pair = honest(x, m, options, name)
+        m.view(torch.int32)[0, 0] ^= 1
+        return pair
+
+    monkeypatch.setattr(backend, "_quantize", off_by_one_bit)
+    with pytest.raises(KernelError, match="other bytes than the reference"):
+        native.self_check(backend)
+
+
+@needs_native
+def test_threads_follow_torch_and_calls_may_overlap():
+    backend = native.Backend(native_library.library_path())
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert backend.threads == 1
+        torch.set_num_threads(2)
+        assert backend.threads == 2
+    finally:
+        torch.set_num_threads(before)
+    options = Options(4, None, "max", "stochastic", 3)
+    inputs = [torch.randn(400, 500) for _ in range(4)]
+    results: list = [None] * 4
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            results[i] = backend.quantize(inputs[i], options)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for x, got in zip(inputs, results, strict=True):
+        want = reference.quantize(x, options)
+        assert torch.equal(got[0], want[0])
+
+
+@needs_native
+def test_a_forked_process_can_quantize():
+    code = (
+        "import os, torch\n"
+        "from pipecomp.kernels import ops\n"
+        "x = torch.randn(600, 500)\n"
+        "want = ops.quantize(x, 4, backend='native')[0]\n"
+        "pid = os.fork()\n"
+        "same = torch.equal(ops.quantize(x, 4, backend='native')[0], want)\n"
+        "if pid == 0: os._exit(0 if same else 1)\n"
+        "assert same and os.waitpid(pid, 0)[1] == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment with the package importable from the source tree."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
+
+
+def test_no_compiler_is_a_sentence_not_a_trace(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert build.find_compiler() is None
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler found"):
+        build.build(tmp_path / "x.so")
+    (tmp_path / "g++").write_text("#!/bin/sh\necho 'native.cpp: no luck' >&2\nexit 1\n")
+    (tmp_path / "g++").chmod(0o755)
+    with pytest.raises(RuntimeError, match="no luck"):
+        build.build(tmp_path / "x.so")
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("compiler", ["missing", "failing"])
+def test_the_extension_is_optional(compiler, tmp_path):
+    """The build succeeds without the library where the compiler is absent or cannot compile it."""
+    fake = tmp_path / "cxx"
+    if compiler == "failing":
+        fake.write_text("#!/bin/sh\nexit 1\n")
+        fake.chmod(0o755)
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("kernels", "setup.py"):
+        (tree / name).symlink_to(ROOT / name)
+    folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path)]
+    command = [sys.executable, "setup.py", "build_ext", *folders]
+    env = environment(CC=str(fake), CXX=str(fake), LDSHARED=str(fake), LDCXXSHARED=str(fake))
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "failed" in done.stdout + done.stderr
+    assert not list((tmp_path / "lib").rglob("*.so"))
+
+
+def test_build_flags_forbid_contraction_and_are_the_extensions():
+    assert "-ffp-contract=off" in build.COMPILE_FLAGS
+    assert "COMPILE_FLAGS" in (ROOT / "setup.py").read_text()
+    assert not {"-ffast-math", "-Ofast", "-march=native"} & set(build.COMPILE_FLAGS)

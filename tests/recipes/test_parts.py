@@ -1,0 +1,481 @@
+"""The parts that recipes are made of: arguments, plan, shared errors, text, models, what is reported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.config import Config
+from pipecomp.data import as_micro_batch, eval_batches
+from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
+from pipecomp.recipes import run, steps, text
+from pipecomp.recipes.report import Report, Traffic
+
+NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]
+
+
+def text_arguments(*words: str) -> argparse.Namespace:
+    parser = run.arguments("name", "what it does")
+    text.add_arguments(parser)
+    return parser.parse_args([*NEEDED, *words])
+
+
+class Words:
+    """Stands in for a tokenizer: a number for each word."""
+
+    eos_token_id = 0
+
+    def __call__(self, lines: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        return {"input_ids": [[int(word) for word in line.split()] for line in lines]}
+
+    def __len__(self) -> int:
+        return 50
+
+
+class TestCommandLine:
+    def test_launchers_local_rank_and_both_spellings_are_taken(self) -> None:
+        args = run.arguments("n", "d").parse_args(
+            ["--local_rank=1", "--deepspeed-config", "c.json", *NEEDED[2:], "--train-file", "a", "b", "--stages", "2"]
+        )
+        assert (args.deepspeed_config, args.train_file, args.stages, args.seed) == ("c.json", ["a", "b"], 2, None)
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--epochs", "0"], "--epochs: got 0, allowed: a whole number of at least 1"),
+            (["--stages", "two"], "--stages: invalid whole number value: 'two'"),
+            (["--seed", "-1"], "--seed: got -1"),
+            (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+        ],
+    )
+    def test_what_is_wrong_is_told(self, words: list[str], told: str) -> None:
+        with pytest.raises(run.UsageError, match=told):
+            run.arguments("n", "d").parse_args([*NEEDED, *words])
+
+    @pytest.mark.parametrize(
+        ("words", "key"),
+        [
+            ([], "--train-file"),
+            (["--train-file", "a", "--dataset", "b"], "--train-file"),
+            (["--dataset", "b", "--eval-file", "c"], "--eval-file"),
+            (["--train-file", "a", "--block-size", "1"], "--block-size"),
+            (["--train-file", "a", "--dropout", "1"], "--dropout"),
+        ],
+    )
+    def test_text_arguments_that_do_not_go_together(self, words: list[str], key: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            text.check_arguments(text_arguments(*words))
+        assert caught.value.key == key
+
+
+class TestRun:
+    @staticmethod
+    def status(main: Any, monkeypatch: pytest.MonkeyPatch, words: list[str] = NEEDED) -> int | str | None:
+        monkeypatch.setattr("sys.argv", ["train.py", *words])
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+        with pytest.raises(SystemExit) as ended:
+            run.run(main, run.arguments("name", "what it does"))
+        return ended.value.code
+
+    def test_exit_status_and_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+        def fails(args: argparse.Namespace) -> NoReturn:
+            raise StoreError("no room")
+
+        def interrupted(args: argparse.Namespace) -> NoReturn:
+            raise KeyboardInterrupt
+
+        assert self.status(lambda args: None, monkeypatch) == 0
+        assert self.status(interrupted, monkeypatch) == 130
+        assert capsys.readouterr().err == ""
+        assert self.status(fails, monkeypatch) == 1
+        assert capsys.readouterr().err == "name: error: no room\n"
+        assert self.status(fails, monkeypatch, ["--model", "x"]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert "--deepspeed_config" in lines[0]
+
+    def test_other_ranks_fail_in_silence_and_after_the_one_that_speaks(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        waited: list[float] = []
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setattr(time, "sleep", waited.append)
+        assert self.status(lambda args: None, monkeypatch, ["--model", "x"]) == 2
+        assert capsys.readouterr().err == ""
+        assert len(waited) == 1
+
+    def test_a_bug_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.argv", ["train.py", *NEEDED])
+        with pytest.raises(ZeroDivisionError):
+            run.run(lambda args: print(1 // 0), run.arguments("name", "what it does"))
+
+
+def _share_errors(rank: int, world: int, note: Any) -> list[str]:
+    """Runs on each rank: what each of these together-blocks raised, and what this rank printed at the end."""
+    import contextlib
+    import io
+
+    run.join(argparse.Namespace(seed=5))
+    told = []
+    for case in range(4):
+        try:
+            with run.together() as same:
+                if case == 1 and rank == 1:
+                    raise DataError("no such file")
+                if case == 2:
+                    raise DataError("everywhere alike")
+                same("the text", 7)
+                same("the seed", rank if case == 3 else 0)
+            told.append("fine")
+        except PipecompError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        run._say_once("all ranks say this")
+        torch.distributed.barrier()
+        run._say_once(f"rank {rank} says this")
+    torch.distributed.destroy_process_group()
+    return [*told, heard.getvalue()]
+
+
+@pytest.mark.ranks
+def test_an_error_of_one_rank_ends_all_and_is_told_once() -> None:
+    found = run_ranks(2, _share_errors, timeout_s=110)
+    for rank in (0, 1):
+        assert found[rank][:4] == [
+            "fine",
+            "PipecompError: rank 1: no such file",
+            "PipecompError: everywhere alike",
+            "DataError: rank 1 differs from rank 0 in the seed: give all ranks the same",
+        ]
+    everything = found[0][4] + found[1][4]
+    assert everything.count("all ranks say this\n") == 1
+    assert "rank 0 says this\n" in found[0][4]
+    assert "rank 1 says this\n" in found[1][4]
+
+
+class TestPlan:
+    @given(
+        samples=st.integers(1, 60), micro=st.integers(1, 4), accumulation=st.integers(1, 5),
+        replicas=st.integers(1, 3), epochs=st.integers(1, 4), limit=st.none() | st.integers(1, 20),
+    )  # fmt: skip
+    @settings(deadline=None)
+    def test_steps_and_epochs_are_those_of_the_micro_batches_counted_one_by_one(
+        self, samples: int, micro: int, accumulation: int, replicas: int, epochs: int, limit: int | None
+    ) -> None:
+        config = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        epoch_of = [e for e in range(1, epochs + 1) for _ in range(len(range(samples // replicas)) // micro)]
+        firsts = [epoch_of[i] for i in range(0, len(epoch_of) - accumulation + 1, accumulation)][:limit]
+        sizes: dict[str, Any] = {"samples": samples, "replicas": replicas, "epochs": epochs, "max_steps": limit}
+        if not firsts:
+            with pytest.raises(DataError, match="do not fill one batch"):
+                steps.make_plan(config, **sizes)
+            return
+        plan = steps.make_plan(config, **sizes)
+        assert [plan.epoch(step) for step in range(1, plan.steps + 1)] == firsts
+        last = [step for step in range(1, plan.steps + 1) if plan.ends_epoch(step)]
+        assert last == [i + 1 for i in range(len(firsts)) if i + 1 == len(firsts) or firsts[i + 1] != firsts[i]]
+
+    def test_the_whole_batch_may_be_given_instead(self) -> None:
+        config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24}
+        plan = steps.make_plan(config, samples=240, replicas=3, epochs=1, max_steps=None)
+        assert (plan.accumulation, plan.steps) == (4, 10)
+        assert steps.make_plan({"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1,
+                                max_steps=None).accumulation == 1  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("config", "key"),
+        [
+            ({}, "train_micro_batch_size_per_gpu"),
+            ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu"),
+            ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+            ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 5}, "train_batch_size"),
+            (
+                {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": 8},
+                "train_batch_size",
+            ),
+        ],
+    )
+    def test_sizes_that_cannot_be(self, config: dict, key: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            steps.make_plan(config, samples=100, replicas=1, epochs=1, max_steps=None)
+        assert caught.value.key == key
+
+
+class TestConfiguration:
+    def test_auto_becomes_numbers_and_the_seed_is_set(self) -> None:
+        params = {"warmup_type": "linear", "warmup_min_lr": 0.0}
+        params |= dict.fromkeys(("total_num_steps", "warmup_num_steps", "warmup_max_lr"), "auto")
+        config = {"optimizer": {"params": {"lr": 0.25}}, "scheduler": {"params": params}, "pipecomp": {"seed": 4}}
+        plan = steps.Plan(steps=200, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
+        full = steps.complete(config, plan, 9)
+        assert full["scheduler"]["params"] == {
+            "warmup_type": "linear", "warmup_min_lr": 0.0, "total_num_steps": 200, "warmup_num_steps": 20,
+            "warmup_max_lr": 0.25,
+        }  # fmt: skip
+        assert full["pipecomp"]["seed"] == 9
+        assert steps.complete(config, plan, None)["pipecomp"]["seed"] == 4
+        assert params["total_num_steps"] == "auto"  # what was given is not changed
+
+    @pytest.mark.parametrize("key", ["warmup_max_lr", "warmup_type"])
+    def test_auto_that_means_nothing(self, key: str) -> None:
+        plan = steps.Plan(steps=2, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
+        with pytest.raises(ConfigError, match=f"scheduler.params.{key}"):
+            steps.complete({"scheduler": {"params": {key: "auto"}}}, plan, None)
+
+    @pytest.mark.parametrize("text", ["{", "[]", '{"pipecomp": {"activations": {"method": "zip"}}}'])
+    def test_files_that_are_no_configuration(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(ConfigError):
+            steps.read_config(str(tmp_path / "c.json"))
+        with pytest.raises(ConfigError, match="No such file"):
+            steps.read_config(str(tmp_path / "d.json"))
+
+    @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("recipes/*/ds_config*.json")), ids=str)
+    def test_shipped_configurations_are_complete(self, path: Path) -> None:
+        config = steps.read_config(str(path))
+        plan = steps.make_plan(config, samples=1000, replicas=1, epochs=1, max_steps=None)
+        completed = steps.complete(config, plan, 1)
+        if path.parent.name == "resnet_split" and path.name != "ds_config_public.json":
+            assert "scheduler" not in completed  # its rate falls by rounds, which the recipe sees to
+            return
+        params = completed["scheduler"]["params"]
+        assert params["total_num_steps"] == plan.steps
+        assert params["warmup_type"] == "linear"  # DeepSpeed's default is logarithmic
+
+
+def test_an_earlier_runs_messages_are_forgotten(tmp_path: Path) -> None:
+    from pipecomp.buffers import open_environment
+
+    section = {"activations": {"method": "aqsgd"}, "store": {"path": str(tmp_path / "messages")}}
+    settings = Config.from_dict(section)
+    for rank in (0, 1):
+        environment = open_environment("lmdb", settings.store.path, rank)
+        environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
+        environment.commit()
+        environment.close()
+    run.forget_messages(settings, 1)
+    held = []
+    for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
+        environment = open_environment("lmdb", settings.store.path, rank)
+        held.append(len(environment.link("link-0", described).inventory()))
+        environment.close()
+    assert held == [1, 0]
+    run.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
+
+
+def test_held_out_loss_counts_every_sample_alike() -> None:
+    rows = [{"input_ids": torch.tensor([value, 0])} for value in (1, 2, 3, 4, 10)]
+
+    class Engine:
+        """A micro-batch's loss is the mean of its first tokens; as in DeepSpeed, all micro-batches count alike."""
+
+        def eval_batch(self, batches: Any, num_micro_batches: int) -> torch.Tensor:
+            losses = [next(batches).inputs["input_ids"][:, 0].double().mean() for _ in range(num_micro_batches)]
+            return torch.stack(losses).mean()
+
+    for micro_batch in (1, 2, 3, 5, 8):
+        assert run.evaluate(Engine(), eval_batches(rows, micro_batch)) == pytest.approx(4.0)
+
+
+def test_only_real_tokens_are_counted() -> None:
+    count = run._TokenCount(lambda samples: samples[0])
+    count([{"input_ids": torch.zeros(3, 5)}])
+    count([{"input_ids": torch.zeros(3, 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])}])
+    assert count.tokens == 15 + 3
+
+
+class TestText:
+    @given(lines=st.lists(st.lists(st.integers(0, 49), max_size=7), max_size=9), size=st.integers(2, 8))
+    @settings(max_examples=60, deadline=None)
+    def test_blocks_are_consecutive_and_stay_where_they_are(self, lines: list[list[int]], size: int) -> None:
+        stream = [token for line in lines for token in line]
+        rows = [" ".join(map(str, line)) for line in lines]
+        if len(stream) < size:
+            with pytest.raises(DataError, match=f"{len(stream)} tokens"):
+                text.blocks(Words(), rows, size, vocabulary=50)
+            return
+        found = text.blocks(Words(), rows, size, vocabulary=50)
+        assert len(found) == len(stream) // size
+        for i in range(len(found)):
+            assert found[i]["input_ids"].tolist() == stream[i * size : (i + 1) * size]
+            assert found[i]["labels"].tolist() == found[i]["input_ids"].tolist()
+            assert found[i]["input_ids"].dtype == torch.int64
+
+    def test_digest_tells_texts_apart(self) -> None:
+        texts = ("1 2 3 4", "1 2 3 4", "1 2 4 3")
+        one, again, other = (text.blocks(Words(), [words], 2, vocabulary=50) for words in texts)
+        assert one.digest() == again.digest() != other.digest()
+
+    def test_a_foreign_tokenizer_is_refused(self) -> None:
+        with pytest.raises(DataError, match="makes token 9, the model knows 9"):
+            text.blocks(Words(), ["1 9"], 2, vocabulary=9)
+
+    def test_files_in_the_order_given(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_text("ä\nb")
+        (tmp_path / "b").write_text("c\n")
+        (tmp_path / "bad").write_bytes(b"ok\xff")
+        args = text_arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
+        assert text.training_lines(args) == ["c\n", "ä\n", "b"]
+        assert text.held_out_lines(args) is None
+        with pytest.raises(DataError, match="not UTF-8 text: byte 2 is 0xff"):
+            text.read_lines(str(tmp_path / "bad"))
+        with pytest.raises(DataError, match="cannot be read"):
+            text.read_lines(str(tmp_path))
+
+    def test_a_dataset_of_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        data = tmp_path / "data"
+        data.mkdir()
+        (data / "train.txt").write_text("one\ntwo\n")
+        (data / "validation.txt").write_text("three\n")
+        args = text_arguments("--dataset", str(data))
+        text.check_arguments(args)
+        assert text.training_lines(args) == ["one\n", "two\n"]
+        assert text.held_out_lines(args) == ["three\n"]
+        with pytest.raises(ConfigError, match="--dataset"):
+            text.training_lines(text_arguments("--dataset", str(tmp_path / "nothing")))
+
+
+class TestModels:
+    def test_tiny_fits_the_tokenizer(self) -> None:
+        source, config = text.causal_model(text_arguments("--block-size", "16", "--dropout", "0.25"), Words())
+        assert (config.vocab_size, config.n_positions, config.n_layer, config.resid_pdrop) == (50, 16, 4, 0.25)
+        assert source.weights is None
+        _, config = text.causal_model(text_arguments(), Words())
+        assert (config.n_positions, config.resid_pdrop) == (128, 0)
+        assert text.block_size(text_arguments(), config) == 128
+
+    def test_a_config_file_has_no_weights_a_folder_has(self, tmp_path: Path) -> None:
+        from transformers import GPT2Config
+
+        config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=50, n_positions=2048)
+        config.save_pretrained(tmp_path)
+        args = text_arguments("--model", str(tmp_path / "config.json"))
+        source, found = text.causal_model(args, Words())
+        assert (source.weights, found.n_layer, found.resid_pdrop) == (None, 1, 0.1)
+        assert text.block_size(args, found) == 1024
+        with pytest.raises(ConfigError, match="at most 2048"):
+            text.block_size(text_arguments("--block-size", "4096"), found)
+        path, _ = text.causal_model(text_arguments("--model", str(tmp_path)), Words())
+        assert path == str(tmp_path)
+        args = text_arguments("--model", str(tmp_path), "--dropout", "0")
+        source, _ = text.causal_model(args, Words())
+        assert (source.weights, source.config.resid_pdrop, source.config.dtype) == (str(tmp_path), 0, torch.float32)
+
+    @pytest.mark.parametrize("argument", ["--model", "--tokenizer"])
+    def test_names_that_are_nothing(self, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import huggingface_hub.constants
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        calls: dict[str, Callable[[], Any]] = {
+            "--model": lambda: text.causal_model(text_arguments("--model", "no/thing"), Words()),
+            "--tokenizer": lambda: text.load_tokenizer("no/thing", []),
+        }
+        with pytest.raises(ConfigError) as caught:
+            calls[argument]()
+        assert caught.value.key == argument
+        assert "\n" not in str(caught.value)
+
+    def test_dropout_of_a_model_without(self, tmp_path: Path) -> None:
+        from transformers import LlamaConfig
+
+        LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match="not llama"):
+            text.causal_model(text_arguments("--model", str(tmp_path), "--dropout", "0.1"), Words())
+
+    def test_a_tokenizer_is_trained_on_the_text_and_loads_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
+        rows = ["round and round it goes\n"] * 20
+        tokenizer = text.load_tokenizer("train:300", rows)
+        assert 257 <= len(tokenizer) <= 300
+        tokenizer.save_pretrained(tmp_path)
+        again = text.load_tokenizer(str(tmp_path), [])
+        assert again(rows[0])["input_ids"] == tokenizer(rows[0])["input_ids"]
+        assert len(again(rows[0])["input_ids"]) < len(rows[0]) / 2
+        assert again.decode(again(rows[0])["input_ids"]) == rows[0]
+        assert again.eos_token_id == tokenizer.eos_token_id is not None
+        with pytest.raises(ConfigError, match="--tokenizer"):
+            text.load_tokenizer("train:10", rows)
+
+
+class TestReport:
+    @staticmethod
+    def rank(replica: int, links: list[str], sent: int) -> dict:
+        def direction(scale: int) -> dict:
+            return {"bytes_raw": 10 * scale * sent, "bytes_sent": scale * sent}
+
+        both = {"forward": direction(1), "backward": direction(2), "evaluation": direction(3)}
+        groups = {"data parallel": {"bytes_raw": 5, "bytes_sent": 4, "calls": 1}}
+        return {"replica": replica, "links": dict.fromkeys(links, both), "groups": groups}
+
+    def test_a_link_is_counted_once_for_each_replica(self) -> None:
+        ranks = [self.rank(r, links, sent=r + 1) for r in (0, 1) for links in (["0->1"], ["0->1", "1->2"], ["1->2"])]
+        found = Traffic.of(ranks)
+        assert list(found.links) == ["0->1", "1->2"]
+        for link in found.links.values():
+            assert (link["forward_bytes_sent"], link["backward_bytes_raw"], link["evaluation_bytes_sent"]) == (3, 60, 9)
+        assert found.groups == {"data parallel": {"bytes_raw": 30, "bytes_sent": 24}}
+
+    def report(self, report: Report) -> None:
+        plan = steps.Plan(steps=2, per_epoch=2, micro_batch=1, accumulation=1, replicas=1)
+        traffic = Traffic.of([self.rank(0, ["0->1"], 7)])
+        with report:
+            report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
+            report.step(1, 1, loss=2.0, lr=0.1, per_s=9.96, traffic=traffic)
+            report.step(2, 1, loss=math.nan, lr=0.1, per_s=9.96, traffic=traffic)
+            report.epoch(2, 1, {"loss": 1.5, "perplexity": math.inf}, traffic)
+            report.end(traffic, "folder")
+
+    def test_lines_are_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.report(Report(str(tmp_path / "new" / "m.jsonl"), None, silent=False))
+
+        def refuse(name: str) -> NoReturn:
+            raise AssertionError(f"{name} is not JSON")
+
+        lines = (tmp_path / "new" / "m.jsonl").read_text().splitlines()
+        first, second, third = (json.loads(line, parse_constant=refuse) for line in lines)
+        assert first["links"]["0->1"]["forward_bytes_sent"] == 7
+        assert (first["tokens_per_s"], second["loss"]) == (10.0, None)
+        assert third["eval"] == {"loss": 1.5, "perplexity": None}
+        assert third["links"] == first["links"]
+        said = capsys.readouterr().out
+        assert "forward 7 B for 70 B, 10.0 times less" in said
+        assert "model saved in folder" in said
+
+    def test_silent_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.report(Report(str(tmp_path / "m.jsonl"), str(tmp_path / "board"), silent=True))
+        assert list(tmp_path.iterdir()) == []
+        assert capsys.readouterr().out == ""
+
+    def test_a_file_that_cannot_be_written_is_known_before_training(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="--metrics"):
+            Report(str(tmp_path / "file" / "m.jsonl"), None, silent=False)
+
+
+def test_a_batch_of_blocks_is_what_the_engine_takes() -> None:
+    found = text.blocks(Words(), ["1 2 3 4 5"], 2, vocabulary=50)
+    batch = as_micro_batch(eval_batches(found, 2)[0])
+    assert batch.ids == (0, 1)
+    assert batch.inputs["input_ids"].tolist() == [[1, 2], [3, 4]]

@@ -1,0 +1,200 @@
+"""Rounds of kill -9 at a random instant of a random rank, each followed by a resume; see README.md.
+
+A small GPT-2 is trained over pipeline stages by the code of the recipes, with checkpoints and `--resume auto`. In every
+round one rank is killed: while the ranks start, train, write a checkpoint or close. The others must end by themselves.
+Then, before the next start, this process looks at what is on disk, without trusting the program:
+
+- does every store open, with all of its pages and values whole?
+- do the two ends of a link hold different messages under one version (a silent disagreement)?
+
+After every resume, and at the end, the ranks compare what they hold, sample for sample. The losses of a run that has
+reached its end are compared with those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from benchmarks.jobs import digest, finished
+from tests.soak.kill_report import page, summary, verdict
+from tests.soak.restart_work import make_job, steps_of_epoch
+from tests.soak.restarts import Start, stores_on_disk
+
+SEEDS = 3
+WORLD, EPOCHS, SAVE_EVERY, TIMEOUT_S = 2, 3, 4, 30.0
+BEGIN_S, END_S = 120.0, 120.0  # on a busy machine: for a start to come to its first step, for the others to end
+PHASES = {"start": 0.3, "training": 0.35, "saving": 0.25, "closing": 0.1}  # how often a kill is aimed at them
+NAME = "kill_rounds"
+
+Found = dict[str, Any]
+
+
+def settings() -> list[Any]:
+    """What finished runs depend on."""
+    return [WORLD, EPOCHS, SAVE_EVERY, PHASES]
+
+
+def one_start(folder: Path, run: int, number: int, aim: Callable[[Start], int] | None) -> tuple[Found, Start]:
+    """One start of a run, and what is found after it. aim: waits for its instant, says which rank is to be killed."""
+    start = Start(json.loads((folder / "job.json").read_text()), WORLD, number, lambda rank: {})
+    row: Found = {"victim": None, "phase": None}
+    victim = None if aim is None else aim(start)
+    if victim is not None and start.send(victim, SIGKILL):
+        row["victim"] = victim
+    killed = time.monotonic()
+    if row["victim"] is not None:
+        start.ranks[victim].join()
+        row["phase"] = start.phase(victim)
+    # What has not joined cannot be missed by the others: a launcher ends them, and so does this.
+    row["alone"] = row["phase"] == "start"
+    row["late"] = start.end(0.0 if row["alone"] else END_S)
+    if row["alone"]:
+        row["late"] = []
+    disk = stores_on_disk(folder / "messages")
+    compared = start.found("compared")
+    row |= {
+        "seconds": round(time.monotonic() - killed, 2), "status": start.statuses(), "steps": start.steps(),
+        "resumed": next(iter(start.found("resumed")), None), "compared": [sum(c) for c in zip(*compared, strict=True)],
+        "dropped": sum(words[0] for words in start.found("dropped")), **disk._asdict(),
+    }  # fmt: skip
+    if row["victim"] is None and any(row["status"]):
+        raise RuntimeError(f"run {run} failed without a kill:\n{start.said()}")
+    return row, start
+
+
+def aimed(draw: random.Random, starting_s: float, training_s: float) -> Callable[[Start], int]:
+    """A random instant of a random rank."""
+    phase = draw.choices(list(PHASES), list(PHASES.values()))[0]
+    victim, delay, saves = draw.randrange(WORLD), draw.random(), draw.randrange(1, 3)
+
+    def wait(start: Start) -> int:
+        if phase == "start":
+            start.wait(delay * starting_s, lambda: False)
+        elif phase == "training":
+            start.wait(BEGIN_S, lambda: start.steps() > 0)
+            start.wait(delay * training_s, lambda: False)
+        elif phase == "saving":
+            start.wait(BEGIN_S, lambda: sum(n[0] == "saving" for n in start.notes(victim)) >= saves)
+            start.wait(delay * 0.2, lambda: False)
+        else:
+            start.wait(2 * BEGIN_S, lambda: start.phase(victim) == "closing")
+            start.wait(delay * 0.1, lambda: False)
+        return victim
+
+    return wait
+
+
+def losses(folder: Path) -> list[float]:
+    """The losses of the last epoch of a run that has reached its end; every step must be there."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["loss"] for line in lines if "eval" not in line}
+    assert sorted(found) == list(range(1, EPOCHS * steps_of_epoch(1) + 1)), "a step is missing in the metrics"
+    return [found[step] for step in sorted(found)][-steps_of_epoch(1) :]
+
+
+def new_run(folder: Path, seed: int, *, copies: bool, timeout_s: float | None) -> None:
+    """An empty folder with a job. copies: of the message stores in checkpoints. timeout_s: as for `kill_rounds`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    job = make_job(
+        folder, seed=seed, stages=WORLD, epochs=EPOCHS, save_every=SAVE_EVERY, timeout_s=timeout_s or TIMEOUT_S,
+        store={"in_checkpoints": copies},
+    )  # fmt: skip
+    job["start_timeout_s"] = timeout_s
+    (folder / "job.json").write_text(json.dumps(job))
+
+
+def undisturbed(folder: Path, seed: int) -> Found:
+    """A run that nobody kills: the losses of its last epoch, seconds until its first step and after."""
+    new_run(folder, seed, copies=False, timeout_s=None)
+    row, start = one_start(folder, -1, 0, None)
+    notes = start.notes(0)
+    first = next(note[-1] for note in notes if note[0] == "step")
+    closed = notes[-1][-1]
+    return {"run": f"undisturbed {seed}", "seed": seed, "losses": losses(folder), "rounds": [row],
+            "starting_s": first - start.began, "training_s": closed - first}  # fmt: skip
+
+
+def disturbed(
+    folder: Path, number: int, seed: int, reference: list[Found], kills: int, timeout_s: float | None
+) -> Found:
+    """A run from its beginning to its end with kills, `kills` at most."""
+    draw = random.Random(f"{seed} {number}")
+    run_seed, copies = number % SEEDS, number % 2 == 0
+    new_run(folder, run_seed, copies=copies, timeout_s=timeout_s)
+    starting_s = min(run["starting_s"] for run in reference)  # the first one loads the packages
+    training_s = statistics.fmean(run["training_s"] for run in reference) / 2
+    rounds: list[Found] = []
+    while not rounds or any(rounds[-1]["status"]):
+        left = kills - sum(row["victim"] is not None for row in rounds)
+        row, _ = one_start(folder, number, len(rounds), aimed(draw, starting_s, training_s) if left > 0 else None)
+        rounds.append(row)
+    expected = next(run["losses"] for run in reference if run["seed"] == run_seed)
+    found = losses(folder)
+    return {"run": number, "seed": run_seed, "copies": copies, "losses": found, "same": found == expected,
+            "rounds": rounds}  # fmt: skip
+
+
+def killed(runs: list[Found]) -> int:
+    """How many kills there were."""
+    return sum(row["victim"] is not None for run in runs for row in run["rounds"])
+
+
+def kill_rounds(
+    rounds: int, folder: Path, kept: Path, *, seed: int = 0, timeout_s: float | None = None,
+    say: Callable[[str], object] = print,
+) -> dict[str, Any]:  # fmt: skip
+    """Rounds that are not in `kept` yet, up to `rounds`; the summary. A run that has begun is brought to its end.
+
+    timeout_s: for a rank to be silent, also before it knows its configuration, where it is 120 s otherwise.
+    """
+    setup = digest([settings(), seed])
+    runs = finished(kept, setup)
+
+    def keep(run: Found) -> None:
+        runs.append(run)
+        with kept.open("a") as file:
+            file.write(json.dumps({**run, "setup": setup}) + "\n")
+
+    for number in range(SEEDS):
+        if not any(run["run"] == f"undisturbed {number}" for run in runs):
+            keep(undisturbed(folder / "undisturbed", number))
+    reference = [run for run in runs if isinstance(run["run"], str)]
+    while (left := rounds - killed(runs)) > 0:
+        number = len(runs) - SEEDS
+        keep(disturbed(folder / f"run-{number}", number, seed, reference, left, timeout_s))
+        shutil.rmtree(folder / f"run-{number}")
+        phases = [row["phase"] for row in runs[-1]["rounds"] if row["victim"] is not None]
+        say(f"{killed(runs)} of {rounds} kills; run {number}: {', '.join(phases)}")
+    return summary(runs[:SEEDS], runs[SEEDS:], world=WORLD, epochs=EPOCHS, save_every=SAVE_EVERY)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of victims and instants")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "benchmarks" / "results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kill-rounds-") as folder:
+        result = kill_rounds(
+            args.rounds, Path(folder), args.out / f"{NAME}.jsonl", seed=args.seed,
+            say=lambda text: print(text, flush=True),
+        )  # fmt: skip
+    text = page(result, f"python -m tests.soak.{NAME} --rounds {args.rounds} --seed {args.seed}")
+    (args.out / f"{NAME}.md").write_text(text)
+    print(text)
+    raise SystemExit(bool(verdict(result)))
+
+
+if __name__ == "__main__":
+    main()

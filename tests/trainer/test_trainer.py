@@ -1,0 +1,617 @@
+"""The parts of PipelineTrainer that one process can test: arguments, data, losses, checkpoints, logs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_pt_utils import nested_concat, nested_numpify
+
+import pipecomp
+from pipecomp.buffers import open_environment
+from pipecomp.checkpoint.rng_state import random_state, set_random_state
+from pipecomp.data import ShardedSampler
+from pipecomp.errors import ConfigError, DataError, WireError
+from pipecomp.stages import split
+from pipecomp.trainer import PipelineTrainer, alike, arguments, checkpoints
+from pipecomp.trainer.evaluation import _joined
+from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of, loader_options
+from pipecomp.trainer.losses import StepLoss, labels_in
+from pipecomp.trainer.packing import pack, unpack
+from pipecomp.trainer.reports import TrafficMeter
+from tests.dist.small import gpt2
+
+pytestmark = pytest.mark.timeout(60)
+
+NO_WORKERS: dict[str, Any] = {"num_workers": 0}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path_factory.mktemp("out")), use_cpu=True, report_to="none")
+
+
+def changed(args: TrainingArguments, **values: Any) -> Any:
+    other = copy.copy(args)
+    for name, value in values.items():
+        setattr(other, name, value)
+    return other
+
+
+def test_exported_lazily() -> None:
+    assert pipecomp.PipelineTrainer is PipelineTrainer
+    assert "PipelineTrainer" in pipecomp.__all__
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("auto_find_batch_size", True), ("batch_eval_metrics", True), ("bf16_full_eval", True), ("debug", ["tpu"]),
+        ("ddp_find_unused_parameters", True), ("enable_jit_checkpoint", True), ("fsdp", "full_shard"),
+        ("neftune_noise_alpha", 5.0), ("optim_args", "a=b"), ("parallelism_config", object()), ("push_to_hub", True),
+        ("save_on_each_node", True), ("torch_compile", True), ("use_cache", True), ("use_liger_kernel", True),
+        ("optim", "adafactor"), ("train_sampling_strategy", "batch_rebalance"), ("label_names", ["start_positions"]),
+        ("skip_memory_metrics", False), ("dataloader_in_order", False), ("deepspeed_plugin", object()),
+        ("gradient_checkpointing_kwargs", {"every_n_layers": 2}), ("fp16", True),
+        ("activation_checkpointing_kwargs", {"offload": True}),
+    ],
+)  # fmt: skip
+def test_what_a_pipeline_cannot_do_is_named(usual: TrainingArguments, name: str, value: Any) -> None:
+    arguments.check(usual)
+    with pytest.raises(ConfigError) as caught:
+        arguments.check(changed(usual, **{name: value}))
+    assert caught.value.key == {"deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED"}.get(name, name)
+
+
+def test_accelerators_settings_are_refused(usual: TrainingArguments) -> None:
+    other = copy.deepcopy(usual.accelerator_config)
+    other.split_batches = True  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"accelerator_config\.split_batches"):
+        arguments.check(changed(usual, accelerator_config=other))
+
+
+def test_combinations_that_cannot_work(usual: TrainingArguments) -> None:
+    with pytest.raises(ConfigError, match="save_only_model"):
+        arguments.check(changed(usual, save_only_model=True, load_best_model_at_end=True, metric_for_best_model="loss"))
+    with pytest.raises(ConfigError, match="metric_for_best_model"):
+        arguments.check(changed(usual, load_best_model_at_end=True))
+
+
+def test_no_clipping(usual: TrainingArguments) -> None:
+    for value in (None, 0.0):
+        config = arguments.engine_config(changed(usual, max_grad_norm=value), {})
+        assert config["gradient_clipping"] == float("inf")
+
+
+def test_configuration_from_arguments(usual: TrainingArguments) -> None:
+    args = changed(usual, per_device_train_batch_size=3, gradient_accumulation_steps=5, max_grad_norm=0.7, seed=11)
+    config = arguments.engine_config(args, {"activations": {"method": "aqsgd"}})
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 5
+    assert config["gradient_clipping"] == 0.7
+    assert "optimizer" not in config
+    assert config["pipecomp"] == {
+        "activations": {"method": "aqsgd"}, "seed": 11, "store": {"path": f"{args.output_dir}/messages"},
+    }  # fmt: skip
+    assert arguments.engine_config(changed(args, max_grad_norm=0.0), None)["gradient_clipping"] == float("inf")
+    half = arguments.engine_config(changed(args, bf16=True), None)
+    assert half["bf16"] == {"enabled": True}
+    assert half["zero_optimization"]["stage"] == 1
+    assert half["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_a_whole_configuration_from_dict_file_and_argument(usual: TrainingArguments, tmp_path: Path) -> None:
+    whole = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0, "steps_per_print": 7,
+        "zero_optimization": {"stage": 1}, "pipecomp": {"activations": {"method": "fp16"}, "seed": 5},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "weight_decay": 0.0}},
+    }  # fmt: skip
+    before = copy.deepcopy(whole)
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(whole))
+    expected = arguments.engine_config(usual, whole)
+    assert whole == before
+    assert expected["steps_per_print"] == 7
+    assert expected["train_micro_batch_size_per_gpu"] == usual.per_device_train_batch_size
+    assert expected["pipecomp"] == whole["pipecomp"]
+    assert arguments.engine_config(usual, str(file)) == expected
+    assert arguments.engine_config(changed(usual, deepspeed=whole), None) == expected
+    assert arguments.engine_config(changed(usual, deepspeed=str(file)), None) == expected
+    rest = {key: value for key, value in whole.items() if key != "pipecomp"}
+    assert arguments.engine_config(changed(usual, deepspeed=rest), whole["pipecomp"]) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "key"),
+    [
+        ({}, {"pipecomp": {}, "train_micro_batch_size_per_gpu": 3}, "train_micro_batch_size_per_gpu"),
+        ({}, {"pipecomp": {}, "gradient_clipping": 0.5}, "gradient_clipping"),
+        ({}, {"pipecomp": {}, "train_batch_size": 64}, "train_batch_size"),
+        ({}, {"pipecomp": {}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"bf16": True}, {"pipecomp": {}, "bf16": {"enabled": False}}, "bf16.enabled"),
+        ({"bf16": True}, {"pipecomp": {}, "zero_optimization": {"stage": 0}}, "zero_optimization.stage"),
+        ({}, {"pipecomp": {}, "zero_optimization": {"stage": 2}}, "zero_optimization.stage"),
+        ({}, {"pipecomp": {}, "optimizer": {"type": "SGD"}}, "optimizer.type"),
+        ({}, {"pipecomp": {}, "optimizer": {"params": {"lr": 1.0}}}, "optimizer.params.lr"),
+        ({}, {"pipecomp": {}, "optimizer": {"params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+        ({}, {"pipecomp": {}, "scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({}, {"pipecomp": 3}, "pipecomp"),
+        ({}, 3, "pipecomp"),
+        ({}, "no/such/file.json", "pipecomp"),
+        ({}, {"activations": {"methd": 1}}, "activations.methd"),
+        ({"deepspeed": {"pipecomp": {}}}, {"pipecomp": {}}, "deepspeed"),
+        ({"deepspeed": {"pipecomp": {"seed": 1}}}, {"seed": 2}, "pipecomp"),
+        (
+            {"weight_decay": 0.1},
+            {"gradients": {"method": "quantized_adam", "freeze_step": 2}},
+            "weight_decay",
+        ),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_contradicts(usual: TrainingArguments, values: dict, given: Any, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        arguments.engine_config(changed(usual, **values), given)
+    assert caught.value.key == key
+
+
+def test_groups_of_all_stages_are_trainers(usual: TrainingArguments) -> None:
+    args = changed(usual, weight_decay=0.3)
+    model = gpt2(3, 16, tied=False)
+    decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    expected = {name: 0.3 if name in decaying else 0.0 for name, _ in model.named_parameters()}
+    found = {}
+    for stage in split(model, num_stages=3):
+        names = {id(p): name for name, p in stage.named_parameters()}
+        for group in arguments.parameter_groups(args)(stage):
+            found |= {names[id(p)]: group["weight_decay"] for p in group["params"]}
+    assert found == expected
+    assert set(found.values()) == {0.0, 0.3}
+
+
+def test_callbacks_take_up_what_the_checkpoint_has_of_them() -> None:
+    trainer, patient = object.__new__(PipelineTrainer), EarlyStoppingCallback(1)
+    handler = CallbackHandler([DefaultFlowCallback, patient], None, None, None, None)
+    trainer.callback_handler, trainer.control = handler, TrainerControl()
+    saved = EarlyStoppingCallback(4)
+    saved.early_stopping_patience_counter = 3
+    states = {"EarlyStoppingCallback": saved.state(), "TrainerControl": TrainerControl(should_save=True).state()}
+    trainer.state = TrainerState(stateful_callbacks=states | {"Other": {}})  # type: ignore[arg-type]
+    trainer._restore_callbacks()
+    found = handler.callbacks[1]
+    assert isinstance(handler.callbacks[0], DefaultFlowCallback)
+    assert (found.early_stopping_patience, found.early_stopping_patience_counter) == (4, 3)
+    assert trainer.control.should_save
+
+
+def test_methods_of_trainer_that_are_not_called() -> None:
+    with pytest.raises(ConfigError, match=r"Mine\.compute_loss"):
+
+        class Mine(PipelineTrainer):
+            def compute_loss(self) -> None: ...
+
+    class Mixin:
+        def _get_train_sampler(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Mixin\._get_train_sampler"):
+
+        class Mixed(Mixin, PipelineTrainer): ...
+
+    class Logging(PipelineTrainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None: ...
+        def report(self) -> None: ...
+
+
+# -- data
+
+
+@settings(deadline=None, max_examples=60)
+@given(samples=st.integers(1, 40), replicas=st.integers(1, 4), micro=st.integers(1, 5), shuffle=st.booleans())
+def test_short_last_micro_batches_leave_no_sample_out(samples: int, replicas: int, micro: int, shuffle: bool) -> None:
+    if samples < replicas:
+        with pytest.raises(DataError):
+            ShardedSampler(samples, micro, replicas=replicas, replica=replicas - 1, drop_last=False)
+        return
+    made = [
+        ShardedSampler(samples, micro, replicas=replicas, replica=r, seed=2, shuffle=shuffle, drop_last=False)
+        for r in range(replicas)
+    ]
+    assert len({sampler.per_epoch for sampler in made}) == 1
+    for epoch in (0, 1):
+        seen: list[int] = []
+        lengths = set()
+        for r, sampler in enumerate(made):
+            batches = [sampler.batch(epoch * sampler.per_epoch + n) for n in range(sampler.per_epoch)]
+            own = [i for batch in batches for i in batch]
+            assert all(len(batch) == micro for batch in batches[:-1])
+            assert 1 <= len(batches[-1]) <= micro
+            assert {i % replicas for i in own} == {r}
+            assert len(own) - len(set(own)) <= 1
+            lengths.add(len(own))
+            seen += own
+        assert set(seen) == set(range(samples))
+        assert len(lengths) == 1
+
+
+def test_lengths_are_grouped_and_no_sample_is_lost() -> None:
+    lengths = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+    sampler, plain = (LengthSampler(lengths, 4, 2, seed=1, drop_last=False), ShardedSampler(64, 2, seed=1))
+    epochs = [[sampler.batch(e * sampler.per_epoch + n) for n in range(sampler.per_epoch)] for e in (0, 1)]
+    for batches in epochs:
+        assert sorted(i for batch in batches for i in batch) == list(range(64))
+    assert epochs[0] != epochs[1]
+
+    def spread(batches: list[list[int]]) -> int:
+        return sum(max(lengths[i] for i in ids) - min(lengths[i] for i in ids) for ids in batches)
+
+    assert spread(epochs[0]) < spread([plain.batch(n) for n in range(32)]) / 3
+
+
+def test_lengths_from_a_column_or_counted() -> None:
+    rows = [{"input_ids": [1] * n} for n in (2, 5)]
+    assert lengths_of(rows, "length", "input_ids") == [2, 5]
+    table = SimpleNamespace(column_names=["length"])
+    with pytest.raises(DataError, match="group_by_length"):
+        lengths_of([{"words": 3}], "length", "input_ids")
+    with pytest.raises(TypeError):
+        lengths_of(table, "length", "input_ids")  # a column is read from the table itself
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"input_ids": [[1], [1, 2]], "length": [7, 8]})
+    assert lengths_of(made, "length", "input_ids") == [7, 8]
+    kept = Samples.of(made, list, ["input_ids", "labels"], "train_dataset")
+    assert kept.data.column_names == ["input_ids"]
+    with pytest.raises(DataError, match="has the columns"):
+        Samples.of(made, list, ["pixels"], "train_dataset")
+
+
+@pytest.mark.parametrize("data", [None, [], (x for x in "ab")])
+def test_what_is_not_a_dataset(data: Any) -> None:
+    with pytest.raises(DataError, match="train_dataset"):
+        Samples.of(data, list, None, "train_dataset")
+
+
+class Noise:
+    """Draws from every generator that a collator might use."""
+
+    def __call__(self, chosen: list[int]) -> dict[str, torch.Tensor]:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        ids = torch.tensor([[i, *(int(x * 1e6) for x in drawn)] for i in chosen])
+        return {"input_ids": ids, "attention_mask": (ids % 3 > 0).long(), "labels": ids}
+
+
+def noisy(start: int = 0, *, seed: int = 4, options: dict[str, Any] = NO_WORKERS) -> StepLoader:
+    loader = StepLoader(
+        Samples(list(range(7)), Noise()), ShardedSampler(7, 2, seed=seed, drop_last=False), seed, options
+    )
+    loader.seek(start)
+    return loader
+
+
+def content(batches: list) -> list:
+    return [(batch.ids, batch.inputs["input_ids"].tolist()) for batch in batches]
+
+
+def test_every_stage_makes_the_same_micro_batches_from_any_start() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[union-attr]
+    loader = noisy()
+    expected = content(list(islice(loader, 11)))
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    assert content(list(islice(noisy(), 11))) == expected
+    assert content(list(islice(noisy(5), 6))) == expected[5:]
+    assert content(list(islice(noisy(seed=5), 11))) != expected
+    assert [ids for ids, _ in expected[:4]] != [ids for ids, _ in expected[4:8]], "a new order every epoch"
+    assert len(expected[3][0]) == 1, "seven samples: three pairs and one"
+
+
+def test_worker_processes_make_the_same_micro_batches() -> None:
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "prefetch_factor": 2}
+    assert content(list(islice(noisy(options=options), 5))) == content(list(islice(noisy(), 5)))
+
+
+def test_micro_batches_are_pinned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x + 1000)  # a CPU pins nothing
+    (batch,) = noisy().begin_step(1)
+    pinned = pin_memory(batch)
+    assert pinned.ids == batch.ids
+    assert torch.equal(pinned.inputs["input_ids"], batch.inputs["input_ids"] + 1000)
+    assert torch.equal(pinned.labels, batch.labels + 1000)
+
+
+def test_a_steps_micro_batches_are_made_ahead_and_handed_out_once() -> None:
+    loader = noisy()
+    ahead = loader.begin_step(3)
+    assert loader.taken == 0
+    assert [loader.upcoming(n) for n in range(3)] == [list(batch.ids) for batch in ahead]
+    handed = iter(loader)
+    assert content([next(handed), next(handed)]) == content(ahead[:2])
+    assert loader.taken == 2
+    assert list(next(handed).ids) == list(ahead[2].ids)
+    shapes = [batch.inputs["input_ids"].numel() for batch in ahead]
+    assert loader.tokens == sum(shapes)
+    assert loader.real_tokens == sum(int(batch.inputs["attention_mask"].sum()) for batch in ahead) < loader.tokens
+    loader.begin_step(2)
+    loader.seek(8)
+    assert content([next(handed)]) == content(list(islice(noisy(8), 1)))
+
+
+@given(samples=st.integers(1, 30), size=st.integers(1, 6), replicas=st.integers(1, 4), drop=st.booleans())
+@settings(deadline=None, max_examples=20)
+def test_replicas_share_out_an_evaluation(samples: int, size: int, replicas: int, drop: bool) -> None:
+    def loader(replica: int) -> EvalLoader:
+        made = Samples(list(range(samples)), Noise())
+        return EvalLoader(made, size, 0, NO_WORKERS, drop_last=drop, replicas=replicas, replica=replica)
+
+    if drop and samples < size:
+        with pytest.raises(DataError):
+            loader(0)
+        return
+    parts = [loader(r) for r in range(replicas)]
+    found = sorted((n, batch.ids) for part in parts for n, batch in zip(part.own, part, strict=True))
+    seen = [i for _, ids in found for i in ids]
+    assert seen == list(range(len(seen)))
+    assert len(seen) == (samples // size * size if drop else samples)
+    assert [n for n, _ in found] == list(range(len(parts[0])))
+
+
+class Pids:
+    """Collates to the process that does it."""
+
+    def __call__(self, chosen: list[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(chosen)[:, None]
+        return {"input_ids": ids, "labels": ids * 0 + os.getpid()}
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_workers_of_an_evaluation_stay_if_they_shall(usual: TrainingArguments, stay: bool) -> None:
+    args = changed(
+        usual, dataloader_persistent_workers=stay, dataloader_num_workers=1, dataloader_multiprocessing_context="fork"
+    )
+    loader = EvalLoader(Samples(list(range(5)), Pids()), 2, 0, loader_options(args))
+    workers = [{int(x) for batch in loader for x in batch.labels.flatten()} for _ in range(2)]
+    assert (workers[0] == workers[1]) is stay
+    assert os.getpid() not in workers[0]
+
+
+# -- losses
+
+
+@settings(deadline=None, max_examples=30)
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=5), causal=st.booleans())
+def test_every_label_of_a_step_counts_alike(counts: list[int], causal: bool) -> None:
+    """Weighed micro-batch means add up to the mean over all labels."""
+    torch.manual_seed(0)
+    config = gpt2(1, 16).config if causal else None
+    if config is None:
+        from transformers import BertConfig
+
+        config = BertConfig(vocab_size=97, num_labels=97, architectures=["BertForMaskedLM"])
+    else:
+        config.architectures = ["GPT2LMHeadModel"]
+    loss = StepLoss(config)
+    assert loss.causal is causal
+    logits = [torch.randn(2, 6, 97) for _ in counts]
+    labels = []
+    for count in counts:
+        row = torch.full((12,), -100)
+        places = torch.tensor([i for i in range(12) if i % 6 or not causal])
+        row[places[torch.randperm(len(places))[:count]]] = torch.randint(0, 97, (count,))
+        if causal:
+            row[0] = 5  # nothing predicts a first token
+        labels.append(row.view(2, 6))
+        assert labels_in(labels[-1], causal=causal) == count
+    loss.weigh(labels, 1, None, torch.device("cpu"))
+    mean = torch.stack([loss(x, y) for x, y in zip(logits, labels, strict=True)]).mean()
+    everything, wanted = torch.cat(logits), torch.cat(labels)
+    if sum(counts) == 0:
+        assert float(mean) == 0
+        return
+    if causal:
+        everything, wanted = everything[:, :-1], wanted[:, 1:]
+    expected = torch.nn.functional.cross_entropy(everything.reshape(-1, 97), wanted.reshape(-1))
+    assert float(mean) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_equal_micro_batches_are_not_touched() -> None:
+    config = gpt2(1, 16).config
+    config.architectures = ["GPT2LMHeadModel"]
+    loss, logits, labels = StepLoss(config), torch.randn(2, 24, 97), torch.randint(0, 97, (2, 24))
+    for micro_batches in range(1, 8):
+        loss.weigh([labels] * micro_batches, 1, None, torch.device("cpu"))
+        assert torch.equal(loss(logits, labels), loss.plain(logits, labels))
+
+
+def test_a_micro_batch_without_labels_reaches_the_other_stages() -> None:
+    config = gpt2(1, 16).config
+    config.architectures = ["GPT2LMHeadModel"]
+    logits = torch.randn(1, 4, 97, requires_grad=True)
+    loss = StepLoss(config)(logits, torch.full((1, 4), -100))
+    assert float(loss.detach()) == 0
+    loss.backward()
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_label_smoothing_of_classes_that_exclude_none() -> None:
+    from transformers import BertConfig
+
+    config = BertConfig(num_labels=4, architectures=["BertForSequenceClassification"])
+    config.problem_type = "multi_label_classification"
+    with pytest.raises(ConfigError, match="label_smoothing_factor"):
+        StepLoss(config, 0.1)
+
+
+# -- logits
+
+
+@pytest.mark.parametrize("widths", [(3, 3), (2, 5, 3), (4,)])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_joined_as_trainer_joins(widths: tuple[int, ...], dims: int) -> None:
+    shapes = [(2 + i, width, 4)[:dims] for i, width in enumerate(widths)]
+    parts = [torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape) for shape in shapes]
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = nested_concat(expected, part, padding_index=-100)
+    assert np.array_equal(_joined([part.numpy() for part in parts]), expected.numpy())
+    pairs = [(part.numpy(), {"a": part.numpy()}) for part in parts]
+    both = _joined(pairs)
+    assert isinstance(both, tuple)
+    assert np.array_equal(both[1]["a"], nested_numpify(expected))
+
+
+@pytest.mark.parametrize("value", [
+    None, "text", -3, float("inf"), True, [], (), {},
+    np.arange(6, dtype=np.int64).reshape(2, 3), np.zeros((0, 4), dtype=np.float32), np.float16(0.5),
+    [(np.ones(3, dtype=np.float32), {"a": [np.array(7), None], 2: (1, [2])}), np.array([True, False])],
+    np.arange(12, dtype=">f8").reshape(3, 4)[:, ::2],
+], ids=str)  # fmt: skip
+def test_what_ranks_send_each_other_arrives(value: Any) -> None:
+    np.testing.assert_equal(unpack(pack(value)), value)
+
+
+def test_other_bytes_are_refused() -> None:
+    whole = pack([np.arange(5), "a"])
+    for cut in range(len(whole)):
+        with pytest.raises(WireError):
+            unpack(whole[:cut])
+    for bad in (whole + b"0", pack("x")[:8] + b"!!!", whole.replace(b"<i8", b"|O8"), whole.replace(b"[5]", b"[6]"),
+                whole.replace(b"[5]", b"[-5]")):  # fmt: skip
+        with pytest.raises(WireError):
+            unpack(bad)
+    for value in (np.array(["text"]), np.array([None]), {1, 2}, object()):
+        with pytest.raises(DataError, match="cannot send"):
+            pack(value)
+
+
+# -- logs
+
+
+def stats(raw: int, sent: int, *, wait: float, full: int = 0, delta: int = 0, groups: dict | None = None) -> list[dict]:
+    def way(share: int) -> dict[str, int]:
+        return {"bytes_raw": raw // share, "bytes_sent": sent // share}
+
+    link = {"forward": way(2), "backward": way(2), "evaluation": way(1), "wait_seconds": wait, "full_samples": full,
+            "delta_samples": delta}  # fmt: skip
+    return [{"replica": 0, "links": {"0->1": link}, "groups": groups or {}} for _ in range(2)]
+
+
+def test_logs_tell_what_changed_since_the_last() -> None:
+    meter = TrafficMeter()
+    first = meter.since_last(stats(800, 400, wait=1.0, full=4))
+    assert first == {"link_compression": 2.0, "link_wait_seconds": 1.0, "store_hit_rate": 0.0}
+    gradients = {"data parallel": {"bytes_raw": 90, "bytes_sent": 30}}
+    second = meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients))
+    assert second == {
+        "link_compression": 20.0, "link_wait_seconds": 0.5, "store_hit_rate": 0.75, "grad_compression": 3.0,
+    }  # fmt: skip
+    assert meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients)) == {}
+
+
+# -- checkpoints
+
+
+def test_random_generators_go_on_where_they_were() -> None:
+    state = random_state()
+    expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    set_random_state(state)
+    assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected
+
+
+def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    for number in (5, 40, 300):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        if number < 300:
+            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-best").mkdir()
+    assert checkpoints._last(str(tmp_path)).name == "checkpoint-40"
+
+
+def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    store, folder = tmp_path / "messages", tmp_path / "checkpoint-1"
+    settings_of_link: dict[str, Any] = {"bits": 3}
+
+    def held(environment: Any) -> list:
+        return environment.link("link-0", settings_of_link).inventory()
+
+    environment = open_environment("lmdb", store, 0, bits=2)
+    link = environment.link("link-0", settings_of_link)
+    link.put(7, 1, torch.randn(3, 16))
+    environment.commit()
+    saved = link.inventory()
+    checkpoints.save_messages(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder))
+    link.put(7, 2, torch.randn(3, 16))
+    link.put(8, 3, torch.randn(3, 16))
+    environment.commit()
+    environment.close()
+    assert checkpoints.restore_messages(str(folder), store)
+    environment = open_environment("lmdb", store, 0, bits=2)
+    assert held(environment) == saved
+    environment.close()
+    assert not checkpoints.restore_messages(str(tmp_path / "checkpoint-2"), store)
+    checkpoints.forget_messages(store)
+    environment = open_environment("lmdb", store, 0, bits=4)  # of other settings than before
+    assert held(environment) == []
+    environment.close()
+
+
+# -- what all ranks have alike
+
+
+class Scattering:
+    """Samples that draw at random whenever they are read, from a generator of their own or from torch's."""
+
+    def __init__(self, own: bool) -> None:
+        self._draw = torch.Generator().manual_seed(7) if own else None
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"input_ids": torch.randint(0, 9, (4,), generator=self._draw), "labels": i}
+
+
+def facts(data: Any) -> dict[str, Any]:
+    return alike.dataset_facts(Samples(data, list), "train_dataset")
+
+
+def test_another_order_or_content_of_a_dataset_is_noticed() -> None:
+    rows = [{"input_ids": [i, i + 1], "labels": i % 2, "text": str(i), "extra": (None, 1.5)} for i in range(30)]
+    mixed = list(rows)
+    random.Random(3).shuffle(mixed)
+    other = [{**row, "labels": 1 - row["labels"]} for row in rows]
+    turned = [dict(reversed(row.items())) for row in rows]
+    assert facts(rows) == facts(turned), "the order of a sample's keys says nothing"
+    assert len({json.dumps(facts(data), sort_keys=True) for data in (rows, mixed, other, rows[:-1])}) == 4
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, lambda x: torch.tensor(x, dtype=torch.bfloat16), np.float32])
+def test_values_of_all_kinds_are_compared(kind: Any) -> None:
+    assert facts([{"x": kind(1.0)}]) == facts([{"x": kind(1.0)}]) != facts([{"x": kind(2.0)}])
+
+
+def test_samples_that_draw_are_read_with_the_same_draws() -> None:
+    before = torch.get_rng_state()
+    assert len(facts(Scattering(own=False))) == 2
+    assert facts(Scattering(own=False)) == facts(Scattering(own=False))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(facts(Scattering(own=True))) == ["length of train_dataset"]
