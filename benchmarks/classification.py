@@ -100,14 +100,22 @@ def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path)
         raise AssertionError("the two ends of a link hold different messages")
     total = _bytes(pipeline)
     return {
-        "task": task, "method": name, "stages": stages, "seed": seed,
-        "train_loss": epochs[-1], "train_losses": epochs, "eval_loss": found["loss"],
-        "accuracy": found["accuracy"], "matthews": found["matthews"], **total,
+        "task": task,
+        "method": name,
+        "stages": stages,
+        "seed": seed,
+        "train_loss": epochs[-1],
+        "train_losses": epochs,
+        "eval_loss": found["loss"],
+        "accuracy": found["accuracy"],
+        "matthews": found["matthews"],
+        **total,
         "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
         "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
-        "real_tokens": sum(training.lengths()), "store_bytes": pipeline.store_bytes(),
+        "real_tokens": sum(training.lengths()),
+        "store_bytes": pipeline.store_bytes(),
         "cpu_seconds": time.process_time() - began,
-    }  # fmt: skip
+    }
 
 
 def _bytes(pipeline: Any) -> dict[str, int]:
@@ -150,14 +158,19 @@ def main() -> None:
     setup, kept = setup_digest(), arguments.out / "classification.jsonl"
     runs = finished(kept, setup)
     done = {(run["task"], run["method"], run["stages"], run["seed"]) for run in runs}
-    todo = [
-        job for job in jobs(arguments.tasks, arguments.stages, arguments.seeds, arguments.only) if job not in done
-    ]
+    todo = [job for job in jobs(arguments.tasks, arguments.stages, arguments.seeds, arguments.only) if job not in done]
     report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
     work_off(
-        train, todo, (arguments.data, arguments.model), runs, workers=arguments.workers, kept=kept, setup=setup,
-        line=_line, report=report,
-    )  # fmt: skip
+        train,
+        todo,
+        (arguments.data, arguments.model),
+        runs,
+        workers=arguments.workers,
+        kept=kept,
+        setup=setup,
+        line=_line,
+        report=report,
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ def _head(runs: list[Run]) -> list[str]:
         "and without the first, in which samples are sent whole. FP32 does not depend on K.",
         "",
         "Held-out samples are judged without quantization: that is the model that is saved and used. With DirectQ it "
-        "was trained on quantized activations, and loses by that difference too; the lines \"judged quantized\" are "
+        'was trained on quantized activations, and loses by that difference too; the lines "judged quantized" are '
         "trained with the same settings and judged with DirectQ's quantization. AQ-SGD's messages approach the "
         "activations themselves: with it the difference vanishes.",
         "",
@@ -86,14 +86,19 @@ def _table(task: str, runs: list[Run]) -> list[str]:
         alone = method == "FP32" or not pairs
         first = group[0]
         cells = [
-            method, "any" if method == "FP32" else str(stages), str(len(group)), _spread(run[metric] for run in group),
+            method,
+            "any" if method == "FP32" else str(stages),
+            str(len(group)),
+            _spread(run[metric] for run in group),
             "–" if alone else f"{statistics.mean(run[metric] - base[metric] for run, base in pairs):+.3f}",
             _spread(run["train_loss"] for run in group),
             "–" if alone else f"{statistics.mean(run['train_loss'] - base['train_loss'] for run, base in pairs):+.3f}",
             _spread(run["eval_loss"] for run in group),
-            _share(first, "forward_bytes_{}"), _share(first, "forward_bytes_{}_after_first_epoch"),
-            _share(first, "backward_bytes_{}"), f"{first['store_bytes'] / 1e6:.0f}",
-        ]  # fmt: skip
+            _share(first, "forward_bytes_{}"),
+            _share(first, "forward_bytes_{}_after_first_epoch"),
+            _share(first, "backward_bytes_{}"),
+            f"{first['store_bytes'] / 1e6:.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 

@@ -36,15 +36,22 @@ class Part:
 
 PARTS = {
     "QNLI": Part(
-        task=QNLI, training_files=("qnli/train_10k.tsv",), held_out_files=("qnli/dev.tsv",),
-        training=1000, held_out=1100, max_tokens=36,
+        task=QNLI,
+        training_files=("qnli/train_10k.tsv",),
+        held_out_files=("qnli/dev.tsv",),
+        training=1000,
+        held_out=1100,
+        max_tokens=36,
     ),
     "CoLA": Part(
-        task=COLA, training_files=("cola/in_domain_train.tsv",),
+        task=COLA,
+        training_files=("cola/in_domain_train.tsv",),
         held_out_files=("cola/in_domain_dev.tsv", "cola/out_of_domain_dev.tsv"),
-        training=2000, held_out=1043, max_tokens=64,
+        training=2000,
+        held_out=1043,
+        max_tokens=64,
     ),
-}  # fmt: skip
+}
 
 
 def load_tokenizer(model: Path) -> Any:

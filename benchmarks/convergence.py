@@ -129,14 +129,21 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
         raise AssertionError("the two ends of a link hold different messages")
     total = _bytes(pipeline)
     return {
-        "method": method.name, "stages": stages, "seed": seed,
-        "train_loss": losses_of[-1], "eval_loss": evaluations[-1], "eval_loss_before": before,
-        "train_losses": losses_of, "eval_losses": evaluations, **total,
+        "method": method.name,
+        "stages": stages,
+        "seed": seed,
+        "train_loss": losses_of[-1],
+        "eval_loss": evaluations[-1],
+        "eval_loss_before": before,
+        "train_losses": losses_of,
+        "eval_losses": evaluations,
+        **total,
         "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
         "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
-        "store_bytes": pipeline.store_bytes(), "cpu_seconds": time.process_time() - began,
+        "store_bytes": pipeline.store_bytes(),
+        "cpu_seconds": time.process_time() - began,
         **report,
-    }  # fmt: skip
+    }
 
 
 def _bytes(pipeline: Any) -> dict[str, int]:
@@ -182,9 +189,16 @@ def main() -> None:
     todo = [job for job in jobs(arguments.stages, arguments.seeds, arguments.only) if job not in done]
     report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
     work_off(
-        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.workers, kept=kept,
-        setup=setup, line=_line, report=report,
-    )  # fmt: skip
+        train,
+        todo,
+        (arguments.data, arguments.cache),
+        runs,
+        workers=arguments.workers,
+        kept=kept,
+        setup=setup,
+        line=_line,
+        report=report,
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -112,18 +112,24 @@ def _table(runs: list[Run]) -> list[str]:
         reference = _losses(runs, "BF16" if method.startswith("BF16") else "FP32")
         above = [r["train_loss"] - reference[r["seed"]][0] for r in group if r["seed"] in reference]
         base = statistics.mean(reference[r["seed"]][0] for r in group if r["seed"] in reference) if above else 1.0
-        share = "–" if method in ("FP32", "BF16") or not above else (
-            f"{statistics.mean(above):+.4f} ({100 * statistics.mean(above) / base:+.2f} %)"
+        share = (
+            "–"
+            if method in ("FP32", "BF16") or not above
+            else (f"{statistics.mean(above):+.4f} ({100 * statistics.mean(above) / base:+.2f} %)")
         )
         first = group[0]
         cells = [
-            method, "any" if method == "FP32" else str(stages), str(len(group)),
-            _spread([r["train_loss"] for r in group]), share, _spread([r["eval_loss"] for r in group]),
+            method,
+            "any" if method == "FP32" else str(stages),
+            str(len(group)),
+            _spread([r["train_loss"] for r in group]),
+            share,
+            _spread([r["eval_loss"] for r in group]),
             f"{100 * first['forward_bytes_sent'] / first['forward_bytes_raw']:.1f} %",
             f"{_after(first):.1f} %",
             f"{100 * first['backward_bytes_sent'] / first['backward_bytes_raw']:.1f} %",
             f"{first['store_bytes'] / 1e6:.1f}",
-        ]  # fmt: skip
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

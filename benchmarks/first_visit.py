@@ -54,9 +54,16 @@ def main() -> None:
     every = [(n, epochs, seed) for epochs in arguments.epochs for seed in range(arguments.seeds) for n in wanted]
     report = functools.partial(write_report, arguments.out, order=names)
     work_off(
-        train, [job for job in every if job not in done], (arguments.data, arguments.cache), runs,
-        workers=arguments.workers, kept=kept, setup=setup, line=_line, report=report,
-    )  # fmt: skip
+        train,
+        [job for job in every if job not in done],
+        (arguments.data, arguments.cache),
+        runs,
+        workers=arguments.workers,
+        kept=kept,
+        setup=setup,
+        line=_line,
+        report=report,
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

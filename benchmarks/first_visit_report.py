@@ -34,7 +34,7 @@ def _head(runs: list[Run]) -> list[str]:
         "",
         "The set-up of [convergence.md](convergence.md) over 4 stages with 2 bits forward and 4 back: a pre-trained "
         "GPT-2, fine-tuned for 1, 2, 3 or 10 epochs, each with its own warm-up (an eighth of all steps) and decay. "
-        "\"full\" is the paper's first visit in float32; \"DirectQ\" quantizes every visit to 2 bits. Rotated: after a "
+        '"full" is the paper\'s first visit in float32; "DirectQ" quantizes every visit to 2 bits. Rotated: after a '
         "randomized Walsh–Hadamard rotation.",
         "",
         "Above FP32: the mean over seeds of the difference to FP32 with the same seed, ± its standard deviation; the "
@@ -55,9 +55,14 @@ def _table(epochs: int, runs: list[Run]) -> list[str]:
         sent = one["forward_bytes_sent"] + one["backward_bytes_sent"]
         raw = one["forward_bytes_raw"] + one["backward_bytes_raw"]
         cells = [
-            method, str(len(group)), _above(group, exact, "train_loss"), _above(group, exact, "eval_loss"),
-            _share(one, first=True), _share(one, first=False), f"{raw / sent:.1f}×",
-        ]  # fmt: skip
+            method,
+            str(len(group)),
+            _above(group, exact, "train_loss"),
+            _above(group, exact, "eval_loss"),
+            _share(one, first=True),
+            _share(one, first=False),
+            f"{raw / sent:.1f}×",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     if exact:
         plain = [statistics.mean(run[key] for run in exact.values()) for key in ("train_loss", "eval_loss")]

@@ -57,10 +57,15 @@ def _cells(method: str, n: int, rows: list[dict[str, Any]], accuracy: bool) -> l
     share = statistics.mean(r["bytes_sent"] / r["bytes_raw"] for r in rows)
     errors = [r["relative_error"] for r in rows if r["relative_error"] is not None]
     return [
-        method, str(n), str(len(rows)), _spread(rows, "train_loss"), _spread(rows, "eval_loss"),
+        method,
+        str(n),
+        str(len(rows)),
+        _spread(rows, "train_loss"),
+        _spread(rows, "eval_loss"),
         *([_spread(rows, "accuracy", 3)] if accuracy else []),
-        f"{100 * share:.1f} %", f"{statistics.mean(errors):.3f}" if errors else "–",
-    ]  # fmt: skip
+        f"{100 * share:.1f} %",
+        f"{statistics.mean(errors):.3f}" if errors else "–",
+    ]
 
 
 def _spread(rows: list[dict[str, Any]], key: str, digits: int = 4) -> str:

@@ -175,9 +175,16 @@ def main() -> None:
     todo = [job for job in every if job not in done]
     report = functools.partial(write_report, arguments.out, order=list(METHODS))
     work_off(
-        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.jobs, kept=kept, setup=setup,
-        line=_line, report=report,
-    )  # fmt: skip
+        train,
+        todo,
+        (arguments.data, arguments.cache),
+        runs,
+        workers=arguments.jobs,
+        kept=kept,
+        setup=setup,
+        line=_line,
+        report=report,
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -178,11 +178,16 @@ class InProcessPipeline:
         if activations.method == "aqsgd":
             self._environments = [
                 open_environment(
-                    store.backend, store.path, index, bits=store.bits, group_size=activations.group_size,
-                    max_bytes=store.max_bytes, on_write_error=store.on_write_error,
+                    store.backend,
+                    store.path,
+                    index,
+                    bits=store.bits,
+                    group_size=activations.group_size,
+                    max_bytes=store.max_bytes,
+                    on_write_error=store.on_write_error,
                 )
                 for index in range(len(self.stages))
-            ]  # fmt: skip
+            ]
         self.links: list[tuple[UpstreamEnd, DownstreamEnd]] = []
         for index in range(len(self.stages) - 1):
             near, far = loopback_pair((index, index + 1))

@@ -27,9 +27,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--data": {"type": Path, "default": SHARED / "wikitext-2", "help": "folder with WikiText-2"},
     "--cache": {"type": Path, "default": ROOT / "runs" / "convergence", "help": "where what runs start from is kept"},
     "--out": {
-        "type": Path, "default": ROOT / "benchmarks" / "results", "help": "where runs are kept and tables written",
+        "type": Path,
+        "default": ROOT / "benchmarks" / "results",
+        "help": "where runs are kept and tables written",
     },
-}  # fmt: skip
+}
 
 
 def parser(doc: str | None, *options: str) -> argparse.ArgumentParser:

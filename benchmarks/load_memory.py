@@ -28,12 +28,25 @@ TARGET = 1.25
 GB = 1e9
 FILES = 3  # of the checkpoint, which has no reason to be cut as the stages are
 HEADINGS = ("loaded by", "rank", "own weights, GB", "interpreter, GB", "peak, GB", "(peak − interpreter) / own weights")
-SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4,
-         "vocab_size": 32000}  # fmt: skip
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-         "vocab_size": 64}  # fmt: skip
-CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-          "steps_per_print": 10**9}  # fmt: skip
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "steps_per_print": 10**9,
+}
 
 
 def config(layers: int, sizes: dict[str, int]) -> Any:

@@ -164,7 +164,7 @@ def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
         "",
         f"| {' | '.join(HEADINGS)} |",
         "|" + "---|" * len(HEADINGS),
-    ]  # fmt: skip
+    ]
     by_name = {run["name"]: run for run in runs}
     for c in COMPARISONS:
         if c.name in by_name:
@@ -189,9 +189,16 @@ def main() -> None:
     todo = [name for name in chosen if name not in done]
     compute_s = runs[0]["compute_s"] if runs else reference_compute(MODEL, STAGES, REFERENCES) if todo else 0.0
     work_off(
-        run, [(name,) for name in todo], (compute_s, arguments.pairs), runs, workers=1, kept=kept, setup=setup,
-        line=_line, report=lambda found: write_report(arguments.out, found),
-    )  # fmt: skip
+        run,
+        [(name,) for name in todo],
+        (compute_s, arguments.pairs),
+        runs,
+        workers=1,
+        kept=kept,
+        setup=setup,
+        line=_line,
+        report=lambda found: write_report(arguments.out, found),
+    )
 
 
 def _line(found: dict[str, Any]) -> str:

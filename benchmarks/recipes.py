@@ -43,16 +43,16 @@ class Recipe:
 
 
 RECIPES = {
-    "gpt2_wikitext2": Recipe(
-        arguments=f"--model gpt2 --tokenizer gpt2 --epochs 5 {LANGUAGE}", before="gpt2"
-    ),
+    "gpt2_wikitext2": Recipe(arguments=f"--model gpt2 --tokenizer gpt2 --epochs 5 {LANGUAGE}", before="gpt2"),
     "deberta_cola": Recipe(
         arguments=f"{DEBERTA} --train-file cola/in_domain_train.tsv --eval-file cola/in_domain_dev.tsv",
-        before="deberta", measures=("loss", "accuracy", "matthews"),
+        before="deberta",
+        measures=("loss", "accuracy", "matthews"),
     ),
     "deberta_qnli": Recipe(
         arguments=f"{DEBERTA} --train-file qnli/train_10k.tsv --eval-file qnli/dev.tsv --max-tokens 64",
-        before="deberta", measures=("loss", "accuracy", "matthews"),
+        before="deberta",
+        measures=("loss", "accuracy", "matthews"),
     ),
     "llama_lora": Recipe(
         arguments=f"--model llama --tokenizer llama --lora-targets all-linear --epochs 3 {LANGUAGE}", before="llama"
@@ -60,20 +60,22 @@ RECIPES = {
     "resnet_split": Recipe(
         arguments="--model tiny --norm group --train-file clients.npz --eval-file clients.npz --rounds 8 "
         "--decay-rounds 6 --seed 1 --start resnet",
-        before="resnet", measures=("loss", "accuracy"), processes=3,
+        before="resnet",
+        measures=("loss", "accuracy"),
+        processes=3,
     ),
     "gpt2_arxiv": Recipe(
         arguments="--model gpt2 --tokenizer gpt2 --epochs 5 --train-file documents.txt --eval-file held-out.txt "
         "--seed 1",
         before="gpt2",
     ),
-}  # fmt: skip
+}
 PRETRAINING = {
     "gpt2": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model tiny {PRETRAIN}",
     "llama": f"2 gpt2_wikitext2 ds_config_cpu_fp32.json --model llama_tiny.json {PRETRAIN}",
     "resnet": "3 resnet_split ds_config_public.json --model tiny --norm group --train-file public.npz "
     "--eval-file public.npz --clients 1 --epochs 10 --rounds 1 --seed 1",
-}  # fmt: skip
+}
 
 
 def lay_out(data: Path, work: Path) -> None:
@@ -115,9 +117,7 @@ def launched(work: Path, processes: int, recipe: str, config: str, *arguments: s
 
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(processes)]
     script = str(ROOT / "recipes" / recipe / "train.py")
-    return command(
-        work, *launcher, f"--master_port={free_port()}", script, "--deepspeed_config", config, *arguments
-    )  # fmt: skip
+    return command(work, *launcher, f"--master_port={free_port()}", script, "--deepspeed_config", config, *arguments)
 
 
 def pretrained(work: Path, name: str) -> float | None:
@@ -160,9 +160,16 @@ def run(recipe: str, method: str, setup: str, work: Path) -> dict[str, Any]:
     saved = work / f"{recipe}-{method}"
     shutil.rmtree(saved, ignore_errors=True)
     seconds = launched(
-        work, chosen.processes, recipe, config, *chosen.arguments.split(),
-        "--metrics", "metrics.jsonl", "--save", saved.name,
-    )  # fmt: skip
+        work,
+        chosen.processes,
+        recipe,
+        config,
+        *chosen.arguments.split(),
+        "--metrics",
+        "metrics.jsonl",
+        "--save",
+        saved.name,
+    )
     lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     ends = [line for line in lines if "eval" in line]
     sent = {
@@ -171,10 +178,16 @@ def run(recipe: str, method: str, setup: str, work: Path) -> dict[str, Any]:
         for kind in ("raw", "sent")
     }
     return {
-        "recipe": recipe, "method": method, "recipe_setup": setup, "steps": ends[-1]["step"],
-        "train_loss": ends[-1]["train_loss"], "eval": ends[-1]["eval"], **sent,
-        "seconds": seconds, "before_s": before_s,
-    }  # fmt: skip
+        "recipe": recipe,
+        "method": method,
+        "recipe_setup": setup,
+        "steps": ends[-1]["step"],
+        "train_loss": ends[-1]["train_loss"],
+        "eval": ends[-1]["eval"],
+        **sent,
+        "seconds": seconds,
+        "before_s": before_s,
+    }
 
 
 def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
@@ -199,9 +212,14 @@ def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
     for found in sorted(runs, key=lambda x: (order.index(x["recipe"]), METHODS.index(x["method"]))):
         shares = [f"{100 * found[f'{way}_sent'] / found[f'{way}_raw']:.1f} %" for way in ("forward", "backward")]
         cells = [
-            found["recipe"], found["method"], str(found["steps"]), f"{found['train_loss']:.4f}", _held_out(found),
-            *shares, f"{found['seconds']:.0f}",
-        ]  # fmt: skip
+            found["recipe"],
+            found["method"],
+            str(found["steps"]),
+            f"{found['train_loss']:.4f}",
+            _held_out(found),
+            *shares,
+            f"{found['seconds']:.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     before = [(RECIPES[x["recipe"]].before, x["before_s"]) for x in runs if x["before_s"]]
     if before:

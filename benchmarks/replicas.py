@@ -30,10 +30,14 @@ AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}
 METHODS: dict[str, dict[str, Any]] = {
     "FP32": {},
     "AQ-SGD fw3 bw6, double_squeeze 4 bits": {
-        "activations": AQSGD, "gradients": {"method": "double_squeeze", "bits": 4}},
+        "activations": AQSGD,
+        "gradients": {"method": "double_squeeze", "bits": 4},
+    },
     "AQ-SGD fw3 bw6, quantized_adam 4 bits": {
-        "activations": AQSGD, "gradients": {"method": "quantized_adam", "bits": 4, "freeze_step": FREEZE_STEP}},
-}  # fmt: skip
+        "activations": AQSGD,
+        "gradients": {"method": "quantized_adam", "bits": 4, "freeze_step": FREEZE_STEP},
+    },
+}
 
 
 def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> dict[str, Any]:
@@ -45,9 +49,16 @@ def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> dict[st
     with Lab(nodes=STAGES * REPLICAS) as lab, tempfile.TemporaryDirectory() as store:
         counted: list[int] = []  # before the first step and after the last
         ranks = lab.run(
-            this.one_rank, name, seed, epochs, str(data), str(cache), store, timeout_s=3000,
+            this.one_rank,
+            name,
+            seed,
+            epochs,
+            str(data),
+            str(cache),
+            store,
+            timeout_s=3000,
             on_note=lambda rank, value: counted.append(sum(node.sent for node in lab.bytes())),
-        )  # fmt: skip
+        )
     links = [(rank, link) for rank in ranks.values() for link in rank["links"].values()]
     # both ends of a link count the same messages: take each direction's sender
     sent = {"forward": 0, "backward": 0}
@@ -58,10 +69,15 @@ def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> dict[st
         raw[way] += link[way]["bytes_raw"]
     groups = [group for rank in ranks.values() for group in rank["groups"].values()]
     return {
-        "method": name, "seed": seed, "epochs": epochs, "train_loss": ranks[0]["train_loss"],
-        "eval_loss": ranks[0]["eval_loss"], "sent": {**sent, "gradients": sum(g["bytes_sent"] for g in groups)},
-        "raw": {**raw, "gradients": sum(g["bytes_raw"] for g in groups)}, "interfaces": counted[1] - counted[0],
-    }  # fmt: skip
+        "method": name,
+        "seed": seed,
+        "epochs": epochs,
+        "train_loss": ranks[0]["train_loss"],
+        "eval_loss": ranks[0]["eval_loss"],
+        "sent": {**sent, "gradients": sum(g["bytes_sent"] for g in groups)},
+        "raw": {**raw, "gradients": sum(g["bytes_raw"] for g in groups)},
+        "interfaces": counted[1] - counted[0],
+    }
 
 
 def one_rank(
@@ -104,9 +120,10 @@ def one_rank(
     engine.close()
     last = losses[-(steps // epochs) :]
     return {
-        "train_loss": sum(last) / len(last), "eval_loss": eval_loss,
+        "train_loss": sum(last) / len(last),
+        "eval_loss": eval_loss,
         **{key: stats[key] for key in ("stage", "links", "groups")},
-    }  # fmt: skip
+    }
 
 
 def _between_steps(rank: int, note: Any) -> None:
@@ -155,9 +172,15 @@ def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
         ways = [f"{one['sent'][way] / 1e6:.1f}" for way in ("forward", "backward", "gradients")]
         less = sum(one["raw"].values()) / sum(one["sent"].values())
         cells = [
-            method, str(len(group)), _spread([r["train_loss"] for r in group]), share,
-            _spread([r["eval_loss"] for r in group]), *ways, f"{less:.2f}×", f"{one['interfaces'] / 1e6:.1f}",
-        ]  # fmt: skip
+            method,
+            str(len(group)),
+            _spread([r["train_loss"] for r in group]),
+            share,
+            _spread([r["eval_loss"] for r in group]),
+            *ways,
+            f"{less:.2f}×",
+            f"{one['interfaces'] / 1e6:.1f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     (folder / "replicas.md").write_text("\n".join(lines) + "\n")
 
@@ -177,9 +200,16 @@ def main() -> None:
     names = chosen(METHODS, arguments.only)
     todo = [(m, s, arguments.epochs) for s in range(arguments.seeds) for m in names if (m, s) not in done]
     work_off(
-        train, todo, (arguments.data, arguments.cache), runs, workers=1, kept=kept, setup=setup, line=_line,
+        train,
+        todo,
+        (arguments.data, arguments.cache),
+        runs,
+        workers=1,
+        kept=kept,
+        setup=setup,
+        line=_line,
         report=lambda found: write_report(arguments.out, found),
-    )  # fmt: skip
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

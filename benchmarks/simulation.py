@@ -58,9 +58,15 @@ GPT2_TOKENS, GPT2_HIDDEN = 1024, 1600
 GPT2_UPDATE_S = GPT2_BATCH / 4.05 - (GPT2_BATCH + GPT2_STAGES - 1) * (GPT2_FORWARD_S + GPT2_BACKWARD_S)
 
 LLAMA = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
 SITES, SITE_FLOPS, SITE_DELAY_S, LLAMA_BATCH, LLAMA_TOKENS = 4, 100e12, 0.02, 32, 2048
 
 
@@ -85,11 +91,13 @@ def step_of(row: Row, counters: Sequence[Row]) -> Step:
         return max(rank["links"][f"{k}->{k + 1}"][way] for rank in row["ranks"] if rank["stage"] == k) / M
 
     return Step(
-        stages=stages, micro_batches=M, together_s=measured_end(stats),
+        stages=stages,
+        micro_batches=M,
+        together_s=measured_end(stats),
         forward_bytes=[size(k, "forward") for k in range(K - 1)],
         backward_bytes=[size(k, "backward") for k in range(K - 1)],
         in_flight=[max(rank["in_flight"] for rank in row["ranks"] if rank["stage"] == k) for k in range(K)],
-    )  # fmt: skip
+    )
 
 
 def network_of(row: Row) -> Network:
@@ -113,15 +121,16 @@ def compare(rows: Sequence[Row]) -> list[Row]:
         without = free.get((row["line"], row["stages"]))
         if row["bits_per_s"] is not None and without is not None and row.get("replicas", 1) == 1:
             predicted["free"] = play(step_of(row, without), network_of(row)).seconds
-        found.append({"line": row["line"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"],
-                      **predicted})  # fmt: skip
+        found.append({"line": row["line"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"], **predicted})
     return found
 
 
 def measured_page(compared: Sequence[Row]) -> list[str]:
     """The comparison as Markdown."""
-    lines = ["| line | Mbit/s | measured s | from its own counters | from those without a slow link |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| line | Mbit/s | measured s | from its own counters | from those without a slow link |",
+        "|---|---|---|---|---|",
+    ]
     for row in compared:
         cells = [f"{row[key]:.2f} ({_off(row[key], row['seconds'])})" if row[key] else "" for key in ("own", "free")]
         mbit = "unlimited" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
@@ -131,8 +140,10 @@ def measured_page(compared: Sequence[Row]) -> list[str]:
         errors = [abs(row[key] / row["seconds"] - 1) for row in compared if row[key]]
         if errors:
             within = sum(error <= 0.1 for error in errors)
-            said.append(f"From {name}: {within} of {len(errors)} within 10 %, median {statistics.median(errors):.1%}, "
-                        f"most {max(errors):.1%}.")  # fmt: skip
+            said.append(
+                f"From {name}: {within} of {len(errors)} within 10 %, median {statistics.median(errors):.1%}, "
+                f"most {max(errors):.1%}."
+            )
     return [*said, "", *lines]
 
 
@@ -151,9 +162,12 @@ def gpt2(mbit: int, activations: dict[str, Any], *, first_visit: bool = False) -
     links = GPT2_STAGES - 1
     step = Step(
         stages=[StageCosts(forward_s=GPT2_FORWARD_S, backward_s=GPT2_BACKWARD_S)] * GPT2_STAGES,
-        micro_batches=GPT2_BATCH, forward_bytes=[forward] * links, backward_bytes=[backward] * links,
-        in_flight=numbers(1, GPT2_STAGES, GPT2_BATCH), together_s=GPT2_UPDATE_S,
-    )  # fmt: skip
+        micro_batches=GPT2_BATCH,
+        forward_bytes=[forward] * links,
+        backward_bytes=[backward] * links,
+        in_flight=numbers(1, GPT2_STAGES, GPT2_BATCH),
+        together_s=GPT2_UPDATE_S,
+    )
     return GPT2_BATCH / best_in_flight(step, uniform(GPT2_STAGES, mbit * 1e6 * TCP_SHARE))[1].seconds
 
 
@@ -234,31 +248,33 @@ def page(measured: Path | None) -> str:
         said += ["Nothing was measured: run `throughput.py`, or `pipecomp bench pipeline --json FILE`."]
     else:
         said += measured_page(compare(load(measured)))
-    return "\n".join([
-        *said,
-        "",
-        "## GPT2-1.5B on 8 stages: a prediction",
-        "",
-        f"Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} values. Compute "
-        f"is the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and {1e3 * GPT2_BACKWARD_S:.0f} ms a "
-        f"micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. Messages, "
-        "schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card for each "
-        "stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own system measured "
-        "(Table 2), and how far this is from it. The quantized runs are near. Where FP32's messages are the limit, the "
-        "paper's system was slower than its links allow with this schedule.",
-        "",
-        *gpt2_page(),
-        "",
-        f"## Llama-8B over {SITES} sites: a prediction",
-        "",
-        f"Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not measured: "
-        f"{SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing, "
-        f"{1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. "
-        "Operations are counted from the model's code.",
-        "",
-        *llama_page(),
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *said,
+            "",
+            "## GPT2-1.5B on 8 stages: a prediction",
+            "",
+            f"Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} values. Compute "
+            f"is the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and {1e3 * GPT2_BACKWARD_S:.0f} ms a "
+            f"micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. Messages, "
+            "schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card for each "
+            "stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own system measured "
+            "(Table 2), and how far this is from it. The quantized runs are near. Where FP32's messages are the limit, the "
+            "paper's system was slower than its links allow with this schedule.",
+            "",
+            *gpt2_page(),
+            "",
+            f"## Llama-8B over {SITES} sites: a prediction",
+            "",
+            f"Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not measured: "
+            f"{SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing, "
+            f"{1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. "
+            "Operations are counted from the model's code.",
+            "",
+            *llama_page(),
+            "",
+        ]
+    )
 
 
 def main() -> None:

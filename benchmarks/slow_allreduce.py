@@ -94,8 +94,16 @@ def rows_of(found: dict[int, dict[str, dict[str, float]]]) -> list[list[str]]:
 
 
 HEADINGS = [
-    "method", "ms", "times faster", "MB sent", "relative error", "quantize ms", "wait ms", "reduce ms", "decode ms",
-]  # fmt: skip
+    "method",
+    "ms",
+    "times faster",
+    "MB sent",
+    "relative error",
+    "quantize ms",
+    "wait ms",
+    "reduce ms",
+    "decode ms",
+]
 
 
 def main() -> None:

@@ -37,10 +37,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "DirectQ fw2 bw8[0.2]": {"activations": {"method": "direct", **WIRE}},
     AQSGD: {"activations": {"method": "aqsgd", **WIRE}},
     f"{AQSGD}, messages do not follow crops and flips": {
-        "activations": {"method": "aqsgd", **WIRE}, "matched": False,
+        "activations": {"method": "aqsgd", **WIRE},
+        "matched": False,
     },
     f"{AQSGD}, first visit 8 bits": {"activations": {"method": "aqsgd", "first_visit": 8, **WIRE}},
-}  # fmt: skip
+}
 
 
 def train(name: str, seed: int, data: Path, cache: Path) -> dict[str, Any]:
@@ -220,14 +221,17 @@ def _cells(name: str, rows: list[dict[str, Any]], exact: dict[int, dict[str, flo
             for some in (last, [r for run in rows for r in run["rounds"]])
         )
         shares.append(f"{100 * once:.1f} % ({100 * ever:.1f} %)")
-    above = [
-        run["rounds"][-1]["train_loss"] - exact[run["seed"]]["train_loss"] for run in rows if run["seed"] in exact
-    ]
+    above = [run["rounds"][-1]["train_loss"] - exact[run["seed"]]["train_loss"] for run in rows if run["seed"] in exact]
     return [
-        name, str(len(rows)), _spread(last, "accuracy", 3), _spread(last, "eval_loss"), _spread(last, "train_loss"),
+        name,
+        str(len(rows)),
+        _spread(last, "accuracy", 3),
+        _spread(last, "eval_loss"),
+        _spread(last, "train_loss"),
         _above(above),
-        *shares, ", ".join(f"{e:.3f}" for e in errors) or "–",
-    ]  # fmt: skip
+        *shares,
+        ", ".join(f"{e:.3f}" for e in errors) or "–",
+    ]
 
 
 def _above(differences: list[float]) -> str:
@@ -256,9 +260,16 @@ def main() -> None:
     names = chosen(METHODS, arguments.only)
     todo = [(name, seed) for seed in range(arguments.seeds) for name in names if (name, seed) not in done]
     work_off(
-        train, todo, (arguments.data, arguments.cache), runs, workers=arguments.workers, kept=kept, setup=setup,
-        line=_line, report=functools.partial(write_report, arguments.out),
-    )  # fmt: skip
+        train,
+        todo,
+        (arguments.data, arguments.cache),
+        runs,
+        workers=arguments.workers,
+        kept=kept,
+        setup=setup,
+        line=_line,
+        report=functools.partial(write_report, arguments.out),
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Measure message stores and print the table; `--markdown FILE` writes it where results are kept.
 
-    python benchmarks/store.py [--samples N] [--epochs N] [--folder PATH] [--json FILE] [--markdown FILE]
+python benchmarks/store.py [--samples N] [--epochs N] [--folder PATH] [--json FILE] [--markdown FILE]
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ SETTINGS = {
     "2 stages, 20 ms each way": Setting(2, {SIXTEEN: (5.8,), COARSE: (12.0,)}, "20ms"),
     "2 stages, 2 replicas": Setting(2, dict.fromkeys((TWICE, *REPLICAS.values()), (UNTHROTTLED, 5.8))),
     "4 stages": Setting(4, dict.fromkeys(("FP32", STOCK, SIXTEEN), (UNTHROTTLED, 1.0, 5.8))),
-}  # fmt: skip
+}
 
 
 def run(setting: str, r: float, name: str, turn: int, rate: int | None, steps: int) -> dict[str, Any]:
@@ -77,8 +77,17 @@ def main() -> None:
     runs = finished(kept, setup)
 
     def work(todo: list[tuple[Any, ...]]) -> None:
-        work_off(run, todo, (arguments.steps,), runs, workers=1, kept=kept, setup=setup, line=_line,
-                 report=lambda found: write_report(arguments.out, found, list(SETTINGS), LINES))  # fmt: skip
+        work_off(
+            run,
+            todo,
+            (arguments.steps,),
+            runs,
+            workers=1,
+            kept=kept,
+            setup=setup,
+            line=_line,
+            report=lambda found: write_report(arguments.out, found, list(SETTINGS), LINES),
+        )
 
     done = {(x["setting"], x["r"], x["line"], x["turn"]) for x in runs}
     wanted = [
@@ -92,11 +101,13 @@ def main() -> None:
     stages = sorted({SETTINGS[name].stages for name in arguments.settings})
     first = [(f"{K} stages", UNTHROTTLED, "FP32", 0) for K in stages]  # what `link_rate` looks at
     work([(*job, None) for job in first if job not in done])
-    work([
-        (*job, None if job[1] == UNTHROTTLED else link_rate(runs, SETTINGS[job[0]].stages, job[1]))
-        for job in wanted
-        if job not in done and job not in first
-    ])  # fmt: skip
+    work(
+        [
+            (*job, None if job[1] == UNTHROTTLED else link_rate(runs, SETTINGS[job[0]].stages, job[1]))
+            for job in wanted
+            if job not in done and job not in first
+        ]
+    )
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -66,10 +66,14 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         "samples a step in 8 micro-batches, or 16 where the line says so. Each stage is a process with one thread in a "
         "network namespace of its own; links are shaped by the kernel (`tbf`). r: the time that a micro-batch's "
         "float32 messages take, both ways, over the time a stage computes on it, the median of all lines without a "
-        "limit that compute in float32. s: median step; \"MB a step\": on all "
+        'limit that compute in float32. s: median step; "MB a step": on all '
         "interfaces. Stock DeepSpeed is 0.19.8's own pipeline engine."
-        + ("" if cpu_multiplies_bf16() else " This processor has no BF16 products: lines in BF16, stock DeepSpeed's "
-           "too, compute them in float32 and round (`pipecomp/bench/bf16.py`)."),
+        + (
+            ""
+            if cpu_multiplies_bf16()
+            else " This processor has no BF16 products: lines in BF16, stock DeepSpeed's "
+            "too, compute them in float32 and round (`pipecomp/bench/bf16.py`)."
+        ),
         "",
         "![steps a second over the link's rate](throughput.png)",
         "",
@@ -80,7 +84,7 @@ def write_report(folder: Path, runs: Sequence[Row], settings: Sequence[str], lin
         "Differences of a few percent, and the first two of these with links set anew, are in [paired.md](paired.md), "
         "where lines take turns step by step: here a line runs alone, and the machine's speed changes by more than "
         "that from one run to the next.",
-    ]  # fmt: skip
+    ]
     order = [line.name for line in lines]
     for setting in settings:
         for r in sorted({key[1] for key in rows if key[0] == setting}):
@@ -110,13 +114,16 @@ def findings(rows: dict[tuple[str, float, str], Row]) -> list[str]:
     every: list[tuple[str, tuple[str, float, str], tuple[str, float, str]]] = [
         (f"{SIXTEEN}, at {{}}: {{:.2f}} × (aim: 6 at r = 5.8).", (two, 5.8, STOCK), (two, 5.8, SIXTEEN)),
         (f"{COARSE}, at {{}}: {{:.2f}} × (aim: 10 at r = 12).", (two, 12.0, STOCK), (two, 12.0, COARSE)),
-        ("2 × 2 replicas, 4-bit gradients, at {}: {:.2f} × (aim: 8 at r = 5.8).",
-         (twice, 5.8, TWICE), (twice, 5.8, REPLICAS[4])),
+        (
+            "2 × 2 replicas, 4-bit gradients, at {}: {:.2f} × (aim: 8 at r = 5.8).",
+            (twice, 5.8, TWICE),
+            (twice, 5.8, REPLICAS[4]),
+        ),
         ("The same with 1-bit gradients, at {}: {:.2f} ×.", (twice, 5.8, TWICE), (twice, 5.8, REPLICAS[1])),
         (f"4 stages, {SIXTEEN}, at {{}}: {{:.2f}} ×.", ("4 stages", 5.8, STOCK), ("4 stages", 5.8, SIXTEEN)),
         ("The schedule by itself, FP32 at {}: {:.2f} ×.", (two, 5.8, STOCK), (two, 5.8, "FP32")),
         ("Stock DeepSpeed in BF16, at {}: {:.2f} ×.", (two, 5.8, STOCK), (two, 5.8, "DeepSpeed BF16")),
-    ]  # fmt: skip
+    ]
     return [
         text.format(_link(rows[one], rows), rows[one]["seconds"] / rows[other]["seconds"])
         for text, one, other in every

@@ -48,9 +48,14 @@ def train(name: str, epochs: int, rate: int | None, data: Path, cache: Path, ste
         sent = sum(node.sent for node in lab.bytes())
     compute = [rank["compute_s"] for rank in ranks.values() if rank["compute_s"]]
     return {
-        "method": name, "epochs": epochs, "rate": rate, "bytes": sent, "losses": ranks[0]["losses"],
-        "seconds": ranks[0]["seconds"], "compute_s": sum(compute) / len(compute) if compute else None,
-    }  # fmt: skip
+        "method": name,
+        "epochs": epochs,
+        "rate": rate,
+        "bytes": sent,
+        "losses": ranks[0]["losses"],
+        "seconds": ranks[0]["seconds"],
+        "compute_s": sum(compute) / len(compute) if compute else None,
+    }
 
 
 def one_rank(
@@ -145,9 +150,16 @@ def main() -> None:
     names = chosen(METHODS, arguments.only)
     todo = [(m, epochs, rate) for epochs in arguments.epochs for m in names if (m, epochs) not in done]
     work_off(
-        train, todo, (arguments.data, arguments.cache), runs, workers=1, kept=kept, setup=setup, line=_line,
+        train,
+        todo,
+        (arguments.data, arguments.cache),
+        runs,
+        workers=1,
+        kept=kept,
+        setup=setup,
+        line=_line,
         report=lambda found: write_report(arguments.out, found, arguments.r, list(METHODS)),
-    )  # fmt: skip
+    )
 
 
 def _line(run: dict[str, Any]) -> str:

@@ -83,11 +83,18 @@ def new_model(seed: int, length: int = LENGTH, width: int = WIDTH) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=length, n_embd=width, n_layer=8, n_head=width // WIDTH * HEADS,
-        bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCABULARY,
+        n_positions=length,
+        n_embd=width,
+        n_layer=8,
+        n_head=width // WIDTH * HEADS,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         activation_function="gelu_pytorch_tanh",  # the same function as gelu_new, in one kernel
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GPT2LMHeadModel(config)
@@ -114,9 +121,13 @@ def _pretrained(task: Task, kept: Path, seed: int, width: int) -> tuple[Any, dic
     rows = rows[order[: int(PRETRAINING["tokens"]) // length]]
     began = time.perf_counter()
     loss = pretrain(
-        model, rows.tolist(), epochs=int(PRETRAINING["epochs"]), batch=int(PRETRAINING["batch"]),
-        lr=float(PRETRAINING["lr"]), seed=seed,
-    )  # fmt: skip
+        model,
+        rows.tolist(),
+        epochs=int(PRETRAINING["epochs"]),
+        batch=int(PRETRAINING["batch"]),
+        lr=float(PRETRAINING["lr"]),
+        seed=seed,
+    )
     report = {"pretraining_loss": loss, "pretraining_seconds": time.perf_counter() - began}
     _write(kept, {"settings": settings, "weights": model.state_dict(), "report": report})
     return model, report

@@ -46,7 +46,11 @@ def open_environment(
     if backend == "lmdb":
         folder = Path(path) / f"rank-{rank}"
         return LmdbEnvironment(
-            folder, bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch,
+            folder,
+            bits=bits,
+            group_size=group_size,
+            max_bytes=max_bytes,
+            prefetch=prefetch,
             on_write_error=on_write_error,
-        )  # fmt: skip
+        )
     raise ConfigError("store.backend", backend, "'lmdb', 'memory'")

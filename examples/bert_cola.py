@@ -50,8 +50,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=float, default=4, help="default 4")
     add("--batch", type=int, default=32, help="sentences per process and step (default 32)")
     add("--lr", type=float, default=3e-4, help="peak learning rate (default 3e-4)")
-    add("--seed", type=int, nargs="+", default=[0], metavar="S",
-        help="of weights, order of sentences, dropout and compression; one training for each (default 0)")  # fmt: skip
+    add(
+        "--seed",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="S",
+        help="of weights, order of sentences, dropout and compression; one training for each (default 0)",
+    )
     add("--out", default="runs/bert_cola", metavar="FOLDER", help="for checkpoints (default runs/bert_cola)")
     add("--resume", metavar="FOLDER", help="go on from a checkpoint")
     add("--save-steps", type=int, metavar="N", help="write a checkpoint every N steps")
@@ -95,10 +101,14 @@ def make_model(args: argparse.Namespace, tokenizer: Any) -> Any:
     if args.model is not None:
         return AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=args.width, num_hidden_layers=args.layers,
-        num_attention_heads=max(1, args.width // 64), intermediate_size=4 * args.width, max_position_embeddings=128,
+        vocab_size=len(tokenizer),
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=max(1, args.width // 64),
+        intermediate_size=4 * args.width,
+        max_position_embeddings=128,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     return BertForSequenceClassification(config)
 
 
@@ -115,12 +125,21 @@ def measures(prediction: Any) -> dict[str, float]:
 def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train and evaluate once; returns what was measured."""
     training = TrainingArguments(
-        output_dir=args.out, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch,
-        per_device_eval_batch_size=128, learning_rate=args.lr, warmup_steps=0.1, weight_decay=0.01, seed=seed,
-        logging_strategy="epoch", save_strategy="steps" if args.save_steps else "no", save_steps=args.save_steps or 500,
-        use_cpu=not torch.cuda.is_available(), report_to="none",
+        output_dir=args.out,
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=args.batch,
+        per_device_eval_batch_size=128,
+        learning_rate=args.lr,
+        warmup_steps=0.1,
+        weight_decay=0.01,
+        seed=seed,
+        logging_strategy="epoch",
+        save_strategy="steps" if args.save_steps else "no",
+        save_steps=args.save_steps or 500,
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
         average_tokens_across_devices=False,  # it multiplies a classifier's loss by the number of processes
-    )  # fmt: skip
+    )
     sentences, labels = read(args.train_file)
     held_out, held_out_labels = read(args.eval_file)
     tokenizer = make_tokenizer(args, sentences)
@@ -138,20 +157,32 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if args.compress is not None:
         callback = pipecomp.CompressionCallback(method=args.compress, seed=seed, **args.options)
     trainer = Trainer(
-        model, training, train_dataset=samples(sentences, labels), eval_dataset=samples(held_out, held_out_labels),
-        data_collator=DataCollatorWithPadding(tokenizer), compute_metrics=measures,
+        model,
+        training,
+        train_dataset=samples(sentences, labels),
+        eval_dataset=samples(held_out, held_out_labels),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=measures,
         callbacks=[callback] if callback else None,
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=args.resume)
     found = trainer.evaluate()
     traffic = callback.stats() if callback else uncompressed(model, training.world_size, trainer.state.global_step)
     return {
-        "compress": args.compress, "options": args.options, "seed": seed, "processes": training.world_size,
-        "steps": trainer.state.global_step, "parameters": trainable(model),
+        "compress": args.compress,
+        "options": args.options,
+        "seed": seed,
+        "processes": training.world_size,
+        "steps": trainer.state.global_step,
+        "parameters": trainable(model),
         "train_loss": [line["loss"] for line in trainer.state.log_history if "loss" in line][-1],
-        "eval_loss": found["eval_loss"], "accuracy": found["eval_accuracy"], "matthews": found["eval_matthews"],
-        "bytes_raw": traffic["bytes_raw"], "bytes_sent": traffic["bytes_sent"], "first": training.process_index == 0,
-    }  # fmt: skip
+        "eval_loss": found["eval_loss"],
+        "accuracy": found["eval_accuracy"],
+        "matthews": found["eval_matthews"],
+        "bytes_raw": traffic["bytes_raw"],
+        "bytes_sent": traffic["bytes_sent"],
+        "first": training.process_index == 0,
+    }
 
 
 def trainable(model: Any) -> int:

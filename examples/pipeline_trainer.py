@@ -48,7 +48,9 @@ def main() -> None:
         model=options.model,  # was: AutoModelForCausalLM.from_pretrained(options.model)
         pipecomp={  # new: what crosses the links between the stages
             "activations": {
-                "method": "aqsgd", "forward_bits": options.forward_bits, "backward_bits": options.backward_bits,
+                "method": "aqsgd",
+                "forward_bits": options.forward_bits,
+                "backward_bits": options.backward_bits,
             }
         },
         args=args,
@@ -56,7 +58,7 @@ def main() -> None:
         eval_dataset=held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-    )  # fmt: skip
+    )
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     trainer.save_model()

@@ -277,9 +277,7 @@ def check_target(out: Tensor | None, add_to: Tensor | None, codes: Tensor, d: in
     if target is None:
         return torch.empty(d, dtype=torch.float32, device=codes.device), False
     if target.dtype != torch.float32 or tuple(target.shape) != (d,) or not target.is_contiguous():
-        raise ShapeError(
-            f"{name}: {target.dtype} {tuple(target.shape)}, allowed: contiguous torch.float32 [{d}]"
-        )
+        raise ShapeError(f"{name}: {target.dtype} {tuple(target.shape)}, allowed: contiguous torch.float32 [{d}]")
     return target, add_to is not None
 
 

@@ -128,11 +128,24 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
         bad.copy_(torch.where(wrong, row, FINE).min().reshape(1))
     octets = whole_group_block(s.group) if fused else OCT
     quantizer.quantize_kernel[s.grid(8 * octets)](
-        x, base, codes, scales, bad, keys, *where, s.group_bytes, s.row_bytes,
-        BITS=options.bits, DELTA=m is not None, MEASURE=fused, STOCHASTIC=stochastic,
-        BF16_SCALE=options.scale_dtype == torch.bfloat16, OCT=octets,
-        num_warps=warps(8 * octets), enable_fp_fusion=False,
-    )  # fmt: skip
+        x,
+        base,
+        codes,
+        scales,
+        bad,
+        keys,
+        *where,
+        s.group_bytes,
+        s.row_bytes,
+        BITS=options.bits,
+        DELTA=m is not None,
+        MEASURE=fused,
+        STOCHASTIC=stochastic,
+        BF16_SCALE=options.scale_dtype == torch.bfloat16,
+        OCT=octets,
+        num_warps=warps(8 * octets),
+        enable_fp_fusion=False,
+    )
     return codes, scales, bad
 
 
@@ -152,10 +165,23 @@ def launch_dequantize(
     s = Shape(tuple(out.shape), bits, group_size)
     w = torch.tensor(reference.code_values(bits, rounding), dtype=torch.float32).to(out.device, non_blocking=True)
     quantizer.dequantize_kernel[s.grid(BLOCK)](
-        codes, scales, w, out, codes if bad is None else bad, native.row_stride(out) or s.H,
-        s.H, s.group, s.groups, s.group_bytes, s.row_bytes,
-        BITS=bits, ADD=add, GUARDED=bad is not None, BLOCK=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+        codes,
+        scales,
+        w,
+        out,
+        codes if bad is None else bad,
+        native.row_stride(out) or s.H,
+        s.H,
+        s.group,
+        s.groups,
+        s.group_bytes,
+        s.row_bytes,
+        BITS=bits,
+        ADD=add,
+        GUARDED=bad is not None,
+        BLOCK=BLOCK,
+        enable_fp_fusion=False,
+    )
 
 
 def dequantize(
@@ -216,9 +242,7 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     return values, index
 
 
-def feedback_quantize_(
-    x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
-) -> tuple[Tensor, Tensor]:
+def feedback_quantize_(x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool) -> tuple[Tensor, Tensor]:
     """As `feedback.feedback_quantize_`: scales with torch's own operations, the quantizer's kernels on the sum."""
     return feedback.feedback_quantize_(x_d, e_d, bits, group_size, mean, quantize_sum)
 
@@ -229,10 +253,28 @@ def quantize_sum(sum_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> 
     codes = torch.empty(s.row_bytes, dtype=torch.uint8, device=sum_d.device)
     keys, _ = key_table(0, 0, s.H, sum_d.device)
     quantizer.quantize_kernel[s.grid(8 * OCT)](
-        sum_d, sum_d, codes, scale_G.contiguous(), codes, keys, s.H, s.H, s.H, s.group, s.groups, s.group_bytes,
-        s.row_bytes, BITS=bits, DELTA=False, MEASURE=False, STOCHASTIC=False, BF16_SCALE=False, OCT=OCT,
-        num_warps=warps(8 * OCT), enable_fp_fusion=False,
-    )  # fmt: skip
+        sum_d,
+        sum_d,
+        codes,
+        scale_G.contiguous(),
+        codes,
+        keys,
+        s.H,
+        s.H,
+        s.H,
+        s.group,
+        s.groups,
+        s.group_bytes,
+        s.row_bytes,
+        BITS=bits,
+        DELTA=False,
+        MEASURE=False,
+        STOCHASTIC=False,
+        BF16_SCALE=False,
+        OCT=OCT,
+        num_warps=warps(8 * OCT),
+        enable_fp_fusion=False,
+    )
     decoded_d = torch.empty_like(sum_d)
     launch_dequantize(codes, scale_G, bits, decoded_d, group_size, "nearest", False)
     return codes, decoded_d
@@ -274,9 +316,21 @@ def linear_encode(
         keys, first = key_table(seed, start, d, g_d.device)
         index = codes if index_d is None else index_d.contiguous()
         gradient.linear_encode_kernel[flat_grid(d, 8 * OCT)](
-            g_d, index, float_table(levels, g_d.device), codes, keys, first, d, norm_divisor(norm), min(levels), size,
-            BITS=bits, INDEXED=index_d is not None, OCT=OCT, enable_fp_fusion=False,
-        )  # fmt: skip
+            g_d,
+            index,
+            float_table(levels, g_d.device),
+            codes,
+            keys,
+            first,
+            d,
+            norm_divisor(norm),
+            min(levels),
+            size,
+            BITS=bits,
+            INDEXED=index_d is not None,
+            OCT=OCT,
+            enable_fp_fusion=False,
+        )
     return codes
 
 
@@ -306,9 +360,19 @@ def linear_decode(
         factors = float_table(dithering.linear_factors(norm, levels, divisor), out_d.device)
         index = codes if index_d is None else index_d.contiguous()
         gradient.linear_decode_kernel[flat_grid(d, BLOCK)](
-            out_d, codes, index, factors, d, workers * min(levels), codes.numel(), bits,
-            INDEXED=index_d is not None, ADD=add, BLOCK=BLOCK, enable_fp_fusion=False,
-        )  # fmt: skip
+            out_d,
+            codes,
+            index,
+            factors,
+            d,
+            workers * min(levels),
+            codes.numel(),
+            bits,
+            INDEXED=index_d is not None,
+            ADD=add,
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
     return out_d
 
 
@@ -332,9 +396,19 @@ def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: in
         keys, first = key_table(seed, start, d, g_d.device)
         smallest = 2.0 ** (dithering.max_exponent(bits) - 1 - depth)
         gradient.exponential_encode_kernel[flat_grid(d, 8 * OCT)](
-            g_d, codes, keys, first, d, norm_divisor(norm), smallest, depth, size,
-            BITS=bits, OCT=OCT, enable_fp_fusion=False,
-        )  # fmt: skip
+            g_d,
+            codes,
+            keys,
+            first,
+            d,
+            norm_divisor(norm),
+            smallest,
+            depth,
+            size,
+            BITS=bits,
+            OCT=OCT,
+            enable_fp_fusion=False,
+        )
     return codes
 
 

@@ -19,9 +19,20 @@ def relative(g, divisor):
 
 @triton.jit
 def linear_encode_kernel(
-    g, index, levels, codes, keys, start, d, divisor, offset, size_bytes, BITS: tl.constexpr, INDEXED: tl.constexpr,
+    g,
+    index,
+    levels,
+    codes,
+    keys,
+    start,
+    d,
+    divisor,
+    offset,
+    size_bytes,
+    BITS: tl.constexpr,
+    INDEXED: tl.constexpr,
     OCT: tl.constexpr,
-):  # fmt: skip
+):
     """Linear dithering of one chunk."""
     octet = tl.program_id(0).to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
     lane = tl.arange(0, 8)[None, :]
@@ -48,9 +59,18 @@ def add_codes_kernel(total, codes, d, size_bytes, BITS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def linear_decode_kernel(
-    out, codes, index, factors, d, offset, size_bytes, BITS: tl.constexpr, INDEXED: tl.constexpr, ADD: tl.constexpr,
+    out,
+    codes,
+    index,
+    factors,
+    d,
+    offset,
+    size_bytes,
+    BITS: tl.constexpr,
+    INDEXED: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """out = (code - offset) * factor, or added to it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
@@ -109,9 +129,7 @@ def exponential_decode_kernel(
 
 
 @triton.jit
-def exponential_reduce_kernel(
-    a, b, keys, extension_keys, d, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr
-):
+def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr):
     """a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
     octet = tl.program_id(0).to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
     lane = tl.arange(0, 8)[None, :]
@@ -179,9 +197,7 @@ def kmeans_kernel(out, x, bounds, d, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def select_kernel(
-    values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LAST, BLOCK: tl.constexpr
-):
+def select_kernel(values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LAST, BLOCK: tl.constexpr):
     """The largest magnitudes of one group: the k-th largest bit pattern by bisection, then one stable compaction."""
     unit = tl.program_id(0).to(tl.int64)
     row = unit // GROUPS

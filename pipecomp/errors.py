@@ -1,19 +1,19 @@
 """Every error that pipecomp raises on purpose.
 
-    PipecompError
-      ConfigError          a setting: its key, what it got, what is allowed
-      ShapeError           a tensor's shape, dtype or device
-      NonFiniteError       NaN, Inf or a value too large to quantize
-      KernelError          a kernel backend that cannot run here
-      SplitError           a model that cannot be cut as asked
-      DataError            samples, ids or labels
-      WireError            bytes that are not a message of this version
-      StoreError           the message store: damaged, full, or of another run
-      LinkError            the exchange between two stages
-        BaseMismatchError  a delta on a message that the receiver does not hold
-        DriftError         the two ends hold different messages, again after they were repaired
-        LinkTimeoutError   nothing arrived within the stated time
-        PeerLostError      a rank is gone; `rank` says which
+PipecompError
+  ConfigError          a setting: its key, what it got, what is allowed
+  ShapeError           a tensor's shape, dtype or device
+  NonFiniteError       NaN, Inf or a value too large to quantize
+  KernelError          a kernel backend that cannot run here
+  SplitError           a model that cannot be cut as asked
+  DataError            samples, ids or labels
+  WireError            bytes that are not a message of this version
+  StoreError           the message store: damaged, full, or of another run
+  LinkError            the exchange between two stages
+    BaseMismatchError  a delta on a message that the receiver does not hold
+    DriftError         the two ends hold different messages, again after they were repaired
+    LinkTimeoutError   nothing arrived within the stated time
+    PeerLostError      a rank is gone; `rank` says which
 """
 
 from __future__ import annotations

@@ -216,9 +216,7 @@ class QuantizedAdam(torch.optim.Optimizer):
                 means[piece.owner].append(part)
         return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in means.items()}
 
-    def _average_momenta(
-        self, listed: Listed, active: list[int], unscale: float | None
-    ) -> list[tuple[Bucket, Tensor]]:
+    def _average_momenta(self, listed: Listed, active: list[int], unscale: float | None) -> list[tuple[Bucket, Tensor]]:
         """What the momenta become, in each parameter's unit, by bucket."""
         buckets = [bucket for chosen in self._frozen for bucket in self._pack(listed, chosen, by_dtype=False)]
         submitted, changed = [], set(active)

@@ -88,9 +88,13 @@ def main() -> None:
     lines = list(chain.from_iterable(map(plain_lines, args.train_file)))
     tokenizer = train_tokenizer(lines, args.vocabulary)
     config = small_deberta(
-        vocabulary=len(tokenizer), pad_token_id=tokenizer.pad_token_id, positions=max(256, args.block_size),
-        layers=args.layers, width=args.width, heads=args.heads,
-    )  # fmt: skip
+        vocabulary=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        positions=max(256, args.block_size),
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+    )
     torch.manual_seed(args.seed)
     model = DebertaV2ForMaskedLM(config)
     special = len(tokenizer.all_special_tokens)  # they were given the lowest ids
@@ -116,8 +120,10 @@ def main() -> None:
         masking, training, epochs=args.epochs, batch=args.batch, lr=args.lr, seed=args.seed, on_step=on_step
     )
     report: dict[str, Any] = {
-        "train_loss": loss, "uniform_loss": math.log(len(tokenizer)), "seconds": time.monotonic() - began
-    }  # fmt: skip
+        "train_loss": loss,
+        "uniform_loss": math.log(len(tokenizer)),
+        "seconds": time.monotonic() - began,
+    }
     if args.eval_file is not None:
         report["eval_loss"] = held_out_loss(masking, rows(plain_lines(args.eval_file)), args.batch)
     model.save_pretrained(args.save)

@@ -117,13 +117,21 @@ def test_a_wheel_in_an_empty_environment(tmp_path):
     python = tmp_path / "empty" / "bin" / "python"
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-        check=True, capture_output=True, text=True, timeout=30,
-    ).stdout.strip()  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    ).stdout.strip()
     subprocess.run([*pip, "install", "--no-deps", "--target", site, str(wheel)], check=True, timeout=60)
     libraries = str(Path(pytest.__file__).parents[1])  # torch and the like; its own .pth files are not read there
     environment = {**os.environ, "PYTHONPATH": libraries}
     done = subprocess.run(
-        [python, "-c", CHECK, site], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100,
+        [python, "-c", CHECK, site],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr

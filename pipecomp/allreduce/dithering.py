@@ -61,9 +61,7 @@ class LinearCode:
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """norm / (s·n) · sum."""
         reduced, index = on_device(reduced, out), self._index(start, out.numel())
-        ops.linear_decode(
-            reduced, out.numel(), self._norm, self._levels, workers=self._n, scale_index=index, out=out
-        )
+        ops.linear_decode(reduced, out.numel(), self._norm, self._levels, workers=self._n, scale_index=index, out=out)
 
     def own(self, x: Tensor) -> Tensor:
         """What this rank's first values are sent as: the compression's error alone."""

@@ -1,8 +1,8 @@
 """A state's error memories in a file: tensors as safetensors, all else as JSON in its header. No pickle.
 
-    number_parameters(state, model.parameters())    # before the first average, also in the run that saves
-    save(state, "memories-0.safetensors")           # between steps, each rank its own file
-    load(state, "memories-0.safetensors", device)   # of a state with the same method, rank and number of ranks
+number_parameters(state, model.parameters())    # before the first average, also in the run that saves
+save(state, "memories-0.safetensors")           # between steps, each rank its own file
+load(state, "memories-0.safetensors", device)   # of a state with the same method, rank and number of ranks
 """
 
 from __future__ import annotations

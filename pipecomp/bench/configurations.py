@@ -77,12 +77,14 @@ LINES = (
     Line(name=TWICE, engine="deepspeed", replicas=2, against=TWICE),
     *(
         Line(
-            name=name, replicas=2, against=TWICE,
+            name=name,
+            replicas=2,
+            against=TWICE,
             section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}},
         )
         for bits, name in REPLICAS.items()
     ),
-)  # fmt: skip
+)
 
 
 def lines_of(text: str | None) -> tuple[Line, ...]:

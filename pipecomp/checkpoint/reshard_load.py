@@ -21,8 +21,17 @@ from pipecomp.errors import ConfigError
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage
 
-_DEEPSPEEDS = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps", "dp_world_size",
-               "mp_world_size", "data_sampler", "random_ltd")  # fmt: skip
+_DEEPSPEEDS = (
+    "module",
+    "optimizer",
+    "lr_scheduler",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
 
 
 def parameter_groups(engine: Any) -> list[list[Any]]:

@@ -83,9 +83,7 @@ def find_run(
             f"rank {rank}: the message store in {path} belongs to run {stored[rank]}, {other} {wanted}. Give another "
             f"store.path, or remove the messages with `pipecomp store prune {path} --everything` (on every machine)"
         )
-    return Run(
-        wanted or told[0][1], environment, path, named=name is not None, known=name is not None or not stored
-    )
+    return Run(wanted or told[0][1], environment, path, named=name is not None, known=name is not None or not stored)
 
 
 def model_digest(plan: SplitPlan, config: Any) -> str:
@@ -103,10 +101,22 @@ def model_values(config: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _NAMES and not key.startswith("_")}
 
 
-_NAMES = frozenset({
-    "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "name_or_path",
-    "task_specific_params", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-})  # fmt: skip
+_NAMES = frozenset(
+    {
+        "transformers_version",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "id2label",
+        "label2id",
+        "name_or_path",
+        "task_specific_params",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
 
 
 def saved_run(state: Mapping[str, Any]) -> str | None:

@@ -60,9 +60,11 @@ def bench_averages(
         from pipecomp.bench.allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
 
         rows = bench_allreduce(
-            sizes=_whole_numbers("sizes", sizes), ranks=_whole_numbers("ranks", ranks), seconds=seconds,
+            sizes=_whole_numbers("sizes", sizes),
+            ranks=_whole_numbers("ranks", ranks),
+            seconds=seconds,
             variants=variants_of(methods) if methods else VARIANTS,
-        )  # fmt: skip
+        )
         write_json(json_file, rows)
         for table in allreduce_tables(rows):
             console.print(table)
@@ -93,9 +95,14 @@ def bench_steps(
         from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
 
         rows = bench_pipeline(
-            lines=lines_of(lines), rates=rates_of(rates), stages=stages, steps=steps, rounds=rounds, delay=delay,
+            lines=lines_of(lines),
+            rates=rates_of(rates),
+            stages=stages,
+            steps=steps,
+            rounds=rounds,
+            delay=delay,
             on_row=lambda row: console.print(f"r = {row['r']:g}, {row['line']}: {row['seconds']:.2f} s"),
-        )  # fmt: skip
+        )
         write_json(json_file, rows)
         console.print(pipeline_table(rows))
 

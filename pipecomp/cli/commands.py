@@ -15,9 +15,11 @@ from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
 from pipecomp.cli.store import store
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="Pipeline-parallel fine-tuning of Hugging Face models over slow links.",
-)  # fmt: skip
+)
 app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 
@@ -39,9 +41,14 @@ def demo(
         smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
         forward, backward = _bits(bits)
         settings = Settings(
-            stages=stages, methods=tuple(m.strip() for m in methods.split(",")), forward_bits=forward,
-            backward_bits=backward, seed=seed, out=out, **smaller,
-        )  # fmt: skip
+            stages=stages,
+            methods=tuple(m.strip() for m in methods.split(",")),
+            forward_bits=forward,
+            backward_bits=backward,
+            seed=seed,
+            out=out,
+            **smaller,
+        )
         with _progress() as bar:
             tasks: dict[str, Any] = {}
 
@@ -67,12 +74,13 @@ def doctor(
     ranks: Annotated[
         bool | None,
         typer.Option(
-            "--ranks/--no-ranks", "--peers/--no-peers",
+            "--ranks/--no-ranks",
+            "--peers/--no-peers",
             help="Measure between ranks: those of the launcher, otherwise two on this machine.",
             show_default="with a launcher",
         ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Check this machine, and the links between machines if a launcher starts this on each; exit status 1 for problems.
 
     On each of two machines: torchrun --nnodes 2 --node-rank 0 (on the second: 1) --master-addr ADDRESS-OF-THE-FIRST
@@ -105,8 +113,13 @@ def _bits(text: str) -> tuple[int, int]:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.fields[loss]}"))  # fmt: skip
+    columns = (
+        TextColumn("{task.description:<30}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
     return Progress(*columns, console=console)
 
 
@@ -145,14 +158,22 @@ def netlab(
         from pipecomp.netlab.command import bytes_table, run_in_lab
 
         lab = Lab(
-            nodes=nodes, bandwidth=bandwidth, asymmetric=asymmetric or (), delay=delay, jitter=jitter, cuts=cut or (),
+            nodes=nodes,
+            bandwidth=bandwidth,
+            asymmetric=asymmetric or (),
+            delay=delay,
+            jitter=jitter,
+            cuts=cut or (),
             software=software,
-        )  # fmt: skip
+        )
         messages = Console(stderr=True)
         report = run_in_lab(
-            lab, command, procs_per_node=procs_per_node, launcher=launcher,
+            lab,
+            command,
+            procs_per_node=procs_per_node,
+            launcher=launcher,
             say=lambda text: messages.print(text, highlight=False, soft_wrap=True),
-        )  # fmt: skip
+        )
         write_json(json_file, report)
         if "form" in report:
             console.print(bytes_table(report))
@@ -198,9 +219,23 @@ def plan_run(
         from pipecomp.plan.command import run_plan
 
         found = run_plan(
-            console, model=model, nodes=nodes, stages=stages, batch=batch, micro_batch=micro_batch, tokens=tokens,
-            bandwidth=bandwidth, delay=delay, speed=speed, profile=profile, memory=memory, dtype=dtype, tie=tie,
-            recompute=recompute, measure=measure, store=store_path,
-        )  # fmt: skip
+            console,
+            model=model,
+            nodes=nodes,
+            stages=stages,
+            batch=batch,
+            micro_batch=micro_batch,
+            tokens=tokens,
+            bandwidth=bandwidth,
+            delay=delay,
+            speed=speed,
+            profile=profile,
+            memory=memory,
+            dtype=dtype,
+            tie=tie,
+            recompute=recompute,
+            measure=measure,
+            store=store_path,
+        )
         if found is not None:
             write_json(json_file, found)

@@ -25,9 +25,16 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
         for line in found:
             versions = "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}"
             out.add_row(
-                str(line.rank), line.link, line.run or "–", line.configuration, str(line.samples), str(line.bits),
-                f"{line.stored_bytes / 1e6:.2f}", f"{line.file_bytes / 1e6:.2f}", versions,
-            )  # fmt: skip
+                str(line.rank),
+                line.link,
+                line.run or "–",
+                line.configuration,
+                str(line.samples),
+                str(line.bits),
+                f"{line.stored_bytes / 1e6:.2f}",
+                f"{line.file_bytes / 1e6:.2f}",
+                versions,
+            )
         console.print(out)
 
 

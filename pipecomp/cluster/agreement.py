@@ -27,8 +27,17 @@ _PART_S, _POLL_S = 10.0, 0.2
 _PREFIX = "pipecomp/start"
 _VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # what other versions would compute or save otherwise
 # What DeepSpeed tells the user, and where: it need not be the same on all ranks.
-_OWN = ("steps_per_print", "wall_clock_breakdown", "dump_state", "tensorboard", "wandb", "csv_monitor", "comms_logger",
-        "flops_profiler", "comet")  # fmt: skip
+_OWN = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comms_logger",
+    "flops_profiler",
+    "comet",
+)
 _numbers = itertools.count()
 
 

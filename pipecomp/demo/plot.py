@@ -26,17 +26,30 @@ def megabytes(size: float) -> str:
 
 def tables(results: list[dict[str, Any]]) -> list[Table]:
     """What each method reached and sent, and what its steps take on slower links; one line for each method."""
-    reached = _table("What each method reached and sent", "training\nloss", "held-out\nloss", "MB sent\nforward",
-                     "MB sent\nbackward", "raw /\nsent", "store\nMB", "time\ns")  # fmt: skip
+    reached = _table(
+        "What each method reached and sent",
+        "training\nloss",
+        "held-out\nloss",
+        "MB sent\nforward",
+        "MB sent\nbackward",
+        "raw /\nsent",
+        "store\nMB",
+        "time\ns",
+    )
     rates = _table("Seconds a step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
     for r in results:
         raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
         sent = r["forward_bytes_sent"] + r["backward_bytes_sent"]
         reached.add_row(
-            label(r), f"{r['train_loss']:.3f}", f"{r['eval_loss']:.3f}", megabytes(r["forward_bytes_sent"]),
-            megabytes(r["backward_bytes_sent"]), f"{raw / sent:.1f}" if sent else "–",
-            megabytes(r["store_bytes"]) if r["store_bytes"] else "–", f"{r['seconds']:.0f}",
-        )  # fmt: skip
+            label(r),
+            f"{r['train_loss']:.3f}",
+            f"{r['eval_loss']:.3f}",
+            megabytes(r["forward_bytes_sent"]),
+            megabytes(r["backward_bytes_sent"]),
+            f"{raw / sent:.1f}" if sent else "–",
+            megabytes(r["store_bytes"]) if r["store_bytes"] else "–",
+            f"{r['seconds']:.0f}",
+        )
         rates.add_row(label(r), *(f"{s:.2f}" for s in r["step_seconds_at"].values()))
     return [reached, rates]
 
@@ -73,5 +86,7 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 
 
 def _smoothed(losses: list[float], window: int = 8) -> list[float]:
-    return [sum(losses[max(0, i - window + 1) : i + 1]) / len(losses[max(0, i - window + 1) : i + 1])
-            for i in range(len(losses))]  # fmt: skip
+    return [
+        sum(losses[max(0, i - window + 1) : i + 1]) / len(losses[max(0, i - window + 1) : i + 1])
+        for i in range(len(losses))
+    ]

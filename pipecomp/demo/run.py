@@ -79,9 +79,13 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[
     )
     report("reading Python's documentation", 1, 1, None)
     ranks = run_ranks(
-        settings.stages, train_rank, settings, task, timeout_s=settings.timeout_s,
+        settings.stages,
+        train_rank,
+        settings,
+        task,
+        timeout_s=settings.timeout_s,
         on_note=lambda rank, value: report(*value),
-    )  # fmt: skip
+    )
     results = [_summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     (out / "demo.json").write_text(json.dumps(results, indent=2) + "\n")
     plot(results, out / "losses.png")
@@ -162,9 +166,13 @@ def _fine_tune(
     engine.close()
     stats["store_bytes"] = _folder_bytes(store / f"rank-{rank}")
     return {
-        "method": method, "losses": losses, "eval_loss": eval_loss, "seconds": seconds, "stats": stats,
+        "method": method,
+        "losses": losses,
+        "eval_loss": eval_loss,
+        "seconds": seconds,
+        "stats": stats,
         "first_epoch": first_epoch,
-    }  # fmt: skip
+    }
 
 
 def _folder_bytes(folder: Path) -> int:
@@ -208,4 +216,3 @@ def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": first["losses"],
         "costs": asdict(step),
     }
-

@@ -101,18 +101,32 @@ def gpt2(vocabulary: int, length: int, *, layers: int, width: int, heads: int, s
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=layers, n_head=heads,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GPT2LMHeadModel(config)
 
 
 def pretrain(
-    model: Any, rows: list[list[int]], *, epochs: int, batch: int, lr: float, seed: int,
+    model: Any,
+    rows: list[list[int]],
+    *,
+    epochs: int,
+    batch: int,
+    lr: float,
+    seed: int,
     on_step: Callable[[int, int, float], None] | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """Plain training in this process; returns the mean loss of the last tenth of the steps."""
     data = torch.tensor(rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)

@@ -134,7 +134,7 @@ def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
         shared_gpu(f"ranks {', '.join(map(str, ranks))} use the same GPU")
         for ranks in by_gpu.values()
         if len(ranks) > 1
-    ]  # fmt: skip
+    ]
 
 
 def usable_cores() -> int:

@@ -70,9 +70,7 @@ def machine_findings(launch: Launch, store: Path) -> list[Finding]:
     ]
 
 
-def _examine_ranks(
-    report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float
-) -> bool:  # fmt: skip
+def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float) -> bool:
     try:
         meeting = Meeting(launch, _versions(), limit_s=limit_s)
     except MeetingError as error:

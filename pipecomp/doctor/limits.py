@@ -68,4 +68,3 @@ def check_shared_memory(free_bytes: int | None) -> Finding:
 def _soft(number: int) -> int | None:
     limit = resource.getrlimit(number)[0]
     return None if limit == resource.RLIM_INFINITY else limit
-

@@ -63,9 +63,7 @@ class Meeting:
         """Connect all ranks and measure, pair after pair; the findings on rank 0, nothing on the others."""
         error, limit = None, timedelta(seconds=_GLOO_S)
         try:
-            dist.init_process_group(
-                "gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=limit
-            )  # fmt: skip
+            dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=limit)
         except (RuntimeError, ValueError) as caught:
             error = _first_line(caught)
         self._say("joined", error)

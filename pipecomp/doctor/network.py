@@ -42,9 +42,7 @@ def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Fin
     return Finding("interfaces", OK, f"{found}: enough for ranks on this machine, no way to another one")
 
 
-def check_gloo(
-    interfaces: Mapping[str, Interface], variable: str | None, choice: Choice, launch: Launch
-) -> Finding:  # fmt: skip
+def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice: Choice, launch: Launch) -> Finding:
     """Which interface gloo takes, and whether other machines can be reached there. variable: of GLOO_SOCKET_IFNAME."""
     usable = next((i.name for i in interfaces.values() if i.usable), None)
     export = f"export {VARIABLE}={usable or 'NAME'}"

@@ -18,9 +18,16 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
 
 # Versions that the project's own tests ran with.
 TESTED = {
-    "torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0", "datasets": "5.2.0", "accelerate": "1.15.0",
-    "lmdb": "3.0.0", "numpy": "2.4.6", "safetensors": "0.8.0", "triton": "3.9.0",
-}  # fmt: skip
+    "torch": "2.13.0",
+    "deepspeed": "0.19.8",
+    "transformers": "5.23.0",
+    "datasets": "5.2.0",
+    "accelerate": "1.15.0",
+    "lmdb": "3.0.0",
+    "numpy": "2.4.6",
+    "safetensors": "0.8.0",
+    "triton": "3.9.0",
+}
 IMPORTED = ("lmdb", "transformers.modeling_utils", "deepspeed", "accelerate", "datasets")
 _IMPORT_TIMEOUT_S = 240.0
 
@@ -37,12 +44,19 @@ class Pair(NamedTuple):
 
 
 KNOWN_BAD = (
-    Pair("deepspeed", "<=0.18.6", "torch", ">=2.10", "importing DeepSpeed fails",
-         "pip install 'deepspeed>=0.19.8,<0.20'"),
-    Pair("transformers", "<=5.10", "kernels", ">=0.15", "importing parts of transformers fails",
-         "pip uninstall kernels (pipecomp does not use it), or pip install -U transformers"),
+    Pair(
+        "deepspeed", "<=0.18.6", "torch", ">=2.10", "importing DeepSpeed fails", "pip install 'deepspeed>=0.19.8,<0.20'"
+    ),
+    Pair(
+        "transformers",
+        "<=5.10",
+        "kernels",
+        ">=0.15",
+        "importing parts of transformers fails",
+        "pip uninstall kernels (pipecomp does not use it), or pip install -U transformers",
+    ),
     Pair("torch", "<2.3", "numpy", ">=2", "torch cannot exchange arrays with NumPy", "pip install -U torch"),
-)  # fmt: skip
+)
 
 
 def package_findings(*, gpu: bool) -> list[Finding]:
@@ -119,9 +133,11 @@ def check_imports(errors: Mapping[str, str] | None) -> Finding:
     """errors: what importing a module raised, by name; None if it took too long."""
     if errors is None:
         return Finding(
-            "imports", WARNING, f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s; every run pays that",
+            "imports",
+            WARNING,
+            f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s; every run pays that",
             "Look at the load of this machine, and at the disk that Python is on.",
-        )  # fmt: skip
+        )
     if errors:
         found = "; ".join(f"import {name} fails: {error}" for name, error in errors.items())
         top = " ".join(dict.fromkeys(name.split(".")[0] for name in errors))

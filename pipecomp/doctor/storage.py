@@ -22,9 +22,25 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, mib
 from pipecomp.errors import StoreError
 
 NETWORK = {
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "beegfs", "ceph", "fuse.ceph", "fuse.glusterfs", "fuse.sshfs",
-    "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "virtiofs",
-}  # fmt: skip
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "fuse.ceph",
+    "fuse.glusterfs",
+    "fuse.sshfs",
+    "gfs2",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "ocfs2",
+    "virtiofs",
+}
 IN_MEMORY = {"tmpfs", "ramfs"}
 _FREE_LEAST, _FREE_WANTED = 256 << 20, 4 << 30
 _SLOW_BYTES_S = 30e6

@@ -1,11 +1,11 @@
 """The part of the engine that saves and loads: what DeepSpeed does not know of is written beside its files.
 
-    TAG/   DeepSpeed's checkpoint
-        pipecomp-rank-R.pt                     rank R's random generators, and what its message stores held
-        pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
-        pipecomp-gradients-…-rank-R            error memories of compressed gradients
-        pipecomp-seal-R.json                   written last, see `sealing`
-    latest   DeepSpeed's file, which names the last TAG that is whole
+TAG/   DeepSpeed's checkpoint
+    pipecomp-rank-R.pt                     rank R's random generators, and what its message stores held
+    pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
+    pipecomp-gradients-…-rank-R            error memories of compressed gradients
+    pipecomp-seal-R.json                   written last, see `sealing`
+latest   DeepSpeed's file, which names the last TAG that is whole
 """
 
 from __future__ import annotations
@@ -123,9 +123,14 @@ class CheckpointingEngine(ReportingEngine):
             if saved is None:
                 strict = load_module_strict and self.stage.adapter is None  # frozen weights are not in the files
                 path, state = super().load_checkpoint(
-                    load_dir, tag, strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+                    load_dir,
+                    tag,
+                    strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states,
+                    load_module_only,
                     custom_load_fn,
-                )  # fmt: skip
+                )
             elif custom_load_fn is not None:
                 raise ConfigError("custom_load_fn", custom_load_fn, "None: the stages of a pipeline load themselves")
             else:

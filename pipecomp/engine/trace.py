@@ -20,15 +20,33 @@ from pipecomp.buffers.base import Message, MessageStore
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
 # The parts that the engine counts its seconds under, and the track that shows them.
 TRACK_OF = {
-    "forward": "compute", "backward": "compute", "encode": "quantize", "decode": "quantize", "wait": "wait",
-    "reduce": "reduce", "update": "update", "commit": "store", "load": "store", "keep": "store",
-    "send": "send", "receive": "receive",
-}  # fmt: skip
+    "forward": "compute",
+    "backward": "compute",
+    "encode": "quantize",
+    "decode": "quantize",
+    "wait": "wait",
+    "reduce": "reduce",
+    "update": "update",
+    "commit": "store",
+    "load": "store",
+    "keep": "store",
+    "send": "send",
+    "receive": "receive",
+}
 COLORS = {
-    "forward": "#4c72b0", "backward": "#2a4d80", "encode": "#dd8452", "decode": "#e8b07a", "wait": "#d9d9d9",
-    "reduce": "#8172b3", "update": "#937860", "commit": "#64b5cd", "load": "#64b5cd", "keep": "#64b5cd",
-    "send": "#55a868", "receive": "#9bd0a5",
-}  # fmt: skip
+    "forward": "#4c72b0",
+    "backward": "#2a4d80",
+    "encode": "#dd8452",
+    "decode": "#e8b07a",
+    "wait": "#d9d9d9",
+    "reduce": "#8172b3",
+    "update": "#937860",
+    "commit": "#64b5cd",
+    "load": "#64b5cd",
+    "keep": "#64b5cd",
+    "send": "#55a868",
+    "receive": "#9bd0a5",
+}
 
 
 class Event(NamedTuple):
@@ -114,11 +132,17 @@ def chrome_events(by_rank: dict[int, Iterable[Event]]) -> list[dict[str, Any]]:
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
         for e in events:
             details = {"step": e.step, "micro_batch": e.micro_batch, "bytes": e.bytes}
-            out.append({
-                "ph": "X", "name": e.name, "pid": rank, "tid": TRACKS.index(TRACK_OF[e.name]),
-                "ts": (e.start - begin) * 1e6, "dur": (e.end - e.start) * 1e6,
-                "args": {k: v for k, v in details.items() if v is not None},
-            })  # fmt: skip
+            out.append(
+                {
+                    "ph": "X",
+                    "name": e.name,
+                    "pid": rank,
+                    "tid": TRACKS.index(TRACK_OF[e.name]),
+                    "ts": (e.start - begin) * 1e6,
+                    "dur": (e.end - e.start) * 1e6,
+                    "args": {k: v for k, v in details.items() if v is not None},
+                }
+            )
     return out
 
 
@@ -158,8 +182,11 @@ def draw_trace(path: str | Path, by_rank: dict[int, list[Event]], *, title: str 
     axes.set_title(title, fontsize=10)
     names = [n for n in COLORS if any(e.name == n for events in shown.values() for e in events)]
     axes.legend(
-        handles=[Patch(color=COLORS[n], label=n) for n in names], ncols=len(names), fontsize=7,
-        loc="upper center", bbox_to_anchor=(0.5, -1.1 / (1 + 0.3 * len(rows))),
-    )  # fmt: skip
+        handles=[Patch(color=COLORS[n], label=n) for n in names],
+        ncols=len(names),
+        fontsize=7,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -1.1 / (1 + 0.3 * len(rows))),
+    )
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

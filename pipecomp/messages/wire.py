@@ -111,10 +111,26 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
     payload = sum(p.size for p in parts)
     out = np.empty(message_bytes(len(header.samples), payload), dtype=np.uint8)
     _HEADER.pack_into(
-        out, 0, MAGIC, VERSION, header.kind, _FLAG_CHECKSUM if checksum else 0, header.method, header.bits,
-        header.first_bits, header.dtype, header.payload_dtype, header.link, header.step, header.micro_batch,
-        len(header.samples), header.tokens, header.hidden, header.group_size, payload,
-    )  # fmt: skip
+        out,
+        0,
+        MAGIC,
+        VERSION,
+        header.kind,
+        _FLAG_CHECKSUM if checksum else 0,
+        header.method,
+        header.bits,
+        header.first_bits,
+        header.dtype,
+        header.payload_dtype,
+        header.link,
+        header.step,
+        header.micro_batch,
+        len(header.samples),
+        header.tokens,
+        header.hidden,
+        header.group_size,
+        payload,
+    )
     at = _HEADER.size
     for s in header.samples:
         _SAMPLE.pack_into(out, at, s.id, s.form, s.start, s.count, s.base, s.version)
@@ -144,8 +160,25 @@ def decode(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -
 def _parse(message: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarray, bool]:
     if message.size < _HEADER.size + _CHECK.size:
         raise WireError(f"message of {message.size} bytes is shorter than a header of {_HEADER.size}")
-    (magic, version, kind, flags, method, bits, first_bits, dtype, payload_dtype, link, step, micro_batch, count,
-     tokens, hidden, group_size, payload) = _HEADER.unpack_from(message, 0)  # fmt: skip
+    (
+        magic,
+        version,
+        kind,
+        flags,
+        method,
+        bits,
+        first_bits,
+        dtype,
+        payload_dtype,
+        link,
+        step,
+        micro_batch,
+        count,
+        tokens,
+        hidden,
+        group_size,
+        payload,
+    ) = _HEADER.unpack_from(message, 0)
     if magic != MAGIC:
         raise WireError(f"message begins with {magic!r}, not {MAGIC!r}: these bytes are not from pipecomp")
     if version != VERSION:
@@ -163,10 +196,20 @@ def _parse(message: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndar
             for s in _SAMPLE.iter_unpack(message[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
         )
         header = Header(
-            kind=Kind(kind), method=Method(method), dtype=DType(dtype), payload_dtype=DType(payload_dtype), bits=bits,
-            first_bits=first_bits, link=link, step=step, micro_batch=micro_batch, tokens=tokens, hidden=hidden,
-            group_size=group_size, samples=samples,
-        )  # fmt: skip
+            kind=Kind(kind),
+            method=Method(method),
+            dtype=DType(dtype),
+            payload_dtype=DType(payload_dtype),
+            bits=bits,
+            first_bits=first_bits,
+            link=link,
+            step=step,
+            micro_batch=micro_batch,
+            tokens=tokens,
+            hidden=hidden,
+            group_size=group_size,
+            samples=samples,
+        )
     except ValueError as error:
         raise WireError(f"message has an unknown code: {error}") from error
     for s in samples:

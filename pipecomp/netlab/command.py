@@ -80,9 +80,7 @@ def _run(
     report = _report(lab.shape, finished)
     report |= {"form": lab.network.form, "delay_by": lab.network.delay_by, "command": list(command)}
     for node, sent, received in lab.bytes():
-        report["nodes"][node] |= {
-            "address": lab.network.address(node), "bytes_sent": sent, "bytes_received": received
-        }  # fmt: skip
+        report["nodes"][node] |= {"address": lab.network.address(node), "bytes_sent": sent, "bytes_received": received}
     return report
 
 
@@ -92,9 +90,12 @@ def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
         for node in range(shape.nodes)
     ]
     return {
-        **asdict(finished), "delay_s": shape.delay_s, "jitter_s": shape.jitter_s,
-        "cuts": [asdict(cut) for cut in shape.cuts], "nodes": nodes,
-    }  # fmt: skip
+        **asdict(finished),
+        "delay_s": shape.delay_s,
+        "jitter_s": shape.jitter_s,
+        "cuts": [asdict(cut) for cut in shape.cuts],
+        "nodes": nodes,
+    }
 
 
 def describe(shape: Shape, form: str) -> str:
@@ -120,8 +121,11 @@ def bytes_table(report: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading in ("node", "address") else "right", no_wrap=True)
     for node in report["nodes"]:
         table.add_row(
-            f"node{node['node']}", node["address"], rate_text(node["up_bits_per_s"]),
-            rate_text(node["down_bits_per_s"]), f"{node['bytes_sent'] / 1e6:.3f} MB",
+            f"node{node['node']}",
+            node["address"],
+            rate_text(node["up_bits_per_s"]),
+            rate_text(node["down_bits_per_s"]),
+            f"{node['bytes_sent'] / 1e6:.3f} MB",
             f"{node['bytes_received'] / 1e6:.3f} MB",
-        )  # fmt: skip
+        )
     return table

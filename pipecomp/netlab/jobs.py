@@ -22,10 +22,14 @@ class Starter:
     ) -> None:
         self._network, self._nodes, self._procs = network, nodes, procs_per_node
         self._base = {
-            **environment, MARK: name, "MASTER_ADDR": network.address(0), "MASTER_PORT": str(network.port()),
-            "WORLD_SIZE": str(nodes * procs_per_node), "LOCAL_WORLD_SIZE": str(procs_per_node),
+            **environment,
+            MARK: name,
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(network.port()),
+            "WORLD_SIZE": str(nodes * procs_per_node),
+            "LOCAL_WORLD_SIZE": str(procs_per_node),
             "GLOO_SOCKET_IFNAME": network.interface,
-        }  # fmt: skip
+        }
 
     def ranks(self, words: Callable[[int], Words]) -> list[Job]:
         """One job for each rank: `words(rank)` is what it runs."""
@@ -45,10 +49,20 @@ class Starter:
         jobs = []
         for node in range(self._nodes):
             command = [
-                sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh",
-                "--node_rank", str(node), "--master_addr", self._base["MASTER_ADDR"],
-                "--master_port", self._base["MASTER_PORT"], *script,
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "deepspeed.launcher.runner",
+                "--hostfile",
+                str(hostfile),
+                "--no_ssh",
+                "--node_rank",
+                str(node),
+                "--master_addr",
+                self._base["MASTER_ADDR"],
+                "--master_port",
+                self._base["MASTER_PORT"],
+                *script,
+            ]
             wrapped = self._network.wrap(node, command)
             jobs.append(Job(label=f"node{node}", node=node, command=wrapped, environment=self._environment(node)))
         return jobs

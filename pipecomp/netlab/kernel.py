@@ -29,9 +29,8 @@ _COMMAND_S = 20.0
 _KINDS = {
     "veth pairs": "ip link add probe0 netns {0} type veth peer name probe1 netns {0}",
     "bridges (module bridge)": "ip -n {0} link add probe2 type bridge",
-    "the queue that limits rates, tbf (module sch_tbf)":
-        "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000",
-}  # fmt: skip
+    "the queue that limits rates, tbf (module sch_tbf)": "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000",
+}
 _NETEM = "tc -n {0} qdisc add dev probe1 root netem delay 1ms"
 
 Run = Callable[[str], str]
@@ -100,9 +99,7 @@ class KernelNetwork:
     form = "kernel"
     interface = "eth0"
 
-    def __init__(
-        self, shape: Shape, folder: Path, name: str, *, run: Run = command, netem: bool | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, folder: Path, name: str, *, run: Run = command, netem: bool | None = None) -> None:
         self._shape, self._run, self._ports = shape, run, 29500
         self._hub = f"{name}-hub"
         self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
@@ -172,9 +169,14 @@ class KernelNetwork:
         shape = self._shape
         unlimited: list[int | None] = [None] * shape.nodes
         return ThrottleSettings(
-            state=str(self._state), node=node, procs_per_node=procs_per_node, up=unlimited, down=unlimited,
-            delay_s=shape.delay_s, jitter_s=shape.jitter_s,
-        ).text()  # fmt: skip
+            state=str(self._state),
+            node=node,
+            procs_per_node=procs_per_node,
+            up=unlimited,
+            down=unlimited,
+            delay_s=shape.delay_s,
+            jitter_s=shape.jitter_s,
+        ).text()
 
     def bytes(self) -> list[NodeBytes]:
         return [

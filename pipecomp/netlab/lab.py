@@ -143,16 +143,29 @@ class Lab:
 
     @overload
     def run(
-        self, work: Sequence[str], *, procs_per_node: int = 1, launcher: str = "none", timeout_s: float | None = None,
-        grace_s: float = 10.0, environment: Mapping[str, str] | None = None, on_line: OnLine | None = None,
-    ) -> Finished: ...  # fmt: skip
+        self,
+        work: Sequence[str],
+        *,
+        procs_per_node: int = 1,
+        launcher: str = "none",
+        timeout_s: float | None = None,
+        grace_s: float = 10.0,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+    ) -> Finished: ...
 
     @overload
     def run(
-        self, work: Callable[..., Any], *args: Any, procs_per_node: int = 1, timeout_s: float | None = None,
-        environment: Mapping[str, str] | None = None, on_line: OnLine | None = None,
-        on_note: Callable[[int, Any], None] | None = None, threads: int = 1,
-    ) -> dict[int, Any]: ...  # fmt: skip
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        procs_per_node: int = 1,
+        timeout_s: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+        on_note: Callable[[int, Any], None] | None = None,
+        threads: int = 1,
+    ) -> dict[int, Any]: ...
 
     def run(
         self,
@@ -205,9 +218,13 @@ class Lab:
     # -- while it runs
 
     def _watch(
-        self, jobs: list[Job], on_line: OnLine | None, timeout_s: float | None, grace_s: float,
+        self,
+        jobs: list[Job],
+        on_line: OnLine | None,
+        timeout_s: float | None,
+        grace_s: float,
         functions: Functions | None,
-    ) -> Finished:  # fmt: skip
+    ) -> Finished:
         failed: str | None = None
         began = time.monotonic()
         deadline = None if timeout_s is None else began + timeout_s

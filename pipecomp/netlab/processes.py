@@ -49,9 +49,16 @@ class Processes:
     def _start(self, job: Job) -> None:
         try:
             child = subprocess.Popen(
-                job.command, env=dict(job.environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, pass_fds=job.keep_fds, start_new_session=True, text=True, errors="replace",
-            )  # fmt: skip
+                job.command,
+                env=dict(job.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=job.keep_fds,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+            )
         except OSError as error:
             raise NetlabError(f"{job.label}: cannot start {job.command[0]}: {error}") from error
         self._children.append(child)

@@ -83,9 +83,13 @@ def read_shape(
     if jitter_s > delay_s:
         raise ConfigError("jitter", jitter, "at most the delay")
     return Shape(
-        nodes=nodes, up=tuple(up), down=tuple(down), delay_s=delay_s, jitter_s=jitter_s,
+        nodes=nodes,
+        up=tuple(up),
+        down=tuple(down),
+        delay_s=delay_s,
+        jitter_s=jitter_s,
         cuts=tuple(_cut(text, nodes) for text in cuts),
-    )  # fmt: skip
+    )
 
 
 def parse_rate(key: str, text: str) -> int:

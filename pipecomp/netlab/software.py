@@ -36,9 +36,14 @@ class SoftwareNetwork:
     def settings(self, node: int, procs_per_node: int) -> str | None:
         shape = self._shape
         return ThrottleSettings(
-            state=str(self._path), node=node, procs_per_node=procs_per_node, up=list(shape.up), down=list(shape.down),
-            delay_s=shape.delay_s, jitter_s=shape.jitter_s,
-        ).text()  # fmt: skip
+            state=str(self._path),
+            node=node,
+            procs_per_node=procs_per_node,
+            up=list(shape.up),
+            down=list(shape.down),
+            delay_s=shape.delay_s,
+            jitter_s=shape.jitter_s,
+        ).text()
 
     def bytes(self) -> list[NodeBytes]:
         states = [self._state.read(node) for node in range(self._shape.nodes)]

@@ -1,4 +1,4 @@
-""""auto" bits: what every rank measures when a run begins, and the decision that rank 0 makes for all of them."""
+""" "auto" bits: what every rank measures when a run begins, and the decision that rank 0 makes for all of them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def wants_auto(config: Config) -> bool:
     return "auto" in (config.activations.forward_bits, config.activations.backward_bits)
 
 
-def look(
-    config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None
-) -> Seen:  # fmt: skip
+def look(config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None) -> Seen:
     """Measure this rank's links, then its stage and what messages cost it; all ranks must call it together."""
     link = measure_links(stage.index, to_previous, to_next)
     spent = time_stage(stage, batch.samples, batch.tokens)
@@ -101,25 +99,26 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
     network = network_of([[s.link for s in by_stage[k] if s.link is not None] for k in range(K - 1)])
     stages = [
         StageCosts(
-            forward_s=max(s.forward_s for s in found), backward_s=max(s.backward_s for s in found),
-            encode_s=max(s.encode_s for s in found), decode_s=max(s.decode_s for s in found),
+            forward_s=max(s.forward_s for s in found),
+            backward_s=max(s.backward_s for s in found),
+            encode_s=max(s.encode_s for s in found),
+            decode_s=max(s.decode_s for s in found),
         )
         for found in by_stage
-    ]  # fmt: skip
+    ]
 
     def predicted(made: Config) -> float:
         counts = [batch.tokens] * batch.samples
         step = Step(
-            stages=stages, micro_batches=batch.micro_batches,
+            stages=stages,
+            micro_batches=batch.micro_batches,
             forward_bytes=[activation_bytes(made, k, counts, hidden, dtype) for k in range(K - 1)],
             backward_bytes=[gradient_bytes(made, k, counts, hidden, dtype) for k in range(K - 1)],
-        )  # fmt: skip
+        )
         return best_in_flight(step, network, config.in_flight)[1].seconds
 
     a = config.activations
-    f, b, fits = choose_bits(
-        lambda f, b: predicted(with_bits(config, f, b)), network, a.forward_bits, a.backward_bits
-    )
+    f, b, fits = choose_bits(lambda f, b: predicted(with_bits(config, f, b)), network, a.forward_bits, a.backward_bits)
     return Decision(f, b, _reason(f, b, fits, predicted(with_bits(config, f, b)), predicted(Config()), network))
 
 

@@ -48,10 +48,25 @@ class Found:
 
 
 def run_plan(
-    console: Console, *, model: str, nodes: int | None, stages: int | None, batch: int, micro_batch: int | None,
-    tokens: int | None, bandwidth: str | None, delay: str | None, speed: str | None, profile: Path | None,
-    memory: float | None, dtype: str, tie: bool, recompute: bool, measure: bool, store: Path,
-) -> dict[str, Any] | None:  # fmt: skip
+    console: Console,
+    *,
+    model: str,
+    nodes: int | None,
+    stages: int | None,
+    batch: int,
+    micro_batch: int | None,
+    tokens: int | None,
+    bandwidth: str | None,
+    delay: str | None,
+    speed: str | None,
+    profile: Path | None,
+    memory: float | None,
+    dtype: str,
+    tie: bool,
+    recompute: bool,
+    measure: bool,
+    store: Path,
+) -> dict[str, Any] | None:
     """What the command does with its options; prints the plan and returns it for JSON; None on ranks other than 0.
 
     A number of stages without speed, profile and measure: sizes alone. ConfigError for the options.
@@ -69,10 +84,15 @@ def run_plan(
     drawn = stages_of(next(iter(networks.values())))
     speeds = speeds_of(speed)
     wanted = Wanted(
-        model=model, nodes=world or nodes or (len(speeds) if len(speeds) > 1 else None) or stages or drawn or 2,
-        stages=stages or world or drawn, batch=batch, micro_batch=micro_batch, tie=tie, dtype=DTYPES[dtype],
+        model=model,
+        nodes=world or nodes or (len(speeds) if len(speeds) > 1 else None) or stages or drawn or 2,
+        stages=stages or world or drawn,
+        batch=batch,
+        micro_batch=micro_batch,
+        tie=tie,
+        dtype=DTYPES[dtype],
         memory_bytes=math.inf if memory is None else memory * 1e9,
-    )  # fmt: skip
+    )
     if len(speeds) > 1:
         _check(len(speeds) == wanted.nodes, "speed", speed, f"one number, or one for each of {wanted.nodes} nodes")
         wanted = replace(wanted, paces=tuple(min(speeds) / one for one in speeds))
@@ -139,15 +159,21 @@ def speeds_of(speed: str | None) -> tuple[float, ...]:
 
 
 def plan(
-    wanted: Wanted, profile: Profile, rates: Sequence[tuple[tuple[float, ...], float]], speeds: Speeds,
+    wanted: Wanted,
+    profile: Profile,
+    rates: Sequence[tuple[tuple[float, ...], float]],
+    speeds: Speeds,
     measured: Network | None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     activations = {
-        "method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", "first_visit": FIRST_VISIT,
-    }  # fmt: skip
+        "method": "aqsgd",
+        "forward_bits": "auto",
+        "backward_bits": "auto",
+        "first_visit": FIRST_VISIT,
+    }
     config = Config.from_dict({"activations": activations, "tie": wanted.tie})
 
     def network(split: SplitPlan, index: int) -> Network:
@@ -161,9 +187,15 @@ def plan(
         tied = tuple(sizes[group.name] for group in split.tied)
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
-                profile=profile, plan=split, samples=samples, micro_batches=micro_batches, replicas=replicas,
-                dtype=wanted.dtype, tied=tied, paces=paces,
-            )  # fmt: skip
+                profile=profile,
+                plan=split,
+                samples=samples,
+                micro_batches=micro_batches,
+                replicas=replicas,
+                dtype=wanted.dtype,
+                tied=tied,
+                paces=paces,
+            )
             if K == 1:
                 alone = predict(job, Config(tie=wanted.tie), network(split, 0), speeds)
                 found = Choice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)

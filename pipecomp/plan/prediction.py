@@ -134,9 +134,12 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     forward, first, backward = message_bytes(job, config)
     average, tied = _averages(job, config, network, speeds)
     step = Step(
-        stages=_costs(job, config, speeds, values, average), micro_batches=job.micro_batches,
-        forward_bytes=forward, backward_bytes=backward, together_s=tied + _together(job, network),
-    )  # fmt: skip
+        stages=_costs(job, config, speeds, values, average),
+        micro_batches=job.micro_batches,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        together_s=tied + _together(job, network),
+    )
     slack, played = best_in_flight(step, network, config.in_flight)
     store_s = 0.0
     if config.activations.method == "aqsgd" and links:
@@ -147,10 +150,18 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
         whole = replace(step, forward_bytes=first)
         first_epoch_s = best_in_flight(whole, network, config.in_flight)[1].seconds
     return Prediction(
-        job=job, config=config, step_s=max(played.seconds, store_s), first_epoch_s=max(first_epoch_s, store_s),
-        forward_bytes=forward, first_visit_bytes=first, backward_bytes=backward, average_s=max(average, default=0.0),
-        slack=slack, wait_s=played.waits, store_s=store_s,
-    )  # fmt: skip
+        job=job,
+        config=config,
+        step_s=max(played.seconds, store_s),
+        first_epoch_s=max(first_epoch_s, store_s),
+        forward_bytes=forward,
+        first_visit_bytes=first,
+        backward_bytes=backward,
+        average_s=max(average, default=0.0),
+        slack=slack,
+        wait_s=played.waits,
+        store_s=store_s,
+    )
 
 
 def best_in_flight(step: Step, network: Network, setting: str | int = "auto") -> tuple[int, Played]:
@@ -177,11 +188,15 @@ def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[
     seconds = job.stage_seconds()
     return [
         StageCosts(
-            forward_s=forward_s, backward_s=backward_s, encode_s=encode_s, decode_s=decode_s, reduce_s=reduce_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            encode_s=encode_s,
+            decode_s=decode_s,
+            reduce_s=reduce_s,
             update_s=parameters * speeds.update_s_per_parameter,
         )
         for (forward_s, backward_s), reduce_s, parameters in zip(seconds, average, job.plan.parameters, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> tuple[list[float], float]:
@@ -228,13 +243,23 @@ def as_row(prediction: Prediction) -> dict[str, Any]:
     p, a = prediction, prediction.config.activations
     quantized = a.method in a.QUANTIZED
     return {
-        "stages": p.job.plan.num_stages, "replicas": p.job.replicas, "micro_batch": p.job.samples,
-        "micro_batches": p.job.micro_batches, "method": a.method,
-        "forward_bits": a.forward_bits if quantized else None, "backward_bits": a.backward_bits if quantized else None,
-        "gradients": p.config.gradients.method, "step_s": p.step_s, "first_epoch_s": p.first_epoch_s,
-        "samples_per_s": p.samples_per_s, "forward_bytes": list(p.forward_bytes),
-        "first_visit_bytes": list(p.first_visit_bytes), "backward_bytes": list(p.backward_bytes),
-        "average_s": p.average_s, "wait_s": list(p.wait_s), "store_s": p.store_s,
+        "stages": p.job.plan.num_stages,
+        "replicas": p.job.replicas,
+        "micro_batch": p.job.samples,
+        "micro_batches": p.job.micro_batches,
+        "method": a.method,
+        "forward_bits": a.forward_bits if quantized else None,
+        "backward_bits": a.backward_bits if quantized else None,
+        "gradients": p.config.gradients.method,
+        "step_s": p.step_s,
+        "first_epoch_s": p.first_epoch_s,
+        "samples_per_s": p.samples_per_s,
+        "forward_bytes": list(p.forward_bytes),
+        "first_visit_bytes": list(p.first_visit_bytes),
+        "backward_bytes": list(p.backward_bytes),
+        "average_s": p.average_s,
+        "wait_s": list(p.wait_s),
+        "store_s": p.store_s,
         "in_flight": list(numbers(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
         "memory_bytes": p.memory_bytes(),
-    }  # fmt: skip
+    }

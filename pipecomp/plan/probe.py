@@ -33,9 +33,7 @@ class _Over:
         return torch.from_numpy(np.ascontiguousarray(data)).view(tensor.dtype)
 
 
-def measure_links(
-    stage: int, to_previous: Transport | None, to_next: Transport | None
-) -> Measured | None:  # fmt: skip
+def measure_links(stage: int, to_previous: Transport | None, to_next: Transport | None) -> Measured | None:
     """Measure this stage's links; all stages must call it together. Returns the link to the next stage.
 
     Every other link at a time, so that a stage measures one link at once: some two seconds for each half. LinkError

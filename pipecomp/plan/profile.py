@@ -44,9 +44,11 @@ class Cost:
             return None if a is None or b is None else max(0.0, a - b)
 
         return Cost(
-            flops=max(0.0, self.flops - other.flops), kept_bytes=max(0.0, self.kept_bytes - other.kept_bytes),
-            forward_s=less(self.forward_s, other.forward_s), backward_s=less(self.backward_s, other.backward_s),
-        )  # fmt: skip
+            flops=max(0.0, self.flops - other.flops),
+            kept_bytes=max(0.0, self.kept_bytes - other.kept_bytes),
+            forward_s=less(self.forward_s, other.forward_s),
+            backward_s=less(self.backward_s, other.backward_s),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,12 @@ class Profile:
             return replace(cost, forward_s=forward_s, backward_s=back * forward_s)
 
         return replace(
-            self, blocks=tuple(map(timed, self.blocks)), first=timed(self.first), last=timed(self.last),
+            self,
+            blocks=tuple(map(timed, self.blocks)),
+            first=timed(self.first),
+            last=timed(self.last),
             measured=f"estimated for {flops_per_s / 1e12:g} TFLOP/s",
-        )  # fmt: skip
+        )
 
     def block_seconds(self) -> list[float]:
         """Forward and backward of each block, to balance stages by."""
@@ -112,7 +117,7 @@ class Profile:
         return [
             samples * sum(p.kept_bytes for p in [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)])
             for k, (lo, hi) in enumerate(pairwise(plan.cuts))
-        ]  # fmt: skip
+        ]
 
 
 def _ends(profile: Profile, stage: int, stages: int) -> list[Cost]:
@@ -144,9 +149,13 @@ def assemble(found: Mapping[int, Cost], plan: SplitPlan, *, hidden: int, tokens:
     blocks = plan.blocks
     block = found[1 if blocks > 2 else 0]
     return Profile(
-        hidden=hidden, tokens=tokens, blocks=(block,) * blocks, first=found[0] - block,
-        last=found[blocks - 1] - block, **more,
-    )  # fmt: skip
+        hidden=hidden,
+        tokens=tokens,
+        blocks=(block,) * blocks,
+        first=found[0] - block,
+        last=found[blocks - 1] - block,
+        **more,
+    )
 
 
 def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profile:
@@ -207,7 +216,7 @@ class _Kept:
 
 def balanced(
     model: Any, profile: Profile | None, stages: int | Sequence[int], *, tie: bool = True, paces: Sequence[float] = ()
-) -> SplitPlan:  # fmt: skip
+) -> SplitPlan:
     """Where to cut a model (on the meta device) into so many stages, or at given blocks; by seconds where there are.
 
     paces: how many times those seconds each stage's machine takes.

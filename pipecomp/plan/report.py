@@ -26,9 +26,13 @@ def stage_table(prediction: Prediction) -> Table:
     for k, (lo, hi) in enumerate(pairwise(job.plan.cuts)):
         forward_s, backward_s = compute[k]
         table.add_row(
-            str(k), f"{lo}–{hi - 1}", f"{job.plan.parameters[k] / 1e6:.1f}", f"{1e3 * forward_s:.1f}",
-            f"{1e3 * backward_s:.1f}", f"{prediction.memory_bytes()[k] / 1e9:.2f}",
-        )  # fmt: skip
+            str(k),
+            f"{lo}–{hi - 1}",
+            f"{job.plan.parameters[k] / 1e6:.1f}",
+            f"{1e3 * forward_s:.1f}",
+            f"{1e3 * backward_s:.1f}",
+            f"{prediction.memory_bytes()[k] / 1e9:.2f}",
+        )
     return table
 
 
@@ -42,9 +46,13 @@ def link_table(network: Network, prediction: Prediction, plain: Prediction) -> T
         forward, backward = p.config.activations.bits(k)
         sizes = (plain.forward_bytes, p.first_visit_bytes, p.forward_bytes, p.backward_bytes)
         table.add_row(
-            f"{k}→{k + 1}", rate(out.bits_per_s), rate(back.bits_per_s), milliseconds(out.latency_s),
-            *(f"{size[k] / 1e3:.1f}" for size in sizes), f"fw{forward} bw{backward}",
-        )  # fmt: skip
+            f"{k}→{k + 1}",
+            rate(out.bits_per_s),
+            rate(back.bits_per_s),
+            milliseconds(out.latency_s),
+            *(f"{size[k] / 1e3:.1f}" for size in sizes),
+            f"fw{forward} bw{backward}",
+        )
     return table
 
 
@@ -105,17 +113,20 @@ def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         section["activations"] = {
-            "method": "aqsgd", "forward_bits": choice.forward_bits, "backward_bits": choice.backward_bits,
+            "method": "aqsgd",
+            "forward_bits": choice.forward_bits,
+            "backward_bits": choice.backward_bits,
             "first_visit": choice.prediction.config.activations.first_visit,
-        }  # fmt: skip
+        }
     if averages and averages[0][0] != "none":
         section["gradients"] = {"method": averages[0][0]}
     if not job.plan.tie:
         section["tie"] = False
     return {
-        "train_micro_batch_size_per_gpu": job.samples, "gradient_accumulation_steps": job.micro_batches,
+        "train_micro_batch_size_per_gpu": job.samples,
+        "gradient_accumulation_steps": job.micro_batches,
         "pipecomp": section,
-    }  # fmt: skip
+    }
 
 
 def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:

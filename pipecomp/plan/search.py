@@ -74,9 +74,7 @@ def choose_bits(
 def _fast(network: Network) -> list[int]:
     """Links that have much more than the slowest line's rate, both ways."""
     both = zip(network.forward, network.backward, strict=True)
-    return [
-        k for k, (out, back) in enumerate(both) if min(out.bits_per_s, back.bits_per_s) >= FASTER * network.slowest
-    ]
+    return [k for k, (out, back) in enumerate(both) if min(out.bits_per_s, back.bits_per_s) >= FASTER * network.slowest]
 
 
 def _one_for_all(bits: list[int]) -> Bits:

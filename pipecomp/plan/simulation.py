@@ -143,9 +143,12 @@ class _Player:
         """The stage's step; yields seconds of work, or None to wait until something arrives."""
         step, costs = self._step, self._step.stages[k]
         seconds = {
-            "load": 0.0, "forward": costs.forward_s, "backward": costs.backward_s,
-            **dict.fromkeys(_SENDS, costs.encode_s), **dict.fromkeys(_RECEIVES, costs.decode_s),
-        }  # fmt: skip
+            "load": 0.0,
+            "forward": costs.forward_s,
+            "backward": costs.backward_s,
+            **dict.fromkeys(_SENDS, costs.encode_s),
+            **dict.fromkeys(_RECEIVES, costs.decode_s),
+        }
         for what, m in itertools.chain(*train_order(k, len(step.stages), step.micro_batches, step.ahead(k))):
             began = self._now
             if what in _RECEIVES:

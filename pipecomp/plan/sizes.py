@@ -39,9 +39,13 @@ def sizes_of(wanted: Wanted, profile: Profile) -> Sizes:
     [(K, replicas)] = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
     [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
     job = Job(
-        profile=profile, plan=balanced(without_weights(wanted.model, wanted.dtype), profile, K, tie=wanted.tie),
-        samples=samples, micro_batches=micro_batches, replicas=replicas, dtype=wanted.dtype,
-    )  # fmt: skip
+        profile=profile,
+        plan=balanced(without_weights(wanted.model, wanted.dtype), profile, K, tie=wanted.tie),
+        samples=samples,
+        micro_batches=micro_batches,
+        replicas=replicas,
+        dtype=wanted.dtype,
+    )
     wanted.check_memory(max(memory_bytes(job)))
     return Sizes(job=job, methods=methods(K, wanted.tie))
 
@@ -54,9 +58,12 @@ def show_sizes(sizes: Sizes, console: Console) -> None:
         table.add_column(heading, justify="right")
     for k, (lo, hi) in enumerate(pairwise(job.plan.cuts)):
         table.add_row(
-            str(k), f"{lo}–{hi - 1}", f"{job.plan.parameters[k] / 1e6:.1f}", str(sizes.in_flight[k]),
+            str(k),
+            f"{lo}–{hi - 1}",
+            f"{job.plan.parameters[k] / 1e6:.1f}",
+            str(sizes.in_flight[k]),
             f"{memory_bytes(job)[k] / 1e9:.2f}",
-        )  # fmt: skip
+        )
     console.print(table)
     if job.plan.num_stages > 1:
         console.print(_message_table(sizes))
@@ -82,10 +89,14 @@ def sizes_as_json(sizes: Sizes) -> dict[str, Any]:
     job, rows = sizes.job, []
     for name, config in sizes.methods:
         forward, first_visit, backward = message_bytes(job, config)
-        rows.append({
-            "name": name, "forward_bytes": list(forward), "first_visit_bytes": list(first_visit),
-            "backward_bytes": list(backward),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "forward_bytes": list(forward),
+                "first_visit_bytes": list(first_visit),
+                "backward_bytes": list(backward),
+            }
+        )
     return {
         "cuts": list(job.plan.cuts),
         "parameters": list(job.plan.parameters),

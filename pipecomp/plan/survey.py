@@ -57,16 +57,19 @@ def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, st
     values = samples * tokens * profile.hidden
     # Every message is read once and written once: both together at this rate, each counted by its bytes.
     speeds = Speeds(
-        encode_values_s=values / encode_s, decode_values_s=values / decode_s, cast_values_s=values / cast_s,
-        disk_bytes_s=1 / (1 / disk.read + 1 / disk.write), average=time_average(device),
+        encode_values_s=values / encode_s,
+        decode_values_s=values / decode_s,
+        cast_values_s=values / cast_s,
+        disk_bytes_s=1 / (1 / disk.read + 1 / disk.write),
+        average=time_average(device),
         update_s_per_parameter=time_update(device),
-    )  # fmt: skip
+    )
     return Survey(profile=profile, speeds=speeds)
 
 
 def survey_ranks(
     model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, stages: int | None
-) -> Survey | None:  # fmt: skip
+) -> Survey | None:
     """All ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
     stages: K, by default one for each rank. ConfigError if the ranks cannot make so many.
@@ -93,10 +96,11 @@ def survey_ranks(
     profile = slowest_profile([m.profile for m in machines])
     whole_s = sum(profile.block_seconds())
     return Survey(
-        profile=profile, speeds=slowest_speeds([m.speeds for m in machines]),
+        profile=profile,
+        speeds=slowest_speeds([m.speeds for m in machines]),
         network=network_of(links) if K > 1 else None,
         paces=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
-    )  # fmt: skip
+    )
 
 
 def _links(launch: Launch, K: int) -> Any:
@@ -126,22 +130,26 @@ def slowest_profile(profiles: Sequence[Profile]) -> Profile:
 
     first = profiles[0]
     return replace(
-        first, first=slowest([p.first for p in profiles]), last=slowest([p.last for p in profiles]),
+        first,
+        first=slowest([p.first for p in profiles]),
+        last=slowest([p.last for p in profiles]),
         blocks=tuple(slowest(costs) for costs in zip(*(p.blocks for p in profiles), strict=True)),
         call_s=max(p.call_s for p in profiles),
         measured=first.measured if len(profiles) == 1 else f"{first.measured}, the slowest of {len(profiles)}",
-    )  # fmt: skip
+    )
 
 
 def slowest_speeds(speeds: Sequence[Speeds]) -> Speeds:
     """Each speed of the machine that is slowest in it."""
     parts = speeds[0].average
     return Speeds(
-        encode_values_s=min(s.encode_values_s for s in speeds), decode_values_s=min(s.decode_values_s for s in speeds),
-        cast_values_s=min(s.cast_values_s for s in speeds), disk_bytes_s=min(s.disk_bytes_s for s in speeds),
+        encode_values_s=min(s.encode_values_s for s in speeds),
+        decode_values_s=min(s.decode_values_s for s in speeds),
+        cast_values_s=min(s.cast_values_s for s in speeds),
+        disk_bytes_s=min(s.disk_bytes_s for s in speeds),
         average={part: max(s.average.get(part, 0.0) for s in speeds) for part in parts},
         update_s_per_parameter=max(s.update_s_per_parameter for s in speeds),
-    )  # fmt: skip
+    )
 
 
 def speeds_as_dict(speeds: Speeds) -> dict[str, Any]:

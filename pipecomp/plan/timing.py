@@ -77,15 +77,22 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     stage.train(training)
     own = sum(p.numel() * p.element_size() for p in parameters)
     return StageTime(
-        forward_s=statistics.median(forward[1:]), backward_s=statistics.median(backward[1:]),
+        forward_s=statistics.median(forward[1:]),
+        backward_s=statistics.median(backward[1:]),
         kept_bytes=float(max(0, kept.bytes - own)),
-    )  # fmt: skip
+    )
 
 
 def time_link(
-    config: Config, samples: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device,
-    *, seconds: float = 0.3,
-) -> tuple[float, float]:  # fmt: skip
+    config: Config,
+    samples: int,
+    tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    seconds: float = 0.3,
+) -> tuple[float, float]:
     """Seconds of encoding a message and of decoding one, both kinds' mean, of a micro-batch that was seen before.
 
     By the ends of a link themselves, messages kept in memory: quantizing, checksum and copies count, a disk does not.

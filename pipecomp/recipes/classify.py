@@ -53,17 +53,22 @@ class Row(NamedTuple):
 
 QNLI = Task(texts=("question", "sentence"), labels=("entailment", "not_entailment"), max_tokens=256)
 COLA = Task(
-    texts=("sentence",), labels=("unacceptable", "acceptable"), max_tokens=128,
+    texts=("sentence",),
+    labels=("unacceptable", "acceptable"),
+    max_tokens=128,
     columns=("source", LABEL, "mark", "sentence"),
-)  # fmt: skip
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
     """What classification adds to a recipe's arguments."""
     parser.add_argument(
-        "--max-tokens", type=int, default=task.max_tokens, metavar="S",
+        "--max-tokens",
+        type=int,
+        default=task.max_tokens,
+        metavar="S",
         help=f"longer samples are cut to so many tokens (default {task.max_tokens})",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--dropout", type=float, metavar="P", help="dropout of embeddings, attention and blocks (default: the model's)"
     )
@@ -153,9 +158,13 @@ class Samples(torch.utils.data.Dataset):
         """
         columns = list(zip(*(row.texts for row in rows), strict=True))
         encoded = tokenizer(
-            *(list(column) for column in columns), truncation="longest_first", max_length=max_tokens, padding=False,
-            return_attention_mask=False, return_token_type_ids=types,
-        )  # fmt: skip
+            *(list(column) for column in columns),
+            truncation="longest_first",
+            max_length=max_tokens,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=types,
+        )
         self._fields = {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
         self._fields["labels"] = [row.label for row in rows]
         largest = max(map(max, self._fields["input_ids"]))

@@ -43,9 +43,15 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
         same("the held-out data", None if held_out is None else held_out.digest())
         trained = what_is_trained(args, {DATA: digest}, config)
     run.train(
-        args, model=model, training=training, trained=trained, held_out=held_out, tokenizer=tokenizer,
-        collate=classify.Padding(tokenizer.pad_token_id), evaluation=classify.evaluate,
-    )  # fmt: skip
+        args,
+        model=model,
+        training=training,
+        trained=trained,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        collate=classify.Padding(tokenizer.pad_token_id),
+        evaluation=classify.evaluate,
+    )
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
@@ -62,9 +68,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     )
     made = Tokenizer.from_str(pairs.to_str())
     made.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, pairs.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
-    )  # fmt: skip
+    )
     return _wrapped(made.to_str())
 
 
@@ -110,14 +117,27 @@ def small_deberta(
     from transformers import DebertaV2Config
 
     size: dict[str, Any] = {
-        "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "intermediate_size": 4 * width, "max_position_embeddings": positions, "pooler_hidden_size": width,
-    }  # fmt: skip
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": positions,
+        "pooler_hidden_size": width,
+    }
     others: dict[str, Any] = {
-        "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 32,
-        "norm_rel_ebd": "layer_norm", "position_biased_input": False, "conv_kernel_size": 3, "conv_act": "gelu",
-        "type_vocab_size": 0, "pad_token_id": pad_token_id, **dict.fromkeys(DROPOUTS, 0.0),
-    }  # fmt: skip
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "position_buckets": 32,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "conv_kernel_size": 3,
+        "conv_act": "gelu",
+        "type_vocab_size": 0,
+        "pad_token_id": pad_token_id,
+        **dict.fromkeys(DROPOUTS, 0.0),
+    }
     return DebertaV2Config(**size, **others)
 
 

@@ -52,9 +52,14 @@ def fine_tune(
         same("the held-out data", None if held_out is None else held_out.digest())
         trained = what_is_trained(args, {"--block-size": size, DATA: digest, **meanings(args, model)}, config)
     run.train(
-        args, model=model, training=training, trained=trained, held_out=held_out, measures=text.perplexity,
+        args,
+        model=model,
+        training=training,
+        trained=trained,
+        held_out=held_out,
+        measures=text.perplexity,
         tokenizer=tokenizer,
-    )  # fmt: skip
+    )
 
 
 # -- documents
@@ -63,9 +68,11 @@ def fine_tune(
 def add_document_arguments(parser: argparse.ArgumentParser) -> None:
     """What documents add to the arguments of language modelling."""
     parser.add_argument(
-        "--field", default="abstract", metavar="NAME",
+        "--field",
+        default="abstract",
+        metavar="NAME",
         help="key of the text in JSON lines, or column of --dataset (default abstract)",
-    )  # fmt: skip
+    )
 
 
 def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:

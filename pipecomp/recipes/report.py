@@ -56,7 +56,6 @@ class Traffic:
                     total[key] += group[key]
         return cls(dict(sorted(links.items())), dict(sorted(groups.items())))
 
-
     def plus(self, other: Traffic) -> Traffic:
         """Both together."""
         return Traffic(_sums(self.links, other.links), _sums(self.groups, other.groups))
@@ -73,9 +72,15 @@ class Report:
     """Opened before training, so that a file that cannot be written is known at once; a context manager."""
 
     def __init__(
-        self, metrics: str | None, tensorboard: str | None, *, silent: bool, unit: str = "tokens",
-        period: str = "epoch", after: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        metrics: str | None,
+        tensorboard: str | None,
+        *,
+        silent: bool,
+        unit: str = "tokens",
+        period: str = "epoch",
+        after: int = 0,
+    ) -> None:
         """metrics: JSON lines, overwritten. tensorboard: a folder. silent: do nothing at all, on all ranks but one.
         unit: what speed counts. period: after what the model is evaluated. after: the step that an earlier run has
         reached and this one goes on from: what `metrics` has up to there stays, and its bytes are added."""
@@ -135,13 +140,16 @@ class Report:
             self._say(f"links     {_in_words(settings.activations)}")
         if self._console.is_terminal:
             self._progress = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(),
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
                 TextColumn(
                     f"{self._period} {{task.fields[epoch]}}  loss {{task.fields[loss]}}  {{task.fields[speed]}} "
                     f"{self._unit}/s"
                 ),
-                TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
+                TimeRemainingColumn(),
+                console=self._console,
+            )
             self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-")
             self._progress.start()
 

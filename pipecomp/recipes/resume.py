@@ -22,18 +22,44 @@ from pipecomp.errors import ConfigError
 
 # Arguments that may be others where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
-MAY_DIFFER = frozenset({
-    "metrics", "tensorboard", "trace", "save", "checkpoint", "save_every", "keep", "resume",
-    "epochs", "rounds", "max_steps", "eval_file", "stages", "start", "adapter", "local_rank",
-    "deepspeed_config", "train_file", "dataset", "model", "tokenizer", "seed",
-})  # fmt: skip
+MAY_DIFFER = frozenset(
+    {
+        "metrics",
+        "tensorboard",
+        "trace",
+        "save",
+        "checkpoint",
+        "save_every",
+        "keep",
+        "resume",
+        "epochs",
+        "rounds",
+        "max_steps",
+        "eval_file",
+        "stages",
+        "start",
+        "adapter",
+        "local_rank",
+        "deepspeed_config",
+        "train_file",
+        "dataset",
+        "model",
+        "tokenizer",
+        "seed",
+    }
+)
 DATA = "hash of the training data"
 _STATE_KEY, _TRAINED_KEY = "recipe", "recipe_trained"
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
 _HOW_BYTES_GO = (
-    "pipecomp.transport.", "pipecomp.in_flight", "pipecomp.store.prefetch", "pipecomp.store.drift_check",
-    "pipecomp.store.in_checkpoints", "pipecomp.store.run", "pipecomp.store.on_write_error",
-)  # fmt: skip
+    "pipecomp.transport.",
+    "pipecomp.in_flight",
+    "pipecomp.store.prefetch",
+    "pipecomp.store.drift_check",
+    "pipecomp.store.in_checkpoints",
+    "pipecomp.store.run",
+    "pipecomp.store.on_write_error",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:

@@ -56,8 +56,13 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     """
     parser = _Parser(prog=name, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE",
-        help="DeepSpeed's configuration with a 'pipecomp' section")  # fmt: skip
+    add(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        required=True,
+        metavar="FILE",
+        help="DeepSpeed's configuration with a 'pipecomp' section",
+    )
     if text:
         add("--model", required=True, metavar="NAME", help="a from_pretrained folder or a name on the Hugging Face hub")
         add("--tokenizer", required=True, metavar="NAME", help="a tokenizer folder or a name on the hub")

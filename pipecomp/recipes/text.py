@@ -31,9 +31,11 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What language modelling adds to a recipe's arguments."""
     parser.add_argument(
-        "--block-size", type=int, metavar="S",
+        "--block-size",
+        type=int,
+        metavar="S",
         help=f"tokens in a sample (default: what the model takes, at most {MAX_BLOCK})",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--dropout", type=float, metavar="P", help="dropout of embeddings, attention and blocks (default: the model's)"
     )
@@ -213,9 +215,12 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     if name == "tiny":
         end = tokenizer.eos_token_id
         config = GPT2Config(
-            vocab_size=len(tokenizer), n_positions=args.block_size or 128, bos_token_id=end, eos_token_id=end,
+            vocab_size=len(tokenizer),
+            n_positions=args.block_size or 128,
+            bos_token_id=end,
+            eos_token_id=end,
             **{**TINY, **dict.fromkeys(DROPOUTS, 0.0), **settings},
-        )  # fmt: skip
+        )
         return resolve(config), config
     config = model_config(name)
     unknown = [key for key in settings if not hasattr(config, key)]

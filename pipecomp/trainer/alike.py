@@ -22,12 +22,30 @@ SHOWN = 8  # samples of a dataset that are compared
 
 # Arguments of a process, of its machine, of its reports, or compared elsewhere (deepspeed, with all of its content).
 _OWN = (
-    "local_rank", "output_dir", "logging_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level",
-    "log_level_replica", "log_on_each_node", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context", "ddp_backend",
-    "ddp_timeout", "deepspeed", "eval_accumulation_steps", "use_cpu", "tf32", "resume_from_checkpoint",
+    "local_rank",
+    "output_dir",
+    "logging_dir",
+    "run_name",
+    "project",
+    "report_to",
+    "disable_tqdm",
+    "log_level",
+    "log_level_replica",
+    "log_on_each_node",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "dataloader_persistent_workers",
+    "dataloader_multiprocessing_context",
+    "ddp_backend",
+    "ddp_timeout",
+    "deepspeed",
+    "eval_accumulation_steps",
+    "use_cpu",
+    "tf32",
+    "resume_from_checkpoint",
     "torch_empty_cache_steps",
-)  # fmt: skip
+)
 _OWN_BEGINNINGS = ("hub_", "push_to_hub", "trackio_")
 
 

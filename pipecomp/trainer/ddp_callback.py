@@ -162,9 +162,10 @@ def ddp_of(trainer: Any) -> DistributedDataParallel:
         raise ConfigError("CompressionCallback", got, f"one process per GPU: {start}")
     if trainer.is_deepspeed_enabled:
         raise ConfigError(
-            "CompressionCallback", "DeepSpeed", "DDP: train without DeepSpeed, or give pipecomp.initialize "
-            "a configuration with a 'gradients' section",
-        )  # fmt: skip
+            "CompressionCallback",
+            "DeepSpeed",
+            "DDP: train without DeepSpeed, or give pipecomp.initialize a configuration with a 'gradients' section",
+        )
     if trainer.is_fsdp_enabled:
         raise ConfigError("CompressionCallback", "FSDP", "DDP: train without fsdp, whose gradients are never whole")
     if trainer.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:

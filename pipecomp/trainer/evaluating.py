@@ -85,9 +85,14 @@ class EvaluatingTrainer(EngineTrainer):
         if key in self._eval_loaders:
             return self._eval_loaders[key][1]
         loader = EvalLoader(
-            samples, args.per_device_eval_batch_size, self._data_seed, loader_options(args),
-            drop_last=args.dataloader_drop_last, replicas=self.replicas, replica=self.engine.grid.data_parallel_id,
-        )  # fmt: skip
+            samples,
+            args.per_device_eval_batch_size,
+            self._data_seed,
+            loader_options(args),
+            drop_last=args.dataloader_drop_last,
+            replicas=self.replicas,
+            replica=self.engine.grid.data_parallel_id,
+        )
         if args.dataloader_persistent_workers:
             self._eval_loaders[key] = (data, loader)  # with the data, so that nothing else gets its id
         return loader

@@ -164,9 +164,15 @@ class EngineTrainer(TrainerBase):
         """Write a model card, README.md in `args.output_dir`; rank 0 does. fields: Trainer's."""
         if self.rank == 0:
             write_card(
-                self.args, self._card_config, self.state, (self.train_dataset, self.eval_dataset),
-                model_class=self._model_class.__name__, stages=self.plan.num_stages, replicas=self.replicas, **fields,
-            )  # fmt: skip
+                self.args,
+                self._card_config,
+                self.state,
+                (self.train_dataset, self.eval_dataset),
+                model_class=self._model_class.__name__,
+                stages=self.plan.num_stages,
+                replicas=self.replicas,
+                **fields,
+            )
 
     # -- checkpoints
 

@@ -1,6 +1,6 @@
 """Nested arrays as plain bytes, to send them to another rank: a header in JSON, then the arrays' values.
 
-    bytes of the header u64 little-endian, header, values of all arrays one after the other
+bytes of the header u64 little-endian, header, values of all arrays one after the other
 """
 
 from __future__ import annotations

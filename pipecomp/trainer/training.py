@@ -26,10 +26,24 @@ from pipecomp.trainer.feeding import LengthSampler, Samples, StepLoader, lengths
 
 _log = transformers_logging.get_logger(__name__)
 _CALLED = {  # methods of Trainer that a subclass may override
-    "add_callback", "create_model_card", "end", "evaluate", "is_local_process_zero", "is_world_process_zero", "log",
-    "log_metrics", "metrics_format", "num_examples", "pop_callback", "predict", "remove_callback", "save_metrics",
-    "save_model", "save_state", "train",
-}  # fmt: skip
+    "add_callback",
+    "create_model_card",
+    "end",
+    "evaluate",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "log",
+    "log_metrics",
+    "metrics_format",
+    "num_examples",
+    "pop_callback",
+    "predict",
+    "remove_callback",
+    "save_metrics",
+    "save_model",
+    "save_state",
+    "train",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,9 +103,13 @@ def continue_all(name: str, folder: str, cases: list[Case]) -> Found:
     for case in cases:
         n = len(case.prompt)
         out = model.generate(
-            case.prompt[None], attention_mask=torch.ones(1, n, dtype=torch.int64), max_new_tokens=len(case.gold),
-            do_sample=False, num_beams=1, pad_token_id=model.config.eos_token_id,
-        )  # fmt: skip
+            case.prompt[None],
+            attention_mask=torch.ones(1, n, dtype=torch.int64),
+            max_new_tokens=len(case.gold),
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=model.config.eos_token_id,
+        )
         continuations.append(out[0, n:])
         logits = model(torch.cat([case.prompt, case.gold])[None]).logits[0, n - 1 : -1]
         losses.append(torch.nn.functional.cross_entropy(logits.float(), case.gold).item())

@@ -23,9 +23,7 @@ def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     lora.check_arguments(args)
-    language.fine_tune(
-        args, read, documents=False, load=lora.causal_model, meanings=lora.meanings
-    )
+    language.fine_tune(args, read, documents=False, load=lora.causal_model, meanings=lora.meanings)
 
 
 if __name__ == "__main__":

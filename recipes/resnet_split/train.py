@@ -96,9 +96,7 @@ def main(args: argparse.Namespace) -> None:
     with run.together():
         per_epoch = task.per_round * accumulation
         count = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
-        plan = steps.Plan(
-            steps=count, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1
-        )
+        plan = steps.Plan(steps=count, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1)
         config = steps.complete(config, plan, args.seed)
         settings = Config.from_dict(config.get("pipecomp", {}))
         trained = what_is_trained(args, meanings(args, config, task))

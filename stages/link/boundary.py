@@ -123,9 +123,7 @@ def gather(x_BSH: Tensor, layout: Layout) -> Tensor:
     """Real tokens [T, H] of [B, S, H]; a view if nothing is padding."""
     if layout.full:
         return x_BSH.reshape(-1, x_BSH.shape[-1])
-    parts = [
-        x_BSH[i, a : a + n] for i, (a, n) in enumerate(zip(layout.starts, layout.counts, strict=True))
-    ]
+    parts = [x_BSH[i, a : a + n] for i, (a, n) in enumerate(zip(layout.starts, layout.counts, strict=True))]
     return torch.cat(parts)
 
 

@@ -251,16 +251,25 @@ def test_wrong_rates_are_named(position: int, key: str) -> None:
 
 PUBLISHED = {  # images a second at 32 nodes of 4 GPUs, read from the plots that the QSGD-MN paper's author published
     ("ResNet-50", 1): {
-        ("none", 8): 4375, ("qsgd_mn", 2): 35430, ("qsgd_mn", 8): 14632, ("grandk_mn", 2): 68192,
-        ("qsgd_mn_ts", 2): 34998, ("qsgd_mn_ts", 8): 14558, ("grandk_mn_ts", 8): 67616,
+        ("none", 8): 4375,
+        ("qsgd_mn", 2): 35430,
+        ("qsgd_mn", 8): 14632,
+        ("grandk_mn", 2): 68192,
+        ("qsgd_mn_ts", 2): 34998,
+        ("qsgd_mn_ts", 8): 14558,
+        ("grandk_mn_ts", 8): 67616,
     },
     ("ResNet-50", 10): {("none", 8): 27770, ("qsgd_mn", 4): 57039, ("qsgd_mn_ts", 4): 55929, ("grandk_mn", 4): 68214},
     ("VGG-16", 1): {
-        ("none", 8): 7047, ("qsgd_mn", 2): 60847, ("qsgd_mn", 8): 24063, ("grandk_mn", 2): 125351,
-        ("qsgd_mn_ts", 8): 23946, ("grandk_mn_ts", 2): 124086,
+        ("none", 8): 7047,
+        ("qsgd_mn", 2): 60847,
+        ("qsgd_mn", 8): 24063,
+        ("grandk_mn", 2): 125351,
+        ("qsgd_mn_ts", 8): 23946,
+        ("grandk_mn_ts", 2): 124086,
     },
     ("VGG-16", 10): {("none", 8): 46889, ("qsgd_mn", 8): 87583, ("qsgd_mn_ts", 2): 109831, ("grandk_mn", 8): 125406},
-}  # fmt: skip
+}
 
 
 def test_the_qsgd_mn_papers_model_gives_its_figures() -> None:

@@ -22,9 +22,15 @@ def row(line="FP32", bits_per_s=None, C=1.0, seconds=10.0):
         return {"stage": stage, "in_flight": 2 - stage, "seconds": {**parts, "wait": 9.0}, "links": links}
 
     return {
-        "line": line, "r": 0 if bits_per_s is None else 1, "bits_per_s": bits_per_s, "seconds": seconds, "stages": 2,
-        "micro_batches": 3, "delay": None, "ranks": [rank(0, 1.0), rank(1, 4.0)],
-    }  # fmt: skip
+        "line": line,
+        "r": 0 if bits_per_s is None else 1,
+        "bits_per_s": bits_per_s,
+        "seconds": seconds,
+        "stages": 2,
+        "micro_batches": 3,
+        "delay": None,
+        "ranks": [rank(0, 1.0), rank(1, 4.0)],
+    }
 
 
 def test_steps_are_predicted_from_counters():
@@ -50,12 +56,17 @@ def test_rounds_are_put_together_and_compared_with_what_was_to_be_shown():
     compute_s = 8 * 2 * 2**20 / (800 * 4.0)  # of a micro-batch, for r = 4
     runs = [
         {
-            **row(name, None if r == 0 else 800), "r": r, "setting": "2 stages", "turn": turn, "steps": [s, s + turn],
-            "micro_batches": 16, "compute_s": None if name == stock else compute_s / (2 if r == 0 else 7),
+            **row(name, None if r == 0 else 800),
+            "r": r,
+            "setting": "2 stages",
+            "turn": turn,
+            "steps": [s, s + turn],
+            "micro_batches": 16,
+            "compute_s": None if name == stock else compute_s / (2 if r == 0 else 7),
         }
         for turn in (1, 0)
         for name, r, s in ((stock, 0.0, 2.0), (stock, 5.8, 15.0), (line, 0.0, 2.0), (line, 5.8, 2.5))
-    ]  # fmt: skip
+    ]
     rows = summaries(runs)
     assert (rows["2 stages", 5.8, line]["seconds"], rows["2 stages", 5.8, line]["most"]) == (2.5, 3.5)
     said = "\n".join(findings(rows))

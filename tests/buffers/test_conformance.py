@@ -409,9 +409,7 @@ class LmdbCompared(Compared):
         self.hits = self.misses = 0
 
 
-bounds = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+bounds = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestMemoryCompared = MemoryCompared.TestCase
 TestMemoryCompared.settings = bounds
 TestLmdbCompared = LmdbCompared.TestCase

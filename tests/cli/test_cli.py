@@ -14,10 +14,20 @@ from pipecomp.cli import app
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 DEMO_KEYS = {
-    "method", "forward_bits", "backward_bits", "train_loss", "eval_loss", "forward_bytes_raw", "forward_bytes_sent",
-    "forward_bytes_sent_after_first_epoch", "backward_bytes_raw", "backward_bytes_sent", "store_bytes", "seconds",
+    "method",
+    "forward_bits",
+    "backward_bits",
+    "train_loss",
+    "eval_loss",
+    "forward_bytes_raw",
+    "forward_bytes_sent",
+    "forward_bytes_sent_after_first_epoch",
+    "backward_bytes_raw",
+    "backward_bytes_sent",
+    "store_bytes",
+    "seconds",
     "step_seconds_at",
-}  # fmt: skip
+}
 
 
 def pipecomp(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
@@ -79,12 +89,15 @@ def test_an_error_ends_the_command_with_one_line():
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("demo", "--bits", "9,4"), "activations.forward_bits: got 9, allowed: a whole number from 1 to 8"),
-    (("demo", "--bits", "4"), "bits: got '4', allowed: two numbers"),
-    (("demo", "--methods", "none,zip"), "methods: got 'zip', allowed: none, fp16, bf16, direct, aqsgd"),
-    (("demo", "--stages", "9"), "stages: got 9, allowed: 1 to 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--bits", "9,4"), "activations.forward_bits: got 9, allowed: a whole number from 1 to 8"),
+        (("demo", "--bits", "4"), "bits: got '4', allowed: two numbers"),
+        (("demo", "--methods", "none,zip"), "methods: got 'zip', allowed: none, fp16, bf16, direct, aqsgd"),
+        (("demo", "--stages", "9"), "stages: got 9, allowed: 1 to 4"),
+    ],
+)
 def test_errors_name_what_was_wrong(arguments, message):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1

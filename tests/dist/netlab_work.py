@@ -28,7 +28,7 @@ def fails_on_rank_1(rank: int, world: int, note: Any, how: str) -> None:
 def transfer(
     rank: int, world: int, note: Any, sizes: list[int], gap_s: float = 0.0, tell: bool = False,
     silence_s: float = TIMEOUT_S,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Messages of `sizes` bytes from rank 0 to rank 1, `gap_s` seconds apart.
 
     Monotonic seconds when sending began and when the last had left (rank 0), or when each arrived (rank 1). tell: a

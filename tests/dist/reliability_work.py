@@ -185,7 +185,7 @@ def drifts(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
             steps += not error
     engine.close()
     return {"quiet": quiet, "said": said, "stats": stats, "repaired": repaired, "same": same, "error": error,
-            "steps": steps}  # fmt: skip
+            "steps": steps}
 
 
 # -- at the start

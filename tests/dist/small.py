@@ -19,7 +19,7 @@ def gpt2(layers: int = 4, width: int = 32, *, tied: bool = True, seed: int = 0) 
             vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=4, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied,
         )
-    )  # fmt: skip
+    )
 
 
 def samples(count: int = 24, length: int = LENGTH, *, seed: int = 1) -> list[dict[str, torch.Tensor]]:

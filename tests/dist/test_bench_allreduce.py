@@ -36,7 +36,7 @@ SIZES = (4096, SHAPES)
 KEYS = {
     "label", "method", "options", "torchs_own", "d", "n", "rounds", "total_ms", "quantize_ms", "wait_ms", "reduce_ms",
     "decode_ms", "bytes_raw", "bytes_sent", "error", "state_error", "speedup",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -36,11 +36,11 @@ def train(rank, world, note):
     section = {
         "activations": {"method": "aqsgd", "forward_bits": BITS, "backward_bits": 8}, "tie": False,
         "store": {"backend": "memory"},
-    }  # fmt: skip
+    }
     engine = pipecomp.initialize(
         small.gpt2(2, WIDTH, tied=False), num_stages=2, training_data=small.samples(SAMPLES, LENGTH),
         config=small.ds_config(section, micro_batch=MICRO_BATCH, micro_batches=MICRO_BATCHES),
-    )  # fmt: skip
+    )
     counts = []
     for _ in range(STEPS):
         engine.train_batch()

@@ -33,7 +33,7 @@ def small_trainer(folder: str, *callbacks: Any, seed: int = 0, **more: Any) -> A
     settings = {
         "per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 2, "save_strategy": "no", "seed": 3,
         "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "use_cpu": True, **more,
-    }  # fmt: skip
+    }
     args = TrainingArguments(output_dir=folder, **settings)
     held_out = samples(4, seed=8)
     return Trainer(

@@ -151,7 +151,7 @@ def test_two_ranks_here_without_a_launcher(tmp_path):
     done = subprocess.run(
         [sys.executable, str(script), "ok", "doctor", "--json", "--peers"], capture_output=True, text=True, timeout=180,
         env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)}, cwd=tmp_path, check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     findings = json.loads(done.stdout)
     assert findings[-1]["check"] == "ranks 0 and 1"
@@ -199,7 +199,7 @@ def in_a_lab(tmp_path, environ, **shape) -> dict[str, dict[str, str]]:
         lab.run(
             [sys.executable, str(script), json.dumps(environ), str(out)], timeout_s=150,
             environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}, on_line=lambda *line: None,
-        )  # fmt: skip
+        )
     return {f["check"]: f for f in json.loads(out.read_text())}
 
 

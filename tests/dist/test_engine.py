@@ -27,7 +27,7 @@ def train(stages, section=None, *, model=None, steps=STEPS, data=None, config=No
     engine = initialize(
         gpt2() if model is None else model, num_stages=stages, config=config or ds_config(section, **more),
         training_data=data or samples(),
-    )  # fmt: skip
+    )
     return engine, [float(engine.train_batch()) for _ in range(steps)]
 
 
@@ -129,7 +129,7 @@ def algorithm_1(forward_bits: list[int], backward_bits: list[int], steps: int, m
             tied[0][name].grad = grad
             tied[-1][name].grad = grad.clone()
         counted = [p.grad for k, part in enumerate(parts) for p in part.parameters()
-                   if not (k == stages - 1 and any(p is t for t in tied[-1].values()))]  # fmt: skip
+                   if not (k == stages - 1 and any(p is t for t in tied[-1].values()))]
         norm = torch.stack([g.norm() for g in counted]).double().square().sum().sqrt()
         scale = 0.5 / (norm + 1e-6)
         for part, optimizer in zip(parts, optimizers, strict=True):
@@ -166,7 +166,7 @@ def eval_data():
 @pytest.mark.parametrize(("bits", "forward_bits", "backward_bits"), [
     ({"forward_bits": 3, "backward_bits": 6}, [3], [6]),
     ({"forward_bits": [2, 5], "backward_bits": 6}, [2, 5], [6, 6]),
-])  # fmt: skip
+])
 def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp_path):
     torch.set_num_threads(1)
     stages = len(forward_bits) + 1
@@ -207,7 +207,7 @@ MODES = {
     "bf16-zero1": {
         "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
     },
-}  # fmt: skip
+}
 
 
 def padded(samples_of_it):
@@ -220,7 +220,7 @@ def padded(samples_of_it):
             fill(torch.ones_like(s["input_ids"]), (0, length - len(s["input_ids"]))) for s in samples_of_it
         ]),
         "labels": torch.stack([fill(s["labels"], (0, length - len(s["labels"])), value=-100) for s in samples_of_it]),
-    }  # fmt: skip
+    }
 
 
 def unequal():

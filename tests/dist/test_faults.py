@@ -105,7 +105,7 @@ def test_one_rank_fails(world, fault, words, tmp_path):
     ranks = run_ranks(
         world, fails, victim, fault, str(tmp_path), 200, timeout_s=250, on_note=sessions.noted,
         may_die=(victim,) if fault is killed else (),
-    )  # fmt: skip
+    )
     assert set(ranks) | ({victim} if fault is killed else set()) == set(range(world))
     for rank, (error, seconds) in ranks.items():
         assert words in error, (rank, error)
@@ -262,5 +262,5 @@ def test_whose_error_it_is():
     for own in (
         raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3)), raised(lambda: torch.empty(1 << 60)), MemoryError(),
         ValueError("gloo"), raised(lambda: torch.zeros(3, requires_grad=True).backward()),
-    ):  # fmt: skip
+    ):
         assert not of_a_collective(own), own

@@ -22,7 +22,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.
 BF16_ZERO1 = {
     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 10_000},
     "data_types": {"grad_accum_dtype": "fp32"},
-}  # fmt: skip
+}
 
 
 def lora(**more: Any) -> Any:
@@ -38,7 +38,7 @@ def llama(*, tied: bool = True) -> Any:
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
             num_key_value_heads=1, tie_word_embeddings=tied,
         )
-    )  # fmt: skip
+    )
 
 
 def adapted() -> Any:

@@ -162,7 +162,7 @@ def test_deepspeeds_launcher(tmp_path):
         done = lab.run(
             [str(script)], launcher="deepspeed", procs_per_node=2, timeout_s=200, grace_s=30,
             environment={"DS_ACCELERATOR": "cpu"}, on_line=lambda label, stream, line: lines.append((label, line)),
-        )  # fmt: skip
+        )
     shown = sorted((label, line.split()[1:]) for label, line in lines if line.startswith("ranks"))
     assert shown == [
         (f"node{rank // 2}", [*f"{rank} {rank % 2} 4 198.18.0.1 {rank // 2} eth0 198.18.0.2".split()])

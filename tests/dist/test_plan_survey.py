@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 OPTIONS = {
     "nodes": None, "stages": None, "batch": 4, "micro_batch": 1, "tokens": 16, "bandwidth": None, "delay": None,
     "speed": None, "profile": None, "memory": None, "dtype": "fp32", "tie": True, "recompute": False, "measure": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def model(tmp_path):
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 4,
         "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 32,
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 

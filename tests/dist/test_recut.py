@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 BF16_ZERO1 = {
     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
-}  # fmt: skip
+}
 MODES: dict[str, dict[str, Any]] = {"fp32": {}, "zero1": {"zero_optimization": {"stage": 1}}, "bf16": BF16_ZERO1}
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-3}}}
 QUANTIZED = {"gradients": {"method": "quantized_adam", "freeze_step": 2, "bits": 8, "group_size": 64}}

@@ -51,7 +51,7 @@ def said(folder: Path, rank: int) -> str:
 
 
 @pytest.mark.parametrize(("world", "stages", "victim"), [(3, 3, 1), (3, 3, 0), (4, 2, 3)],
-                         ids=["middle", "first, which serves the store", "of two replicas"])  # fmt: skip
+                         ids=["middle", "first, which serves the store", "of two replicas"])
 def test_a_stopped_rank_is_named_by_all_others(world, stages, victim, tmp_path):
     """By an exception, or where a rank waits for it in a collective of replicas, by its last words."""
     end = Victim(world - 1)
@@ -70,7 +70,7 @@ def test_a_stopped_rank_is_named_by_all_others(world, stages, victim, tmp_path):
         ranks = run_ranks(
             world, work.is_lost, "stopped", victim, str(tmp_path), stages, TIMEOUT_S, timeout_s=200,
             may_die=(victim, *collective), on_note=noted,
-        )  # fmt: skip
+        )
     finally:
         end.end()
     assert set(ranks) >= others - collective

@@ -41,7 +41,7 @@ def configuration(name: str) -> dict[str, Any]:
     return {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1000, "gradient_clipping": 1.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "pipecomp": SECTIONS[name],
-    }  # fmt: skip
+    }
 
 
 def rate(optimizer: Any) -> Any:
@@ -60,7 +60,7 @@ def over_processes(rank: int, world: int, note: Any) -> dict[str, Any]:
         engine = pipecomp.initialize(
             source, config=configuration(name), cuts=client_cuts(net), lr_scheduler=rate,
             loss_fn=torch.nn.functional.cross_entropy,
-        )  # fmt: skip
+        )
         engine.set_loader(TrainLoader(views, turns))
         losses = [float(engine.train_batch()) for _ in range(STEPS)]
         losses.append(float(engine.eval_batch(iter(eval_batches(images, 4)), num_micro_batches=3)))
@@ -82,7 +82,7 @@ def test_losses_and_bytes_are_those_of_one_process_bit_for_bit() -> None:
             pipeline = InProcessPipeline(
                 modules(net, images.shape, margin=MARGIN), 3, configuration(name), views, sampler=turns,
                 cuts=client_cuts(net), lr_scheduler=rate, loss_fn=torch.nn.functional.cross_entropy,
-            )  # fmt: skip
+            )
             losses = [float(pipeline.train_batch()) for _ in range(STEPS)]
             losses.append(float(pipeline.eval_batch(eval_batches(images, 4))))
             assert pipeline.same_messages()
@@ -106,7 +106,7 @@ def test_stages_do_not_change_what_is_computed() -> None:
     pipeline = InProcessPipeline(
         modules(net, images.shape, margin=MARGIN), 3, configuration("none"), views, sampler=turns,
         cuts=client_cuts(net), loss_fn=torch.nn.functional.cross_entropy,
-    )  # fmt: skip
+    )
     losses = [float(pipeline.train_batch()) for _ in range(STEPS)]
     plain, views, turns, _ = task()
     optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)

@@ -67,13 +67,13 @@ def test_a_recipe_over_ssh(folder):
         "--deepspeed_config", str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu.json"), "--model", "model.json",
         "--tokenizer", "tokenizer", "--train-file", "text.txt", "--eval-file", "text.txt", "--epochs", "1", "--seed",
         "1", "--metrics", "metrics.jsonl",
-    ]  # fmt: skip
+    ]
     said = []
     with Lab(nodes=2) as lab:
         done = lab.run(
             [sys.executable, str(Path(__file__).with_name("ssh_node.py")), str(folder), str(script), *arguments],
             timeout_s=240, on_line=lambda label, stream, line: said.append(f"{label} | {line}"),
-        )  # fmt: skip
+        )
         counted = lab.bytes()
     assert done.status == 0, "\n".join(said)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -43,7 +43,7 @@ def arguments(text: str) -> list[str]:
         "--deepspeed_config", "../ds_config.json", "--model", "../model.json", "--tokenizer", "train:300",
         "--train-file", text, "--block-size", "16", "--max-steps", str(STEPS), "--epochs", "5", "--seed", "3",
         "--metrics", "metrics.jsonl",
-    ]  # fmt: skip
+    ]
 
 
 def start(work: Path, where: str) -> subprocess.Popen:
@@ -54,7 +54,7 @@ def start(work: Path, where: str) -> subprocess.Popen:
     return subprocess.Popen(
         command, cwd=work / where, env=env, text=True, start_new_session=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
 
 
 def lines(work: Path, where: str) -> list[dict]:
@@ -93,7 +93,7 @@ def ended(work: Path) -> tuple[str, str]:
         victims = [
             p for p in psutil.Process(killed.pid).children(recursive=True)
             if p.environ().get("RANK") == "1" and any(a.endswith("train.py") for a in p.cmdline())
-        ]  # fmt: skip
+        ]
         assert len(victims) == 1
         victims[0].kill()
     finally:
@@ -107,7 +107,7 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(work, ended):
     assert "with the messages of that step: losses will be as without a break" in output
     assert "goes on after" not in expected
     ours, theirs = ([{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(work, where)]
-                    for where in ("killed", "undisturbed"))  # fmt: skip
+                    for where in ("killed", "undisturbed"))
     assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
     assert ours == theirs
     kept = {p.name for p in (work / "killed" / "checkpoints").iterdir()}

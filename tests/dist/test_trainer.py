@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "smoothed": {
         "label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "dataloader_drop_last": True, "num_train_epochs": 1,
     },
-}  # fmt: skip
+}
 
 
 # -- what every rank does
@@ -57,7 +57,7 @@ def like(folder: str, changed: dict[str, Any]) -> dict[str, Any]:
         "history": trainer.state.log_history, "steps": output.global_step, "loss": output.training_loss,
         "events": events.seen, "gradients": events.gradients, "best": trainer.state.best_model_checkpoint,
         "folders": work.folders(folder),
-    }  # fmt: skip
+    }
     trainer.end()
     return out
 
@@ -67,7 +67,7 @@ def replicas(folder: str) -> dict[str, Any]:
     from pipecomp import PipelineTrainer
 
     changed = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "save_strategy": "no",
-               "load_best_model_at_end": False}  # fmt: skip
+               "load_best_model_at_end": False}
     trainer, _, events = work.like_trainer(PipelineTrainer, folder, changed, num_stages=1)
     out = {"history": trainer.state.log_history, "predicted": trainer.predict(work.unequal(5, seed=6)).predictions}
     out["weights"] = work.digest(trainer.engine)
@@ -103,7 +103,7 @@ def loop(folder: str) -> dict[str, Any]:
         args = work.arguments(
             folder, max_steps=steps, dataloader_drop_last=True, train_sampling_strategy="random",
             lr_scheduler_type="constant", gradient_accumulation_steps=3,
-        )  # fmt: skip
+        )
         trainer = pipecomp.PipelineTrainer(gpt2(), args, train_dataset=samples(), pipecomp=section)
         trainer.train()
         theirs = work.losses(trainer), work.digest(trainer.engine)
@@ -115,7 +115,7 @@ def loop(folder: str) -> dict[str, Any]:
             optimizer=lambda groups: torch.optim.AdamW(groups, lr=2e-3, fused=True),
             config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 1.0,
                     "steps_per_print": 10**9, "pipecomp": {**section, "seed": 3}},
-        )  # fmt: skip
+        )
         ours = [float(engine.train_batch()) for _ in range(steps)], work.digest(engine)
         out[name] = {"ours": ours, "theirs": theirs, "groups": groups, "logged": logged}
         out[name]["norms"] = sum("ln_" in n or "bias" in n for n, _ in engine.stage.named_parameters())
@@ -131,7 +131,7 @@ RESUMED: dict[str, dict[str, Any]] = {
         "dataloader_multiprocessing_context": "fork",
     },
     "bf16": {"bf16": True, "gradient_checkpointing": True, "num_train_epochs": 2},
-}  # fmt: skip
+}
 
 
 def resumed(folder: str, changed: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def classified(folder: str) -> dict[str, Any]:
         eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="one_accuracy",
         report_to="tensorboard", save_total_limit=1, train_sampling_strategy="random", logging_strategy="epoch",
         per_device_eval_batch_size=4, include_for_metrics=["loss", "inputs"],
-    )  # fmt: skip
+    )
     seen: list[tuple[int, int]] = []
 
     def metrics(found: Any) -> dict[str, float]:
@@ -216,7 +216,7 @@ def classified(folder: str) -> dict[str, Any]:
         pipecomp={"activations": {"method": "aqsgd", "forward_bits": 4}}, compute_metrics=metrics,
         callbacks=[EarlyStoppingCallback(3)],
         preprocess_logits_for_metrics=lambda logits, labels: logits.to(torch.float32),
-    )  # fmt: skip
+    )
     output = trainer.train()
     trainer.save_model(f"{folder}/model")
     out = {
@@ -224,7 +224,7 @@ def classified(folder: str) -> dict[str, Any]:
         "best": (trainer.state.best_metric, trainer.state.best_global_step), "folders": work.folders(folder),
         "again": trainer.evaluate(held_out), "seen": seen,
         "predicted": trainer.predict(held_out), "unlabelled": trainer.predict(work.sentences(5, labels=False)),
-    }  # fmt: skip
+    }
     trainer.end()
     return out
 

@@ -117,7 +117,7 @@ def model_init(folder: str) -> list[list[float]]:
     trainer = PipelineTrainer(
         None, work.arguments(folder), work.padded, work.unequal(), model_init=lambda: gpt2(2, 16, seed=5),
         optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), compute_loss_func=work.summed,
-    )  # fmt: skip
+    )
     out = []
     for _ in range(2):
         trainer.train()
@@ -184,7 +184,7 @@ def test_model_init_optimizer_class_and_own_loss(ran: Any, tmp_path: Path) -> No
     trainer = Trainer(
         None, work.arguments(str(tmp_path)), work.padded, work.unequal(), model_init=made,
         optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), compute_loss_func=work.summed,
-    )  # fmt: skip
+    )
     trainer.train()
     for rank in (0, 1):
         one, two = ran[1][rank]["model_init"]

@@ -35,7 +35,7 @@ def words(path: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=work.WORDS,
         model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(path)  # fmt: skip
+    ).save_pretrained(path)
     work.bert(dropout=0.0).save_pretrained(path)
 
 

@@ -16,7 +16,7 @@ AQSGD = {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 
 EVENTS = (
     "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_pre_optimizer_step",
     "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_save", "on_log", "on_prediction_step",
-)  # fmt: skip
+)
 
 
 class Events(TrainerCallback):
@@ -47,7 +47,7 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
         "per_device_eval_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "learning_rate": 2e-3,
         "weight_decay": 0.1, "train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True,
         "use_cpu": True, "seed": 3, **more,
-    }  # fmt: skip
+    }
     return TrainingArguments(output_dir=folder, **settings)
 
 
@@ -76,7 +76,7 @@ LIKE_TRAINER: dict[str, Any] = {
     "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2,
     "lr_scheduler_type": "cosine", "warmup_steps": 2, "load_best_model_at_end": True,
     "include_num_input_tokens_seen": "non_padding",
-}  # fmt: skip
+}
 
 
 def like_trainer(kind: Any, folder: str, changed: dict[str, Any], **more: Any) -> Any:
@@ -86,7 +86,7 @@ def like_trainer(kind: Any, folder: str, changed: dict[str, Any], **more: Any) -
     trainer = kind(
         model, arguments(folder, **{**LIKE_TRAINER, **changed}), padded, unequal(), unequal(5, seed=6),
         callbacks=[events], **more,
-    )  # fmt: skip
+    )
     return trainer, trainer.train(), events
 
 
@@ -105,7 +105,7 @@ def bert(*, seed: int = 0, dropout: float = 0.1) -> Any:
             max_position_embeddings=WORDS, num_labels=3, hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
-    )  # fmt: skip
+    )
 
 
 def sentences(count: int, *, seed: int = 0, labels: bool = True) -> list[dict[str, Any]]:

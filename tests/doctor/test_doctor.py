@@ -49,9 +49,13 @@ def expect(finding: Finding, verdict: str, *words: str) -> None:
 # -- packages
 
 REQUIREMENTS = [
-    "torch>=2.11", "deepspeed<0.20,>=0.19.8", "lmdb>=3.0", 'tomli>=2; python_version < "3"',
-    'triton>=3.5; sys_platform == "linux" and extra == "dev"', 'pytest>=9; extra == "dev"',
-]  # fmt: skip
+    "torch>=2.11",
+    "deepspeed<0.20,>=0.19.8",
+    "lmdb>=3.0",
+    'tomli>=2; python_version < "3"',
+    'triton>=3.5; sys_platform == "linux" and extra == "dev"',
+    'pytest>=9; extra == "dev"',
+]
 GOOD = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "lmdb": "3.0.0", "triton": "3.9.0"}
 
 
@@ -95,7 +99,7 @@ def test_what_other_packages_ask_of_ours():
         "torchvision": ["torch==2.12.0", "pillow>=99"],
         "quiet": ['torch==1.0; extra == "old"', "no requirement at all !"],
         "pipecomp": ["torch>=99"],
-    }  # fmt: skip
+    }
     finding = packages.check_pairs({**GOOD, "torchvision": "0.27.0", "quiet": "1", "pillow": "1"}, required)
     expect(finding, PROBLEM, "torchvision 0.27.0 needs torch ==2.12.0, here is 2.13.0+cpu", "-U torchvision")
     assert "quiet" not in finding.found
@@ -156,20 +160,23 @@ def test_processor():
     expect(compute.check_cpu(8, "DEFAULT", "aarch64"), OK)
 
 
-@pytest.mark.parametrize(("cores", "local_ranks", "variable", "verdict", "words"), [
-    (8, 2, "4", OK, ["OMP_NUM_THREADS=4", "2 ranks share 8 cores"]),
-    (8, 2, "5", WARNING, ["more threads than cores", "export OMP_NUM_THREADS=4"]),
-    (8, 2, "2", WARNING, ["4 of them idle", "export OMP_NUM_THREADS=4"]),
-    (8, 2, None, WARNING, ["not set", "export OMP_NUM_THREADS=4"]),
-    (8, 1, None, OK, ["all 8 cores"]),
-    (8, None, None, OK, ["divided by R"]),
-    (8, None, "1", OK, ["OMP_NUM_THREADS=1"]),
-    (2, 3, "1", WARNING, ["take turns", "at most 2 ranks"]),
-    (8, None, "9", WARNING, ["more threads than cores"]),
-    (8, 2, "many", WARNING, ["many", "not a number"]),
-    (8, 2, "0", WARNING, ["not a number"]),
-    (8, 2, "4,2", OK, ["OMP_NUM_THREADS=4"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cores", "local_ranks", "variable", "verdict", "words"),
+    [
+        (8, 2, "4", OK, ["OMP_NUM_THREADS=4", "2 ranks share 8 cores"]),
+        (8, 2, "5", WARNING, ["more threads than cores", "export OMP_NUM_THREADS=4"]),
+        (8, 2, "2", WARNING, ["4 of them idle", "export OMP_NUM_THREADS=4"]),
+        (8, 2, None, WARNING, ["not set", "export OMP_NUM_THREADS=4"]),
+        (8, 1, None, OK, ["all 8 cores"]),
+        (8, None, None, OK, ["divided by R"]),
+        (8, None, "1", OK, ["OMP_NUM_THREADS=1"]),
+        (2, 3, "1", WARNING, ["take turns", "at most 2 ranks"]),
+        (8, None, "9", WARNING, ["more threads than cores"]),
+        (8, 2, "many", WARNING, ["many", "not a number"]),
+        (8, 2, "0", WARNING, ["not a number"]),
+        (8, 2, "4,2", OK, ["OMP_NUM_THREADS=4"]),
+    ],
+)
 def test_threads(cores, local_ranks, variable, verdict, words):
     expect(compute.check_threads(cores, local_ranks, variable), verdict, *words)
 
@@ -219,11 +226,17 @@ def test_ranks_that_name_the_same_gpu():
     expect(shared, WARNING, "ranks 0, 2")
 
 
-@pytest.mark.parametrize(("files", "cores"), [
-    ({}, 8), ({"cpu.max": "150000 100000"}, 2), ({"cpu.max": "max 100000"}, 8), ({"cpu.max": "10000 100000"}, 1),
-    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "10000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
 def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -322,10 +335,18 @@ def test_what_launchers_set():
     assert not read_launch({"RANK": "0", "WORLD_SIZE": "1"}).started
 
 
-@pytest.mark.parametrize("environ", [
-    {"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"},
-    {"RANK": "0", "WORLD_SIZE": "0"}, {"RANK": "-1", "WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": ""},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"LOCAL_WORLD_SIZE": ""},
+    ],
+)
 def test_variables_that_cannot_be(environ, monkeypatch, tmp_path):
     with pytest.raises(ConfigError):
         read_launch(environ)
@@ -610,9 +631,7 @@ class FakePeer:
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    out=st.floats(3e5, 1e11), back=st.floats(3e5, 1e11), delay=st.floats(0, 0.3), ahead=st.floats(-1000, 1000)
-)  # fmt: skip
+@given(out=st.floats(3e5, 1e11), back=st.floats(3e5, 1e11), delay=st.floats(0, 0.3), ahead=st.floats(-1000, 1000))
 def test_measuring_a_known_link(out, back, delay, ahead):
     peer = FakePeer(out, back, delay, ahead)
     with pytest.MonkeyPatch.context() as patch:
@@ -698,18 +717,40 @@ def test_the_whole_command_on_this_machine(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, "-m", "pipecomp.cli", "doctor", "--json", "--store", str(tmp_path / "messages")],
-        capture_output=True, text=True, timeout=580, env=environ, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env=environ,
+        check=False,
+    )
     assert done.stdout, done.stderr
     findings = json.loads(done.stdout)
     assert all(set(f) == {"check", "verdict", "found", "advice"} for f in findings)
     assert {f["verdict"] for f in findings} <= {OK, WARNING, PROBLEM}
     checks = {f["check"] for f in findings}
     assert checks >= {
-        "torch", "deepspeed", "transformers", "lmdb", "accelerate", "triton", "packages together", "imports",
-        "processor", "threads", "kernels on cpu", "interfaces", "gloo interface", "disk space", "file system",
-        "disk speed", "LMDB", "open files", "address space", "locked memory", "shared memory",
-    }  # fmt: skip
+        "torch",
+        "deepspeed",
+        "transformers",
+        "lmdb",
+        "accelerate",
+        "triton",
+        "packages together",
+        "imports",
+        "processor",
+        "threads",
+        "kernels on cpu",
+        "interfaces",
+        "gloo interface",
+        "disk space",
+        "file system",
+        "disk speed",
+        "LMDB",
+        "open files",
+        "address space",
+        "locked memory",
+        "shared memory",
+    }
     assert checks & {"GPU", "GPU 0"}
     assert done.returncode == has_problem(Finding(**f) for f in findings), done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -55,9 +55,16 @@ def _atheris(target: str, seconds: float, grown: Path) -> None:
         from tests.fuzz.targets import TARGETS
     limit_address_space()
     arguments = [
-        sys.argv[0], f"-max_total_time={seconds:.0f}", f"-timeout={TIMEOUT_S}", "-max_len=4096", "-rss_limit_mb=0",
-        f"-artifact_prefix={grown.parent}/finding-{target}-", "-print_final_stats=1", str(grown), str(CORPUS / target),
-    ]  # fmt: skip
+        sys.argv[0],
+        f"-max_total_time={seconds:.0f}",
+        f"-timeout={TIMEOUT_S}",
+        "-max_len=4096",
+        "-rss_limit_mb=0",
+        f"-artifact_prefix={grown.parent}/finding-{target}-",
+        "-print_final_stats=1",
+        str(grown),
+        str(CORPUS / target),
+    ]
     atheris.Setup(arguments, TARGETS[target])
     atheris.Fuzz()
 
@@ -74,9 +81,12 @@ def _hypothesis(target: str, seconds: float, grown: Path) -> None:
     counted = 0
 
     @settings(
-        max_examples=5000, deadline=1000 * TIMEOUT_S, database=None, suppress_health_check=list(HealthCheck),
+        max_examples=5000,
+        deadline=1000 * TIMEOUT_S,
+        database=None,
+        suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
-    )  # fmt: skip
+    )
     @given(st.binary(max_size=4096) | mutated(seeds))
     def fuzz(data: bytes) -> None:
         nonlocal counted

@@ -169,9 +169,7 @@ def test_exponential_mean_over_workers_is_unbiased_and_within_its_variance(bits,
     g[:, 0], g[:, 1] = 1.0, torch.linspace(-1, 1, n)
     norm = float(g.abs().max())
     wide = g.repeat(1, draws)
-    codes = [
-        ops.exponential_encode(wide[i], norm, bits=bits, workers=n, seed=ops.mix_seed(1, i)) for i in range(n)
-    ]
+    codes = [ops.exponential_encode(wide[i], norm, bits=bits, workers=n, seed=ops.mix_seed(1, i)) for i in range(n)]
     total = tree(codes, d * draws, bits, 2, "auto")
     mean = ops.exponential_decode(total, d * draws, norm, bits=bits, workers=n).reshape(draws, d).double()
     standard_error = mean.std(0) / draws**0.5

@@ -91,9 +91,7 @@ VALUES = st.one_of(
 def test_codes_scales_and_values_follow_the_definition(backend, rows, bits, group, mode, seed):
     scale, rounding = mode
     x = torch.tensor(rows, dtype=torch.float32)
-    codes, scales = ops.quantize(
-        x, bits, group_size=group, scale=scale, rounding=rounding, seed=seed, backend=backend
-    )
+    codes, scales = ops.quantize(x, bits, group_size=group, scale=scale, rounding=rounding, seed=seed, backend=backend)
     back = ops.dequantize(codes, scales, bits, x.shape, group_size=group, rounding=rounding, backend=backend)
     assert scales.shape == ((len(rows),) if group is None else (len(rows), ops.groups(9, group)))
     for i, row in enumerate(x.numpy()):

@@ -29,9 +29,7 @@ def plain_select(row, fraction, group):
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(1, 3).flatmap(
-        lambda n: st.lists(
-            st.lists(st.integers(-6, 6), min_size=37, max_size=37), min_size=n, max_size=n
-        )
+        lambda n: st.lists(st.lists(st.integers(-6, 6), min_size=37, max_size=37), min_size=n, max_size=n)
     ),
     fraction=st.sampled_from([0.01, 0.2, 0.5, 0.99, 1.0]),
     group=st.sampled_from([None, 1, 5, 16, 100]),

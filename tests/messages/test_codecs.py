@@ -33,14 +33,21 @@ shapes = st.tuples(st.integers(0, 5), st.integers(1, 40))
 codecs = st.one_of(
     st.sampled_from([Cast(torch.float32), Cast(torch.float16), Cast(torch.bfloat16)]),
     st.builds(
-        Quantized, st.integers(1, 8), st.sampled_from(["nearest", "stochastic"]), st.just("max"),
+        Quantized,
+        st.integers(1, 8),
+        st.sampled_from(["nearest", "stochastic"]),
+        st.just("max"),
         st.none() | st.integers(1, 50),
     ),
     st.builds(
-        TopK, st.integers(1, 8), st.floats(0.01, 1), st.sampled_from(["nearest", "stochastic"]), st.just("max"),
+        TopK,
+        st.integers(1, 8),
+        st.floats(0.01, 1),
+        st.sampled_from(["nearest", "stochastic"]),
+        st.just("max"),
         st.none() | st.integers(1, 50),
     ),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,17 +12,52 @@ from pipecomp.messages import wire
 from pipecomp.messages.wire import DType, Form, Header, Kind, Method, Sample, decode, encode
 
 HEADER = Header(
-    kind=Kind.ACTIVATION, method=Method.QUANTIZED, dtype=DType.BFLOAT16, payload_dtype=DType.FLOAT32, bits=4,
-    first_bits=8, link=2, step=258, micro_batch=3, tokens=5, hidden=6, group_size=4,
+    kind=Kind.ACTIVATION,
+    method=Method.QUANTIZED,
+    dtype=DType.BFLOAT16,
+    payload_dtype=DType.FLOAT32,
+    bits=4,
+    first_bits=8,
+    link=2,
+    step=258,
+    micro_batch=3,
+    tokens=5,
+    hidden=6,
+    group_size=4,
     samples=(Sample(7, Form.DELTA, 1, 4, 9, 10), Sample(2**40, Form.FULL, 0, 5, 0, 11)),
-)  # fmt: skip
+)
 GOLDEN = (
-    "50434d50" "0100" "01" "01" "02" "04" "08" "02" "00" "0200" "0201000000000000" "03000000" "02000000"
-    "05000000" "06000000" "04000000" "0300000000000000"
-    "0700000000000000" "02" "01000000" "04000000" "0900000000000000" "0a00000000000000"
-    "0000000000010000" "01" "00000000" "05000000" "0000000000000000" "0b00000000000000"
+    "50434d50"
+    "0100"
+    "01"
+    "01"
+    "02"
+    "04"
+    "08"
+    "02"
+    "00"
+    "0200"
+    "0201000000000000"
+    "03000000"
+    "02000000"
+    "05000000"
+    "06000000"
+    "04000000"
+    "0300000000000000"
+    "0700000000000000"
+    "02"
+    "01000000"
+    "04000000"
+    "0900000000000000"
+    "0a00000000000000"
+    "0000000000010000"
+    "01"
+    "00000000"
+    "05000000"
+    "0000000000000000"
+    "0b00000000000000"
     "aabbcc"
-)  # fmt: skip
+)
 
 
 def payload(text: str) -> np.ndarray:
@@ -48,16 +83,29 @@ def test_golden_without_checksum():
 
 samples = st.builds(
     lambda i, form, start, count, base, version: Sample(i, form, start, count, base, version),
-    st.integers(0, 2**64 - 1), st.sampled_from(Form), st.integers(0, 500), st.integers(0, 500),
-    st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1),
-)  # fmt: skip
+    st.integers(0, 2**64 - 1),
+    st.sampled_from(Form),
+    st.integers(0, 500),
+    st.integers(0, 500),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
 headers = st.builds(
-    Header, kind=st.sampled_from(Kind), method=st.sampled_from(Method), link=st.integers(0, 65535),
-    step=st.integers(0, 2**64 - 1), micro_batch=st.integers(0, 2**32 - 1), dtype=st.sampled_from(DType),
-    payload_dtype=st.sampled_from(DType), bits=st.integers(0, 255), first_bits=st.integers(0, 255),
-    tokens=st.integers(1000, 2**32 - 1), hidden=st.integers(0, 2**32 - 1), group_size=st.integers(0, 2**32 - 1),
+    Header,
+    kind=st.sampled_from(Kind),
+    method=st.sampled_from(Method),
+    link=st.integers(0, 65535),
+    step=st.integers(0, 2**64 - 1),
+    micro_batch=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DType),
+    payload_dtype=st.sampled_from(DType),
+    bits=st.integers(0, 255),
+    first_bits=st.integers(0, 255),
+    tokens=st.integers(1000, 2**32 - 1),
+    hidden=st.integers(0, 2**32 - 1),
+    group_size=st.integers(0, 2**32 - 1),
     samples=st.lists(samples, max_size=5).map(tuple),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=100)

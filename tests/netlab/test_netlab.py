@@ -30,9 +30,16 @@ pytestmark = pytest.mark.timeout(120)
 # -- options
 
 
-@pytest.mark.parametrize(("text", "rate"), [
-    ("10kbit", 10_000), ("100mbit", 100_000_000), ("1.5mbit", 1_500_000), ("10gbit", 10**10), ("20000bit", 20_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("10kbit", 10_000),
+        ("100mbit", 100_000_000),
+        ("1.5mbit", 1_500_000),
+        ("10gbit", 10**10),
+        ("20000bit", 20_000),
+    ],
+)
 def test_rates(text, rate):
     assert parse_rate("bandwidth", text) == rate
 
@@ -70,14 +77,26 @@ def test_cuts():
     assert [(c.node, c.at_s, c.for_s) for c in shape.cuts] == [(1, 30.0, 0.5), (2, 1.0, None)]
 
 
-@pytest.mark.parametrize(("options", "key"), [
-    ({"nodes": 1}, "nodes"), ({"nodes": 65}, "nodes"), ({"nodes": True}, "nodes"), ({"nodes": "2"}, "nodes"),
-    ({"bandwidth": "1mbit", "asymmetric": ["1mbit/1mbit"]}, "asymmetric"),
-    ({"asymmetric": ["1mbit"]}, "asymmetric"), ({"asymmetric": ["1mbit/1mbit"] * 3}, "asymmetric"),
-    ({"asymmetric": "1mbit/1mbit"}, "asymmetric"), ({"asymmetric": ["1mbit/2"]}, "asymmetric"),
-    ({"jitter": "1ms"}, "jitter"), ({"delay": "1ms", "jitter": "2ms"}, "jitter"),
-    ({"cuts": ["2@1s"]}, "cut"), ({"cuts": ["1@"]}, "cut"), ({"cuts": ["1@1s+"]}, "cut"), ({"cuts": ["1s"]}, "cut"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"nodes": 1}, "nodes"),
+        ({"nodes": 65}, "nodes"),
+        ({"nodes": True}, "nodes"),
+        ({"nodes": "2"}, "nodes"),
+        ({"bandwidth": "1mbit", "asymmetric": ["1mbit/1mbit"]}, "asymmetric"),
+        ({"asymmetric": ["1mbit"]}, "asymmetric"),
+        ({"asymmetric": ["1mbit/1mbit"] * 3}, "asymmetric"),
+        ({"asymmetric": "1mbit/1mbit"}, "asymmetric"),
+        ({"asymmetric": ["1mbit/2"]}, "asymmetric"),
+        ({"jitter": "1ms"}, "jitter"),
+        ({"delay": "1ms", "jitter": "2ms"}, "jitter"),
+        ({"cuts": ["2@1s"]}, "cut"),
+        ({"cuts": ["1@"]}, "cut"),
+        ({"cuts": ["1@1s+"]}, "cut"),
+        ({"cuts": ["1s"]}, "cut"),
+    ],
+)
 def test_impossible_options_are_refused(options, key):
     with pytest.raises(ConfigError) as error:
         Lab(**{"nodes": 2, **options})
@@ -121,9 +140,13 @@ class Links:
         self.path, self.clock = folder / f"state-{time.monotonic_ns()}", Clock()
         self.state = SharedState.create(self.path, shape.nodes)
         self._options = {
-            "state": str(self.path), "procs_per_node": 1, "up": list(shape.up), "down": list(shape.down),
-            "delay_s": shape.delay_s, "jitter_s": shape.jitter_s,
-        }  # fmt: skip
+            "state": str(self.path),
+            "procs_per_node": 1,
+            "up": list(shape.up),
+            "down": list(shape.down),
+            "delay_s": shape.delay_s,
+            "jitter_s": shape.jitter_s,
+        }
 
     def throttle(self, source: int, destination: int) -> Throttle:
         given = ThrottleSettings(node=source, **self._options)
@@ -410,11 +433,14 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     assert missing() == "no ip and no tc here: install iproute2"
 
 
-@pytest.mark.parametrize(("refused", "message"), [
-    ("tbf", "this kernel has not the queue that limits rates, tbf (module sch_tbf): Error: qdisc kind is unknown."),
-    ("type bridge", "this kernel has not bridges (module bridge): Error: qdisc kind is unknown."),
-    ("netns add", "no network namespaces here: Error: qdisc kind is unknown."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ("tbf", "this kernel has not the queue that limits rates, tbf (module sch_tbf): Error: qdisc kind is unknown."),
+        ("type bridge", "this kernel has not bridges (module bridge): Error: qdisc kind is unknown."),
+        ("netns add", "no network namespaces here: Error: qdisc kind is unknown."),
+    ],
+)
 def test_what_the_kernel_lacks_is_named(monkeypatch, refused, message):
     def command(text: str) -> str:
         if refused in text:
@@ -464,8 +490,11 @@ def test_a_command_finds_its_rank(monkeypatch):
     assert (done.status, done.failed) == (0, None)
     assert done.statuses == {"node0.0": 0, "node0.1": 0, "node1.0": 0, "node1.1": 0}
     assert sorted(text for _, stream, text in lines if stream == "stdout") == [
-        "0 0 4 2 0 127.0.0.1 lo", "1 1 4 2 0 127.0.0.1 lo", "2 0 4 2 1 127.0.0.1 lo", "3 1 4 2 1 127.0.0.1 lo",
-    ]  # fmt: skip
+        "0 0 4 2 0 127.0.0.1 lo",
+        "1 1 4 2 0 127.0.0.1 lo",
+        "2 0 4 2 1 127.0.0.1 lo",
+        "3 1 4 2 1 127.0.0.1 lo",
+    ]
     assert sorted(label for label, stream, _ in lines if stream == "stderr") == sorted(done.statuses)
 
 
@@ -515,10 +544,16 @@ def test_a_broken_listener_ends_the_run():
         lab.run(shell("while true; do echo line; done"), on_line=listen, timeout_s=30)
 
 
-@pytest.mark.parametrize(("arguments", "options", "key"), [
-    (["no-such-program-here"], {}, "COMMAND"), ([], {}, "COMMAND"), ("true", {}, "COMMAND"),
-    (["true"], {"launcher": "slurm"}, "launcher"), (["true"], {"procs_per_node": 0}, "procs_per_node"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "options", "key"),
+    [
+        (["no-such-program-here"], {}, "COMMAND"),
+        ([], {}, "COMMAND"),
+        ("true", {}, "COMMAND"),
+        (["true"], {"launcher": "slurm"}, "launcher"),
+        (["true"], {"procs_per_node": 0}, "procs_per_node"),
+    ],
+)
 def test_impossible_runs_are_refused(arguments, options, key):
     with Lab(nodes=2, software=True) as lab, pytest.raises(ConfigError) as error:
         lab.run(arguments, **options)
@@ -533,9 +568,13 @@ def test_a_function_on_every_rank():
     assert sorted(notes, key=lambda n: n[0]) == [(rank, {"rank": rank}) for rank in range(4)]
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ("raise", r"rank 1 failed:\n(.|\n)*ValueError: as the test wants"), ("leave", "rank 1 ended with exit status 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"rank 1 failed:\n(.|\n)*ValueError: as the test wants"),
+        ("leave", "rank 1 ended with exit status 0"),
+    ],
+)
 def test_a_failing_rank_is_an_error(how, message):
     with Lab(nodes=2, software=True) as lab:
         with pytest.raises(RankFailedError, match=message):
@@ -567,9 +606,17 @@ def lab_of(pid: int) -> str | None:
 def test_the_command_reports(tmp_path):
     report = tmp_path / "report.json"
     done = start(
-        "--asymmetric", "100mbit/10mbit", "--delay", "5ms", "--json", str(report), "--",
-        "sh", "-c", "echo out $RANK; exit $((3 * RANK))",
-    )  # fmt: skip
+        "--asymmetric",
+        "100mbit/10mbit",
+        "--delay",
+        "5ms",
+        "--json",
+        str(report),
+        "--",
+        "sh",
+        "-c",
+        "echo out $RANK; exit $((3 * RANK))",
+    )
     out, errors = done.communicate(timeout=90)
     assert done.returncode == 3
     assert {"node0 | out 0", "node1 | out 1"} <= set(out.splitlines())

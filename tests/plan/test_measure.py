@@ -117,8 +117,9 @@ class TestDecision:
         rows = []
         for _ in range(replicas):
             rows += [
-                Seen(0, C / 3, 2 * C / 3, 0.0, 0.0, measured(out, back)), Seen(1, C / 3, 2 * C / 3, 0.0, 0.0, None),
-            ]  # fmt: skip
+                Seen(0, C / 3, 2 * C / 3, 0.0, 0.0, measured(out, back)),
+                Seen(1, C / 3, 2 * C / 3, 0.0, 0.0, None),
+            ]
         return rows
 
     def decided(self, rows, **activations):

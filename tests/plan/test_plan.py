@@ -70,9 +70,15 @@ def llama(layers=4, width=64, tied=False):
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        hidden_size=width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=3 * width, vocab_size=200, max_position_embeddings=64, tie_word_embeddings=tied,
-    )  # fmt: skip
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=3 * width,
+        vocab_size=200,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
 
 
 class TestProfile:
@@ -91,9 +97,15 @@ class TestProfile:
         from transformers import LlamaConfig
 
         config = LlamaConfig(
-            hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-            intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=8192,
-        )  # fmt: skip
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            vocab_size=128256,
+            tie_word_embeddings=False,
+            max_position_embeddings=8192,
+        )
         found = count(config, 2048, torch.bfloat16)
         weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
         assert found.blocks[0].flops == 2 * 2048 * weights + 4 * 2048 * 2048 * 4096
@@ -139,9 +151,13 @@ def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False)
     plan = balanced(model, profile, list(range(0, 2 * K + 1, 2)))
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     return Job(
-        profile=profile, plan=plan, samples=samples, micro_batches=M, replicas=replicas,
+        profile=profile,
+        plan=plan,
+        samples=samples,
+        micro_batches=M,
+        replicas=replicas,
         tied=tuple(sizes[g.name] for g in plan.tied),
-    )  # fmt: skip
+    )
 
 
 AQSGD = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}})
@@ -295,11 +311,12 @@ class TestChoices:
 
 def test_rates_of_the_command():
     assert networks_of("100mbit, 1gbit", "20ms") == {
-        "100 Mbit/s": ((1e8 * TCP_SHARE,), 0.02), "1 Gbit/s": ((1e9 * TCP_SHARE,), 0.02),
-    }  # fmt: skip
+        "100 Mbit/s": ((1e8 * TCP_SHARE,), 0.02),
+        "1 Gbit/s": ((1e9 * TCP_SHARE,), 0.02),
+    }
     assert networks_of("1gbit/ 100mbit", None) == {
         "1 Gbit/s/100 Mbit/s": ((1e9 * TCP_SHARE, 1e8 * TCP_SHARE), 0.0),
-    }  # fmt: skip
+    }
     assert len(networks_of(None, None)) == 5
 
 
@@ -321,9 +338,26 @@ def test_the_command(folder):
     """Given numbers: tables, a recommendation, and the same as JSON."""
     out = folder / "plan.json"
     done = pipecomp(
-        "plan", "--model", str(folder / "model"), "--stages", "4", "--tokens", "64", "--micro-batch", "1", "--batch",
-        "8", "--speed", "0.05", "--bandwidth", "10mbit,1gbit", "--delay", "1ms", "--json", str(out),
-    )  # fmt: skip
+        "plan",
+        "--model",
+        str(folder / "model"),
+        "--stages",
+        "4",
+        "--tokens",
+        "64",
+        "--micro-batch",
+        "1",
+        "--batch",
+        "8",
+        "--speed",
+        "0.05",
+        "--bandwidth",
+        "10mbit,1gbit",
+        "--delay",
+        "1ms",
+        "--json",
+        str(out),
+    )
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "Stages (estimated for 0.05 TFLOP/s)" in text
@@ -410,18 +444,21 @@ class TestWithoutASpeed:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
-    (("--stages", "2", "--recompute"), "recompute: got True, allowed: nothing without --speed"),
-    (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.1 GB for each node"),
-    (("--stages", "9"), "stages: got 9, allowed: a divisor of 9 nodes, at most the model's 8 blocks"),
-    (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
-    (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
-    (("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"), "bandwidth: got "),
-    ((), "speed: got None, allowed: TFLOP/s"),
-    (("--speed", "1", "--bandwidth", "fast"), "bandwidth: got 'fast', allowed: a number and bit"),
-    (("--speed", "1", "--nodes", "3", "--stages", "2"), "stages: got 2, allowed: a divisor of 3 nodes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
+        (("--stages", "2", "--recompute"), "recompute: got True, allowed: nothing without --speed"),
+        (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.1 GB for each node"),
+        (("--stages", "9"), "stages: got 9, allowed: a divisor of 9 nodes, at most the model's 8 blocks"),
+        (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
+        (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
+        (("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"), "bandwidth: got "),
+        ((), "speed: got None, allowed: TFLOP/s"),
+        (("--speed", "1", "--bandwidth", "fast"), "bandwidth: got 'fast', allowed: a number and bit"),
+        (("--speed", "1", "--nodes", "3", "--stages", "2"), "stages: got 2, allowed: a divisor of 3 nodes"),
+    ],
+)
 def test_errors_are_one_line(folder, arguments, message):
     done = CliRunner().invoke(app, ["plan", "--model", str(folder / "model"), "--tokens", "16", *arguments])
     assert done.exit_code == 1

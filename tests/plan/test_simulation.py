@@ -20,9 +20,12 @@ def step(K, M, C_f=1.0, C_b=2.0, V_f=0.0, V_b=0.0, slack=1, **more):
     """All stages and links alike."""
     stages = [StageCosts(forward_s=C_f, backward_s=C_b, **more)] * K
     return Step(
-        stages=stages, micro_batches=M, forward_bytes=[V_f] * (K - 1), backward_bytes=[V_b] * (K - 1),
+        stages=stages,
+        micro_batches=M,
+        forward_bytes=[V_f] * (K - 1),
+        backward_bytes=[V_b] * (K - 1),
         in_flight=numbers(slack, K, M),
-    )  # fmt: skip
+    )
 
 
 def seconds(made, bits_per_s=FREE, latency_s=0.0, shared=True):
@@ -128,10 +131,14 @@ def test_what_is_played_is_what_the_engine_runs(K, M, slack):
     """Stage by stage the same instructions on the same micro-batches in the same order."""
     played = play(step(K, M, V_f=3, V_b=7, slack=slack), uniform(K, 8, 0.1))
     names = {
-        "RecvActivation": "receive activation", "LoadMicroBatch": "load", "ForwardPass": "forward",
-        "SendActivation": "send activation", "RecvGrad": "receive gradient", "BackwardPass": "backward",
+        "RecvActivation": "receive activation",
+        "LoadMicroBatch": "load",
+        "ForwardPass": "forward",
+        "SendActivation": "send activation",
+        "RecvGrad": "receive gradient",
+        "BackwardPass": "backward",
         "SendGrad": "send gradient",
-    }  # fmt: skip
+    }
     for k in range(K):
         schedule = TrainSchedule(M, K, k, numbers(slack, K, M)[k])
         wanted, backwards = [], 0
@@ -158,10 +165,16 @@ def test_links_are_hidden_with_enough_in_flight(K):
 
 def test_equal_numbers_on_neighbours_would_stall():
     """Why `numbers` falls from stage to stage: a forward would wait for a neighbour's that waits for a backward."""
-    falling, equal = (Step(
-        stages=[StageCosts(forward_s=1, backward_s=2)] * 4, micro_batches=32, forward_bytes=[0] * 3,
-        backward_bytes=[0] * 3, in_flight=ahead,
-    ) for ahead in ([7, 5, 3, 1], [7, 7, 7, 1]))  # fmt: skip
+    falling, equal = (
+        Step(
+            stages=[StageCosts(forward_s=1, backward_s=2)] * 4,
+            micro_batches=32,
+            forward_bytes=[0] * 3,
+            backward_bytes=[0] * 3,
+            in_flight=ahead,
+        )
+        for ahead in ([7, 5, 3, 1], [7, 7, 7, 1])
+    )
     assert seconds(equal) > 2 * seconds(falling)
 
 
@@ -190,9 +203,13 @@ def sequences_a_second(K, M, samples, C, update_s, values, bits, mbit):
     """All micro-batches in flight, as the paper's own code runs them; one network card for each stage."""
     sizes = [values * b / 8 + (0 if b == 32 else 4 * values / 1600) for b in bits]
     made = Step(
-        stages=[StageCosts(forward_s=C / 4, backward_s=3 * C / 4)] * K, micro_batches=M, together_s=update_s,
-        forward_bytes=[sizes[0]] * (K - 1), backward_bytes=[sizes[1]] * (K - 1), in_flight=numbers(M, K, M),
-    )  # fmt: skip
+        stages=[StageCosts(forward_s=C / 4, backward_s=3 * C / 4)] * K,
+        micro_batches=M,
+        together_s=update_s,
+        forward_bytes=[sizes[0]] * (K - 1),
+        backward_bytes=[sizes[1]] * (K - 1),
+        in_flight=numbers(M, K, M),
+    )
     return samples / seconds(made, mbit * MBIT)
 
 

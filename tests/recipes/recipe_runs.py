@@ -31,9 +31,14 @@ def run(folder: Path, *command: str, timeout_s: float = 240) -> Ended:
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_SET}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=folder, env=env, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

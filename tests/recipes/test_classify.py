@@ -134,8 +134,10 @@ class TestSamples:
     @settings(max_examples=40, deadline=None)
     def test_a_batch_is_as_long_as_its_longest_sample(self, lengths: list[int], typed: bool) -> None:
         rows = [list(range(2, 2 + length)) for length in lengths]
-        samples = [{"input_ids": row, "labels": i % 3} | ({"token_type_ids": [1] * len(row)} if typed else {})
-                   for i, row in enumerate(rows)]  # fmt: skip
+        samples = [
+            {"input_ids": row, "labels": i % 3} | ({"token_type_ids": [1] * len(row)} if typed else {})
+            for i, row in enumerate(rows)
+        ]
         batch = Padding(77)(samples)
         assert all(value.dtype == torch.int64 for value in batch.values())
         assert set(batch) == {"input_ids", "attention_mask", "labels"} | ({"token_type_ids"} if typed else set())

@@ -50,10 +50,30 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"qnli-{name}.tsv").write_text("".join(["index\tquestion\tsentence\tlabel\n", *lines]))
     (folder / "text.txt").write_text("".join(f"{text} .\n" for text, _ in sentences(200, 2)))
     done = run(
-        folder, sys.executable, str(RECIPES / "pretrain_deberta.py"), "--train-file", "text.txt", "--eval-file",
-        "text.txt", "--save", "model", "--vocabulary", "300", "--layers", "2", "--width", str(WIDTH), "--heads", "2",
-        "--block-size", "16", "--epochs", "2", "--lr", "1e-2",
-    )  # fmt: skip
+        folder,
+        sys.executable,
+        str(RECIPES / "pretrain_deberta.py"),
+        "--train-file",
+        "text.txt",
+        "--eval-file",
+        "text.txt",
+        "--save",
+        "model",
+        "--vocabulary",
+        "300",
+        "--layers",
+        "2",
+        "--width",
+        str(WIDTH),
+        "--heads",
+        "2",
+        "--block-size",
+        "16",
+        "--epochs",
+        "2",
+        "--lr",
+        "1e-2",
+    )
     assert done.status == 0, done.output
     section = {
         "activations": {"method": "aqsgd", "forward_bits": BITS, "backward_bits": 4},
@@ -78,10 +98,17 @@ def lengths(work: Path, name: str) -> list[int]:
 @pytest.fixture(scope="module")
 def cola(work: Path) -> list[dict]:
     given = words(
-        deepspeed_config="ds_config.json", model="model", tokenizer="model", stages="2",
-        train_file="cola-train.tsv", eval_file="cola-dev.tsv", epochs=str(EPOCHS), seed="3",
-        metrics="out/metrics.jsonl", save="out/model",
-    )  # fmt: skip
+        deepspeed_config="ds_config.json",
+        model="model",
+        tokenizer="model",
+        stages="2",
+        train_file="cola-train.tsv",
+        eval_file="cola-dev.tsv",
+        epochs=str(EPOCHS),
+        seed="3",
+        metrics="out/metrics.jsonl",
+        save="out/model",
+    )
     ended = launch(work, "deberta_cola", *given)
     assert ended.status == 0, ended.output
     assert "Traceback" not in ended.output
@@ -148,12 +175,20 @@ def test_pairs_with_torchrun_cut_to_what_was_asked(work: Path) -> None:
     config["pipecomp"]["store"]["path"] = "pairs"
     (work / "pairs.json").write_text(json.dumps(config))
     ended = torchrun(
-        work, "deberta_qnli",
+        work,
+        "deberta_qnli",
         *words(
-            deepspeed_config="pairs.json", model="model", tokenizer="model", train_file="qnli-train.tsv",
-            eval_file="qnli-dev.tsv", epochs="2", max_steps="6", metrics="pairs.jsonl", max_tokens="10",
+            deepspeed_config="pairs.json",
+            model="model",
+            tokenizer="model",
+            train_file="qnli-train.tsv",
+            eval_file="qnli-dev.tsv",
+            epochs="2",
+            max_steps="6",
+            metrics="pairs.jsonl",
+            max_tokens="10",
         ),
-    )  # fmt: skip
+    )
     assert ended.status == 0, ended.output
     lines = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
     assert [line.get("step") for line in lines] == [1, 2, 3, 4, 5, 5, 6, 6]

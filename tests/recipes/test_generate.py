@@ -35,9 +35,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
         torch.manual_seed(seed)
         config = GPT2Config(
-            vocab_size=len(tokenizer), n_positions=PROMPT + NEW, n_embd=16, n_layer=1, n_head=2, bos_token_id=0,
+            vocab_size=len(tokenizer),
+            n_positions=PROMPT + NEW,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
             eos_token_id=0,
-        )  # fmt: skip
+        )
         GPT2LMHeadModel(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
@@ -45,10 +50,25 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(work: Path, *more: str) -> Ended:
     return run(
-        work, sys.executable, str(SCRIPT), "--model", "FP32=one", "--model", "AQ-SGD=same", "--model", "DirectQ=other",
-        "--eval-file", "test.txt", "--prompt-tokens", str(PROMPT), "--new-tokens", str(NEW), "--cases", str(CASES),
+        work,
+        sys.executable,
+        str(SCRIPT),
+        "--model",
+        "FP32=one",
+        "--model",
+        "AQ-SGD=same",
+        "--model",
+        "DirectQ=other",
+        "--eval-file",
+        "test.txt",
+        "--prompt-tokens",
+        str(PROMPT),
+        "--new-tokens",
+        str(NEW),
+        "--cases",
+        str(CASES),
         *more,
-    )  # fmt: skip
+    )
 
 
 def test_report(work: Path) -> None:

@@ -53,8 +53,9 @@ def test_a_dataset_gives_its_column(monkeypatch):
     found = language.read_documents(parser.parse_args(words))
     assert found == (["train text"], ["validation text"])
     assert asked == [
-        ("some/arxiv", ("train",), ("summary",)), ("some/arxiv", ("validation", "test"), ("summary",)),
-    ]  # fmt: skip
+        ("some/arxiv", ("train",), ("summary",)),
+        ("some/arxiv", ("validation", "test"), ("summary",)),
+    ]
 
 
 def test_documents_are_joined_with_an_end_between_them():
@@ -81,10 +82,29 @@ def test_the_recipe_with_torchrun(tmp_path: Path) -> None:
     config["pipecomp"]["store"]["path"] = str(tmp_path / "messages")
     (tmp_path / "c.json").write_text(json.dumps(config))
     found = torchrun(
-        tmp_path, "gpt2_arxiv", "--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "train:300",
-        "--block-size", "16", "--train-file", "train.jsonl", "--eval-file", "held-out.txt", "--epochs", "2",
-        "--seed", "1", "--metrics", "metrics.jsonl", "--save", "model",
-    )  # fmt: skip
+        tmp_path,
+        "gpt2_arxiv",
+        "--deepspeed_config",
+        "c.json",
+        "--model",
+        "tiny",
+        "--tokenizer",
+        "train:300",
+        "--block-size",
+        "16",
+        "--train-file",
+        "train.jsonl",
+        "--eval-file",
+        "held-out.txt",
+        "--epochs",
+        "2",
+        "--seed",
+        "1",
+        "--metrics",
+        "metrics.jsonl",
+        "--save",
+        "model",
+    )
     assert found.status == 0, found.output
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line for line in metrics if "eval" in line]

@@ -56,10 +56,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(**changed: str) -> list[str]:
     given = {
-        "deepspeed_config": "ds_config.json", "model": "model.json", "tokenizer": "tokenizer", "stages": "2",
-        "train-file": "one.txt two.txt", "eval-file": "held-out.txt", "epochs": str(EPOCHS), "seed": "3",
-        "metrics": "out/metrics.jsonl", "save": "out/model", "tensorboard": "out/board",
-    } | changed  # fmt: skip
+        "deepspeed_config": "ds_config.json",
+        "model": "model.json",
+        "tokenizer": "tokenizer",
+        "stages": "2",
+        "train-file": "one.txt two.txt",
+        "eval-file": "held-out.txt",
+        "epochs": str(EPOCHS),
+        "seed": "3",
+        "metrics": "out/metrics.jsonl",
+        "save": "out/model",
+        "tensorboard": "out/board",
+    } | changed
     return [word for key, value in given.items() for word in (f"--{key}", *value.split())]
 
 
@@ -136,8 +144,9 @@ def test_metrics_count_bytes(work: Path, metrics: list[dict]) -> None:
     evaluations = token_blocks(work, "held-out.txt").numel() * WIDTH * 4
     assert last["evaluation_bytes_raw"] == evaluations  # of the first epoch; the last comes after the last step
     assert metrics[-1]["links"]["0->1"] == last | {
-        "evaluation_bytes_raw": 2 * evaluations, "evaluation_bytes_sent": 2 * last["evaluation_bytes_sent"]
-    }  # fmt: skip
+        "evaluation_bytes_raw": 2 * evaluations,
+        "evaluation_bytes_sent": 2 * last["evaluation_bytes_sent"],
+    }
     (group,) = trained[-1]["groups"].values()
     embedding = json.loads((work / "model.json").read_text())["vocab_size"] * WIDTH * 4
     assert group["bytes_raw"] == 2 * embedding * len(trained)  # a ring of two: each rank sends it once
@@ -172,12 +181,24 @@ def test_an_error_is_one_line_and_ends_every_rank(work: Path) -> None:
 )
 def test_wikitext_with_gpt2s_tokenizer(work: Path) -> None:
     found = run(
-        work, sys.executable, str(RECIPE / "train.py"),
-        "--deepspeed_config", str(RECIPE / "ds_config_cpu_fp32.json"),
-        "--model", "tiny", "--tokenizer", str(DATA / "gpt2-tokenizer"),
-        "--train-file", str(DATA / "wikitext-2/valid.txt"),
-        "--metrics", "wikitext.jsonl", "--max-steps", "2", "--block-size", "64",
-    )  # fmt: skip
+        work,
+        sys.executable,
+        str(RECIPE / "train.py"),
+        "--deepspeed_config",
+        str(RECIPE / "ds_config_cpu_fp32.json"),
+        "--model",
+        "tiny",
+        "--tokenizer",
+        str(DATA / "gpt2-tokenizer"),
+        "--train-file",
+        str(DATA / "wikitext-2/valid.txt"),
+        "--metrics",
+        "wikitext.jsonl",
+        "--max-steps",
+        "2",
+        "--block-size",
+        "64",
+    )
     assert found.status == 0, found.output
     lines = [json.loads(line) for line in (work / "wikitext.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]

@@ -104,6 +104,7 @@ def test_views_are_drawn_evenly():
 
 def test_shares_are_a_partition_and_follow_the_concentration():
     labels = torch.arange(4000) % 10
+
     def spread(concentration):
         parts = shares(labels, 16, concentration, 0)
         assert torch.equal(torch.cat(parts).sort().values, torch.arange(4000))
@@ -127,8 +128,14 @@ def test_turns():
     # 14 images are 3 steps of 4, 2 are fewer than one step and repeated, 6 are one step.
     assert (turns.per_round, turns.per_epoch) == (5, 10)
     assert [turns.turn(step) for step in range(7)] == [
-        (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 0, 1),
-    ]  # fmt: skip
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 0, 2),
+        (0, 1, 0),
+        (0, 2, 0),
+        (1, 0, 0),
+        (1, 0, 1),
+    ]
     rounds = [[turns.batch(10 * r + n) for n in range(10)] for r in range(2)]
     for found in rounds:
         shown = [views.view(i)[0] for batch in found for i in batch]

@@ -57,10 +57,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(**changed: str | None) -> list[str]:
     """The command line with some arguments changed; None leaves one out."""
     given: dict[str, str | None] = {
-        "deepspeed_config": "ds_config.json", "model": "llama", "tokenizer": "llama", "train-file": "train.txt",
-        "eval-file": "held-out.txt", "epochs": "2", "seed": "3", "lora-rank": "4", "lora-targets": "all-linear",
-        "metrics": "metrics.jsonl", "save": "adapter",
-    } | changed  # fmt: skip
+        "deepspeed_config": "ds_config.json",
+        "model": "llama",
+        "tokenizer": "llama",
+        "train-file": "train.txt",
+        "eval-file": "held-out.txt",
+        "epochs": "2",
+        "seed": "3",
+        "lora-rank": "4",
+        "lora-targets": "all-linear",
+        "metrics": "metrics.jsonl",
+        "save": "adapter",
+    } | changed
     return [word for key, value in given.items() if value is not None for word in (f"--{key}", *value.split())]
 
 

@@ -173,9 +173,13 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once() -> None:
 
 class TestPlan:
     @given(
-        samples=st.integers(1, 60), micro=st.integers(1, 4), accumulation=st.integers(1, 5),
-        replicas=st.integers(1, 3), epochs=st.integers(1, 4), limit=st.none() | st.integers(1, 20),
-    )  # fmt: skip
+        samples=st.integers(1, 60),
+        micro=st.integers(1, 4),
+        accumulation=st.integers(1, 5),
+        replicas=st.integers(1, 3),
+        epochs=st.integers(1, 4),
+        limit=st.none() | st.integers(1, 20),
+    )
     @settings(deadline=None)
     def test_steps_and_epochs_are_those_of_the_micro_batches_counted_one_by_one(
         self, samples: int, micro: int, accumulation: int, replicas: int, epochs: int, limit: int | None
@@ -197,8 +201,12 @@ class TestPlan:
         config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24}
         plan = steps.make_plan(config, samples=240, replicas=3, epochs=1, max_steps=None)
         assert (plan.accumulation, plan.steps) == (4, 10)
-        assert steps.make_plan({"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1,
-                                max_steps=None).accumulation == 1  # fmt: skip
+        assert (
+            steps.make_plan(
+                {"train_micro_batch_size_per_gpu": 2}, samples=6, replicas=1, epochs=1, max_steps=None
+            ).accumulation
+            == 1
+        )
 
     @pytest.mark.parametrize(
         ("config", "key"),
@@ -227,9 +235,12 @@ class TestConfiguration:
         plan = steps.Plan(steps=200, per_epoch=50, micro_batch=1, accumulation=1, replicas=1)
         full = steps.complete(config, plan, 9)
         assert full["scheduler"]["params"] == {
-            "warmup_type": "linear", "warmup_min_lr": 0.0, "total_num_steps": 200, "warmup_num_steps": 20,
+            "warmup_type": "linear",
+            "warmup_min_lr": 0.0,
+            "total_num_steps": 200,
+            "warmup_num_steps": 20,
             "warmup_max_lr": 0.25,
-        }  # fmt: skip
+        }
         assert full["pipecomp"]["seed"] == 9
         assert steps.complete(config, plan, None)["pipecomp"]["seed"] == 4
         assert params["total_num_steps"] == "auto"  # what was given is not changed

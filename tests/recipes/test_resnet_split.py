@@ -46,10 +46,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(**changed: str) -> list[str]:
     given = {
-        "deepspeed_config": "ds_config.json", "model": "tiny", "norm": "group", "train-file": "images.npz",
-        "eval-file": "images.npz", "clients": "2", "rounds": str(ROUNDS), "epochs": "2", "crop": "2", "seed": "3",
-        "decay-rounds": "2", "metrics": "metrics.jsonl", "save": "model",
-    } | changed  # fmt: skip
+        "deepspeed_config": "ds_config.json",
+        "model": "tiny",
+        "norm": "group",
+        "train-file": "images.npz",
+        "eval-file": "images.npz",
+        "clients": "2",
+        "rounds": str(ROUNDS),
+        "epochs": "2",
+        "crop": "2",
+        "seed": "3",
+        "decay-rounds": "2",
+        "metrics": "metrics.jsonl",
+        "save": "model",
+    } | changed
     return [word for key, value in given.items() for word in (f"--{key}", value)]
 
 
@@ -115,9 +125,17 @@ def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[
     images = read_images([str(work / "images.npz")], part="train")
     for stage in range(3):
         assert torch.load(last / f"mp_rank_0{stage}_model_states.pt", weights_only=False)["recipe_trained"] == {
-            "--model": "tiny", "--norm": "group", "--clients": 2, "--concentration": 0.5, "--epochs": 2, "--crop": 2,
-            "--decay-rounds": 2, "--no-flip": False, "--unmatched": False, DATA: images.digest(),
-        }  # fmt: skip
+            "--model": "tiny",
+            "--norm": "group",
+            "--clients": 2,
+            "--concentration": 0.5,
+            "--epochs": 2,
+            "--crop": 2,
+            "--decay-rounds": 2,
+            "--no-flip": False,
+            "--unmatched": False,
+            DATA: images.digest(),
+        }
 
 
 def test_a_run_starts_from_what_another_saved(work: Path, metrics: list[dict]) -> None:

@@ -133,8 +133,18 @@ def test_what_changes_the_training_is_compared(
     assert differing(trained(name, **usual), trained(name, **usual | changed)) == keys
 
 
-OUTPUT = {"metrics": "m", "tensorboard": "t", "trace": "tr", "save": "s", "max_steps": "3", "checkpoint": "c",
-          "save_every": "3", "keep": "1", "resume": "auto", "seed": "3"}  # fmt: skip
+OUTPUT = {
+    "metrics": "m",
+    "tensorboard": "t",
+    "trace": "tr",
+    "save": "s",
+    "max_steps": "3",
+    "checkpoint": "c",
+    "save_every": "3",
+    "keep": "1",
+    "resume": "auto",
+    "seed": "3",
+}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ _WORDS = {
     "pause": "a rank stopped (SIGSTOP) for 1 to 6 s",
     "cut for a while": "a rank's links cut for 2 to 8 s",
     "value": "one end stores another value than the other",
-    "disk": "a store's disk refuses writes for 6 s, `on_write_error` is \"continue\"",
+    "disk": 'a store\'s disk refuses writes for 6 s, `on_write_error` is "continue"',
     "kill": "a rank killed (SIGKILL)",
     "stop": "a rank stopped for good",
     "cut for good": "a rank's links cut for good",
@@ -145,7 +145,7 @@ the fault, on a machine that others use too; silence counts after 15 s.
 | with different versions, as a kill leaves them | {sum(life.disk.differ - life.disk.silent for life in lives):,} |
 | with one version and different bytes (silent disagreements) | {sum(life.disk.silent for life in lives)} |
 | ends that `store.drift_check` found to differ, values changed at one end | {sum(life.drifts for life in lives)}, \
-{sum(e.kind == 'value' for e in events)} |
+{sum(e.kind == "value" for e in events)} |
 
 | process | minutes | MiB after a minute, most, last | MiB an hour | descriptors: the same | threads: the same |
 |---|---|---|---|---|---|
@@ -155,7 +155,7 @@ the fault, on a machine that others use too; silence counts after 15 s.
 |---|---|---|---|
 {everything}
 
-{'Nothing is wrong.' if not wrong else 'Wrong: ' + '; '.join(wrong) + '.'}
+{"Nothing is wrong." if not wrong else "Wrong: " + "; ".join(wrong) + "."}
 """
 
 

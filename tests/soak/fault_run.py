@@ -40,9 +40,14 @@ class FaultRun:
 
         self.folder, self._draw = folder, random.Random(seed)
         self.job: Job = make_job(
-            folder / "run", seed=0, stages=STAGES, epochs=10**7, save_every=100, timeout_s=TIMEOUT_S,
+            folder / "run",
+            seed=0,
+            stages=STAGES,
+            epochs=10**7,
+            save_every=100,
+            timeout_s=TIMEOUT_S,
             store={"drift_check": 5, "on_write_error": "continue"},
-        )  # fmt: skip
+        )
         self.job |= {"faults": True, "note_every": 10}
         self.events: list[Event] = []
         self.lives: list[Life] = []
@@ -91,10 +96,13 @@ class FaultRun:
         else:
             victims = getattr(self, f"_{name}")(rank)
         mark = self.start.steps()
-        went_on = self.start.wait(
-            END_S if kind in ("stop", "cut for good", "kill") else AGAIN_S,
-            lambda: len(self.start.alive()) < WORLD or (not victims and self._all_beyond(mark + 20)),
-        ) and len(self.start.alive()) == WORLD  # fmt: skip
+        went_on = (
+            self.start.wait(
+                END_S if kind in ("stop", "cut for good", "kill") else AGAIN_S,
+                lambda: len(self.start.alive()) < WORLD or (not victims and self._all_beyond(mark + 20)),
+            )
+            and len(self.start.alive()) == WORLD
+        )
         late: list[int] = []
         words = ""
         if not went_on:
@@ -161,9 +169,14 @@ class FaultRun:
 
         def environment(rank: int) -> dict[str, str]:
             settings = ThrottleSettings(
-                state=str(self.folder / "network"), node=rank, procs_per_node=1, up=[None] * WORLD,
-                down=[None] * WORLD, delay_s=0.0, jitter_s=0.0,
-            )  # fmt: skip
+                state=str(self.folder / "network"),
+                node=rank,
+                procs_per_node=1,
+                up=[None] * WORLD,
+                down=[None] * WORLD,
+                delay_s=0.0,
+                jitter_s=0.0,
+            )
             return {VARIABLE: settings.text()}
 
         return Start(self.job, WORLD, len(self.lives), environment)

@@ -74,8 +74,11 @@ class Faults:
 
     def nan(self, engine: Any) -> None:
         """The next activations, or on a last stage gradients, that are sent from here have a NaN."""
-        end, name = (engine.links.to_next, "send_activation") if engine.links.to_next is not None else (
-            engine.links.to_previous, "send_gradient")  # fmt: skip
+        end, name = (
+            (engine.links.to_next, "send_activation")
+            if engine.links.to_next is not None
+            else (engine.links.to_previous, "send_gradient")
+        )
         send = getattr(end, name)
 
         def faulty(x_BSH: Any, *args: Any, **more: Any) -> Any:

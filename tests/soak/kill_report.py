@@ -11,9 +11,14 @@ from typing import Any
 from tests.soak.restart_work import PHASES, SAMPLES
 
 Found = dict[str, Any]
-_WORDS = {"start": "while it starts, before it has joined the others", "engine": "while the engine is made",
-          "loading": "while a checkpoint is loaded", "training": "between or in steps",
-          "saving": "while a checkpoint is written", "closing": "while it closes"}  # fmt: skip
+_WORDS = {
+    "start": "while it starts, before it has joined the others",
+    "engine": "while the engine is made",
+    "loading": "while a checkpoint is loaded",
+    "training": "between or in steps",
+    "saving": "while a checkpoint is written",
+    "closing": "while it closes",
+}
 
 
 def summary(undisturbed: list[Found], runs: list[Found], **settings: Any) -> dict[str, Any]:
@@ -50,8 +55,13 @@ def summary(undisturbed: list[Found], runs: list[Found], **settings: Any) -> dic
 
 def verdict(result: dict[str, Any]) -> list[str]:
     """What is wrong; empty if nothing is."""
-    zero = ("stores that do not open, or hold a damaged value", "silent disagreements",
-            "different at the end of a run", "different after a resume", "ranks that did not end")  # fmt: skip
+    zero = (
+        "stores that do not open, or hold a damaged value",
+        "silent disagreements",
+        "different at the end of a run",
+        "different after a resume",
+        "ranks that did not end",
+    )
     wrong = [f"{key}: {result[key]}" for key in zero if result[key]]
     if result["same"] != result["copies"]:
         wrong.append("a run with copies of the store has other losses than the undisturbed one")
@@ -71,27 +81,35 @@ def page(result: dict[str, Any], command: str) -> str:
         *((key, r[key]) for key in ("stores that do not open, or hold a damaged value", "silent disagreements")),
         ("samples that the ends held differently on disk after a kill", r["left_different"]),
         ("samples dropped by both ends when they compared, to be sent whole again", r["dropped"]),
-        ("samples compared at both ends after a resume and at the end, of these different",
-         f"{r['compared']}, {r['different after a resume']}"),
-        ("samples compared on disk when a run had ended, of these different",
-         f"{r['alike_at_the_end'] + r['different at the end of a run']}, {r['different at the end of a run']}"),
+        (
+            "samples compared at both ends after a resume and at the end, of these different",
+            f"{r['compared']}, {r['different after a resume']}",
+        ),
+        (
+            "samples compared on disk when a run had ended, of these different",
+            f"{r['alike_at_the_end'] + r['different at the end of a run']}, {r['different at the end of a run']}",
+        ),
         ("ranks that did not end by themselves", r["ranks that did not end"]),
-        ("seconds from a kill until all others had ended and the stores were read: median, longest",
-         f"{r['median_end_s']}, {r['longest_end_s']}"),
+        (
+            "seconds from a kill until all others had ended and the stores were read: median, longest",
+            f"{r['median_end_s']}, {r['longest_end_s']}",
+        ),
         ("runs that reached their end", r["runs"]),
-        ("with the stores in checkpoints; of these with the losses of an undisturbed run, bit for bit",
-         f"{r['copies']}; {r['same']}"),
+        (
+            "with the stores in checkpoints; of these with the losses of an undisturbed run, bit for bit",
+            f"{r['copies']}; {r['same']}",
+        ),
         ("without: largest difference of the last epoch's loss from an undisturbed run", _short(r["apart"])),
         ("difference between undisturbed runs of other seeds", _short(r["spread"])),
-    ]  # fmt: skip
+    ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     processor = platform.processor() or platform.machine()
     return f"""# Kill and resume
 
 `{command}`, on {os.cpu_count()} cores of an {processor} machine.
 
-A GPT-2 of {s['world']} stages, AQ-SGD with 4 bits, LMDB stores, {s['epochs']} epochs of {SAMPLES} samples, a checkpoint
-every {s['save_every']} steps. One rank is killed at a random instant, and the run starts again with `--resume auto`,
+A GPT-2 of {s["world"]} stages, AQ-SGD with 4 bits, LMDB stores, {s["epochs"]} epochs of {SAMPLES} samples, a checkpoint
+every {s["save_every"]} steps. One rank is killed at a random instant, and the run starts again with `--resume auto`,
 until it reaches its end. Who has not joined the others cannot be missed by them: there the script ends the others, as a
 launcher does. A silent disagreement is a sample that two ends hold under one version with different bytes. The longest
 waits are for a rank that is killed before the others have a connection to it and know `transport.timeout_s`: it is lost
@@ -101,7 +119,7 @@ after 90 s of silence. The machine had other work beside this.
 |---|---|
 {table}
 
-{'Nothing is wrong.' if not wrong else 'Wrong: ' + '; '.join(wrong) + '.'}
+{"Nothing is wrong." if not wrong else "Wrong: " + "; ".join(wrong) + "."}
 """
 
 

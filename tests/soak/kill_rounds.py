@@ -63,10 +63,14 @@ def one_start(folder: Path, run: int, number: int, aim: Callable[[Start], int] |
     disk = stores_on_disk(folder / "messages")
     compared = start.found("compared")
     row |= {
-        "seconds": round(time.monotonic() - killed, 2), "status": start.statuses(), "steps": start.steps(),
-        "resumed": next(iter(start.found("resumed")), None), "compared": [sum(c) for c in zip(*compared, strict=True)],
-        "dropped": sum(words[0] for words in start.found("dropped")), **disk._asdict(),
-    }  # fmt: skip
+        "seconds": round(time.monotonic() - killed, 2),
+        "status": start.statuses(),
+        "steps": start.steps(),
+        "resumed": next(iter(start.found("resumed")), None),
+        "compared": [sum(c) for c in zip(*compared, strict=True)],
+        "dropped": sum(words[0] for words in start.found("dropped")),
+        **disk._asdict(),
+    }
     if row["victim"] is None and any(row["status"]):
         raise RuntimeError(f"run {run} failed without a kill:\n{start.said()}")
     return row, start
@@ -106,9 +110,14 @@ def new_run(folder: Path, seed: int, *, copies: bool, timeout_s: float | None) -
     """An empty folder with a job. copies: of the message stores in checkpoints. timeout_s: as for `kill_rounds`."""
     shutil.rmtree(folder, ignore_errors=True)
     job = make_job(
-        folder, seed=seed, stages=WORLD, epochs=EPOCHS, save_every=SAVE_EVERY, timeout_s=timeout_s or TIMEOUT_S,
+        folder,
+        seed=seed,
+        stages=WORLD,
+        epochs=EPOCHS,
+        save_every=SAVE_EVERY,
+        timeout_s=timeout_s or TIMEOUT_S,
         store={"in_checkpoints": copies},
-    )  # fmt: skip
+    )
     job["start_timeout_s"] = timeout_s
     (folder / "job.json").write_text(json.dumps(job))
 
@@ -120,8 +129,14 @@ def undisturbed(folder: Path, seed: int) -> Found:
     notes = start.notes(0)
     first = next(note[-1] for note in notes if note[0] == "step")
     closed = notes[-1][-1]
-    return {"run": f"undisturbed {seed}", "seed": seed, "losses": losses(folder), "rounds": [row],
-            "starting_s": first - start.began, "training_s": closed - first}  # fmt: skip
+    return {
+        "run": f"undisturbed {seed}",
+        "seed": seed,
+        "losses": losses(folder),
+        "rounds": [row],
+        "starting_s": first - start.began,
+        "training_s": closed - first,
+    }
 
 
 def disturbed(
@@ -140,8 +155,14 @@ def disturbed(
         rounds.append(row)
     expected = next(run["losses"] for run in reference if run["seed"] == run_seed)
     found = losses(folder)
-    return {"run": number, "seed": run_seed, "copies": copies, "losses": found, "same": found == expected,
-            "rounds": rounds}  # fmt: skip
+    return {
+        "run": number,
+        "seed": run_seed,
+        "copies": copies,
+        "losses": found,
+        "same": found == expected,
+        "rounds": rounds,
+    }
 
 
 def killed(runs: list[Found]) -> int:
@@ -150,9 +171,14 @@ def killed(runs: list[Found]) -> int:
 
 
 def kill_rounds(
-    rounds: int, folder: Path, kept: Path, *, seed: int = 0, timeout_s: float | None = None,
+    rounds: int,
+    folder: Path,
+    kept: Path,
+    *,
+    seed: int = 0,
+    timeout_s: float | None = None,
     say: Callable[[str], object] = print,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Rounds that are not in `kept` yet, up to `rounds`; the summary. A run that has begun is brought to its end.
 
     timeout_s: for a rank to be silent, also before it knows its configuration, where it is 120 s otherwise.
@@ -187,9 +213,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kill-rounds-") as folder:
         result = kill_rounds(
-            args.rounds, Path(folder), args.out / f"{NAME}.jsonl", seed=args.seed,
+            args.rounds,
+            Path(folder),
+            args.out / f"{NAME}.jsonl",
+            seed=args.seed,
             say=lambda text: print(text, flush=True),
-        )  # fmt: skip
+        )
     text = page(result, f"python -m tests.soak.{NAME} --rounds {args.rounds} --seed {args.seed}")
     (args.out / f"{NAME}.md").write_text(text)
     print(text)

@@ -55,9 +55,16 @@ def one_rank(rank: int, world: int, port: int, job: Job, start: int, environment
     start: number of this start, in the names of what the rank writes. environment: what is set besides.
     """
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **environment,
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        **environment,
+    )
     folder = Path(job["folder"])
     said = os.open(folder / f"said-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
@@ -93,12 +100,30 @@ def _train(job: Job, note: Note) -> None:
     ]
     folder = job["folder"]
     parser = run.arguments("restarts", "")
-    args = parser.parse_args([
-        "--deepspeed_config", f"{folder}/ds_config.json", "--model", "tiny", "--tokenizer", "none",
-        "--stages", str(job["stages"]), "--epochs", str(job["epochs"]), "--seed", str(job["seed"]),
-        "--metrics", f"{folder}/metrics.jsonl", "--checkpoint", f"{folder}/checkpoints",
-        "--save-every", str(job["save_every"]), "--resume", "auto",
-    ])  # fmt: skip
+    args = parser.parse_args(
+        [
+            "--deepspeed_config",
+            f"{folder}/ds_config.json",
+            "--model",
+            "tiny",
+            "--tokenizer",
+            "none",
+            "--stages",
+            str(job["stages"]),
+            "--epochs",
+            str(job["epochs"]),
+            "--seed",
+            str(job["seed"]),
+            "--metrics",
+            f"{folder}/metrics.jsonl",
+            "--checkpoint",
+            f"{folder}/checkpoints",
+            "--save-every",
+            str(job["save_every"]),
+            "--resume",
+            "auto",
+        ]
+    )
 
     def main(args: argparse.Namespace) -> None:
         run.join(args)

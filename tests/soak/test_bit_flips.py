@@ -60,8 +60,11 @@ def test_flips_in_a_frames_beginning_are_found():
 
 def test_what_goes_unnoticed_is_counted():
     """Without a checksum the payload's flips pass: the count must say so."""
-    message = wire.encode(wire.Header(kind=Kind.INVENTORY, method=wire.Method.TABLE, link=0, step=0, micro_batch=0),
-                          [np.arange(4, dtype=np.uint8)], checksum=False)  # fmt: skip
+    message = wire.encode(
+        wire.Header(kind=Kind.INVENTORY, method=wire.Method.TABLE, link=0, step=0, micro_batch=0),
+        [np.arange(4, dtype=np.uint8)],
+        checksum=False,
+    )
     done = flip_message("unchecked", message)
     assert set(range(8 * 51, 8 * 55)) <= set(done.missed)
     text = markdown([done, Flips("other", 1, 8, ())], "command")

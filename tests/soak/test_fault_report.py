@@ -40,8 +40,11 @@ def test_growth_is_of_warm_processes():
     assert growth(samples(more_fds=12))[1:] == (12, 0)
 
 
-GOOD = [Event(3, "pause", 1, True, 4.0, "", []), Event(9, "kill", 1, False, 4.0, "…", []),
-        Event(20, "pause", 1, False, 4.0, "StoreError: damaged", [])]  # fmt: skip
+GOOD = [
+    Event(3, "pause", 1, True, 4.0, "", []),
+    Event(9, "kill", 1, False, 4.0, "…", []),
+    Event(20, "pause", 1, False, 4.0, "StoreError: damaged", []),
+]
 
 
 def test_what_is_right():
@@ -91,8 +94,19 @@ def test_stores_are_compared_byte_for_byte(tmp_path):
 
 
 def test_verdict_on_kill_rounds():
-    row = {"victim": 1, "phase": "saving", "unopened": {}, "silent": 0, "differ": 2, "alike": 5, "compared": [9, 0],
-           "dropped": 4, "late": [], "resumed": [4, True], "seconds": 1.0}  # fmt: skip
+    row = {
+        "victim": 1,
+        "phase": "saving",
+        "unopened": {},
+        "silent": 0,
+        "differ": 2,
+        "alike": 5,
+        "compared": [9, 0],
+        "dropped": 4,
+        "late": [],
+        "resumed": [4, True],
+        "seconds": 1.0,
+    }
     rounds = [row, {**row, "victim": None, "differ": 0}]
     run = {"seed": 0, "copies": True, "same": True, "losses": [1.0], "rounds": rounds}
     undisturbed = [{"seed": s, "losses": [1.0 + 0.1 * s]} for s in range(3)]
@@ -103,6 +117,12 @@ def test_verdict_on_kill_rounds():
         return kill_report.verdict(kill_report.summary(undisturbed, [changed], world=2, epochs=3, save_every=4))
 
     assert verdict() == []
-    for change in ({"unopened": {"rank-0": "…"}}, {"silent": 1}, {"compared": [9, 1]}, {"late": [0]}, {"same": False},
-                   {"copies": False, "losses": [2.0]}):  # fmt: skip
+    for change in (
+        {"unopened": {"rank-0": "…"}},
+        {"silent": 1},
+        {"compared": [9, 1]},
+        {"late": [0]},
+        {"same": False},
+        {"copies": False, "losses": [2.0]},
+    ):
         assert len(verdict(**change)) == 1, change

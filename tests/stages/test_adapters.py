@@ -16,19 +16,39 @@ from pipecomp.stages import Source, build_stage, plan, pretrained, save_pretrain
 
 VOCABULARY, LENGTH = 61, 9
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0}
-LLAMA = SMALL | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
-                 "num_key_value_heads": 1}  # fmt: skip
-BERT = SMALL | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
-                "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+LLAMA = SMALL | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+BERT = SMALL | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_labels": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_positions": 16,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA, {"task_type": "CAUSAL_LM"}),
     "llama, all layers": ("LlamaConfig", "LlamaForCausalLM", LLAMA, {"target_modules": "all-linear", "r": 2}),
     "llama, classes": ("LlamaConfig", "LlamaForSequenceClassification", LLAMA, {"task_type": "SEQ_CLS"}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}),
     "bert": ("BertConfig", "BertForSequenceClassification", BERT, {"task_type": "SEQ_CLS", "bias": "lora_only"}),
-}  # fmt: skip
+}
 
 
 def base(name: str) -> Any:
@@ -113,8 +133,9 @@ class TestInMemory:
         parts = split(whole, num_stages=stages)
         save_pretrained(parts, tmp_path / "ours")
         assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == [
-            "adapter_config.json", "adapter_model.safetensors"
-        ]  # fmt: skip
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
         whole.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
         ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
         assert ours.keys() == theirs.keys()

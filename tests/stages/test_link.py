@@ -94,10 +94,18 @@ def test_a_sample_twice_in_a_micro_batch(repeated):
     assert up.stats.full_samples == len(set(repeated))
 
 
-@pytest.mark.parametrize("options", [
-    {"first_visit": 8}, {"first_visit": 1}, {"rounding": "stochastic"}, {"scale": "rms"}, {"group_size": 5},
-    {"backward_top_k": 0.2}, {"rounding": "stochastic", "group_size": 3, "first_visit": 4},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"first_visit": 8},
+        {"first_visit": 1},
+        {"rounding": "stochastic"},
+        {"scale": "rms"},
+        {"group_size": 5},
+        {"backward_top_k": 0.2},
+        {"rounding": "stochastic", "group_size": 3, "first_visit": 4},
+    ],
+)
 @pytest.mark.parametrize("bits", [32, 16, 8, 2])
 def test_options_keep_both_ends_equal(options, bits):
     up, down = link({"method": "aqsgd", **options}, store={"backend": "memory", "bits": bits})
@@ -287,15 +295,18 @@ def tampered(up, change):
     up.transport.send = send
 
 
-@pytest.mark.parametrize(("change", "match"), [
-    ({"step": 5}, "micro-batch 0, step 5.*expected the activation of micro-batch 0, step 0"),
-    ({"micro_batch": 3}, "micro-batch 3"),
-    ({"link": 1}, "link 1"),
-    ({"kind": wire.Kind.GRADIENT}, "sent the gradient"),
-    ({"bits": 3}, "3 bits.*configurations differ"),
-    ({"group_size": 4}, "group_size 4, this rank None"),
-    ({"first_bits": 8}, "first visits at 8 bits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"step": 5}, "micro-batch 0, step 5.*expected the activation of micro-batch 0, step 0"),
+        ({"micro_batch": 3}, "micro-batch 3"),
+        ({"link": 1}, "link 1"),
+        ({"kind": wire.Kind.GRADIENT}, "sent the gradient"),
+        ({"bits": 3}, "3 bits.*configurations differ"),
+        ({"group_size": 4}, "group_size 4, this rank None"),
+        ({"first_bits": 8}, "first visits at 8 bits"),
+    ],
+)
 def test_what_was_not_expected_is_named(change, match):
     up, down = link({"method": "aqsgd"})
     tampered(up, lambda header: dataclasses.replace(header, **change))
@@ -351,9 +362,7 @@ class TestAgreement:
             except Exception as error:
                 results[name] = error
 
-        threads = [
-            threading.Thread(target=run, args=a) for a in (("up", up, settings[0]), ("down", down, settings[1]))
-        ]
+        threads = [threading.Thread(target=run, args=a) for a in (("up", up, settings[0]), ("down", down, settings[1]))]
         for t in threads:
             t.start()
         for t in threads:

@@ -80,9 +80,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def make_model(name: str, **changes: Any) -> Any:
     model_class, config_class, settings = MODELS[name]
     torch.manual_seed(5)
-    model = getattr(transformers, model_class)(
-        getattr(transformers, config_class)(**{**TOKENS, **settings, **changes})
-    )
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**TOKENS, **settings, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -272,9 +270,12 @@ class TestOnlyItsOwn:
     def test_peak_memory_is_near_the_stages_share(self, tmp_path: Path) -> None:
         """A model of 75 MB in 8 stages: building one takes its 9.5 MB and little more, from a folder or a config."""
         config = transformers.LlamaConfig(
-            **{**TOKENS, "num_hidden_layers": 32}, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+            **{**TOKENS, "num_hidden_layers": 32},
+            hidden_size=256,
+            intermediate_size=512,
+            num_attention_heads=4,
             architectures=["LlamaForCausalLM"],
-        )  # fmt: skip
+        )
         make_model("llama").save_pretrained(tmp_path / "small")
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "large")
         code = f"""
@@ -332,8 +333,11 @@ class TestNewHead:
         source = pretrained(str(tmp_path / "masked"), model_class="BertForSequenceClassification")
         last = build(source, 2)[1]
         assert set(last.newly_initialized) == {
-            "bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias",
-        }  # fmt: skip
+            "bert.pooler.dense.weight",
+            "bert.pooler.dense.bias",
+            "classifier.weight",
+            "classifier.bias",
+        }
         assert bool((last.get_parameter("classifier.bias") == 0).all())
         make_model("bert-classes").save_pretrained(tmp_path / "classes")
         other = pretrained(str(tmp_path / "classes"), model_class=transformers.BertForMaskedLM)
@@ -348,8 +352,10 @@ class TestNewHead:
         rewrite(tmp_path, lambda t: {**t, "mask_predictions.dense.weight": torch.zeros(32, 32)})
         source = pretrained(str(tmp_path), model_class="AutoModelForMaskedLM", legacy=legacy)
         last = build(source, 2)[1]
-        fresh = [f"cls.predictions.{n}" for n in ("bias", *(f"transform.{m}.{p}" for m in ("LayerNorm", "dense")
-                                                            for p in ("bias", "weight")))]  # fmt: skip
+        fresh = [
+            f"cls.predictions.{n}"
+            for n in ("bias", *(f"transform.{m}.{p}" for m in ("LayerNorm", "dense") for p in ("bias", "weight")))
+        ]
         assert list(last.newly_initialized) == (fresh if legacy else [])
         name = "cls.predictions.decoder.weight" if legacy else "deberta.embeddings.word_embeddings.weight"
         saved = load_file(tmp_path / "model.safetensors")["deberta.embeddings.word_embeddings.weight"]
@@ -575,9 +581,12 @@ class TestSaving:
             save_pretrained(split(model, num_stages=count), gpt2_folder)
             names = {p.name for p in gpt2_folder.iterdir()}
             assert names == {
-                "config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json",
+                "config.json",
+                "generation_config.json",
+                "tokenizer.json",
+                "model.safetensors.index.json",
                 *(f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)),
-            }  # fmt: skip
+            }
             again = transformers.AutoModelForCausalLM.from_pretrained(gpt2_folder)
             assert torch.equal(logits_of(again), logits_of(model))
 
@@ -593,9 +602,7 @@ class TestSaving:
         assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(gpt2_folder)), before)
         assert write_shard(stages[1], gpt2_folder).name == "model-00002-of-00002.safetensors.part"
         write_index(stages[1], gpt2_folder)
-        assert torch.equal(
-            logits_of(transformers.AutoModelForCausalLM.from_pretrained(gpt2_folder)), logits_of(model)
-        )
+        assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(gpt2_folder)), logits_of(model))
 
     def test_state_in_place_of_the_stages_own(self, tmp_path: Path) -> None:
         model = make_model("gpt2")

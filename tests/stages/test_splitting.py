@@ -186,9 +186,14 @@ def reference(name: str, padding: str, attention: str) -> Reference:
     with torch.no_grad():
         evaluated = model.eval()(**call)
     return Reference(
-        model=model, inputs=inputs, labels=labels, logits=trained.logits.detach(), loss=trained.loss.detach(),
-        gradients=gradients(model), evaluated=(evaluated.logits, evaluated.loss),
-    )  # fmt: skip
+        model=model,
+        inputs=inputs,
+        labels=labels,
+        logits=trained.logits.detach(),
+        loss=trained.loss.detach(),
+        gradients=gradients(model),
+        evaluated=(evaluated.logits, evaluated.loss),
+    )
 
 
 def check_training(whole: Reference, cuts: Sequence[int]) -> None:

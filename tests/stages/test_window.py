@@ -23,9 +23,12 @@ FRAME = Frame(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places
 
 
 @given(
-    lines=st.integers(1, 5), columns=st.integers(1, 5), stride=st.integers(1, 4), margin=st.integers(0, 5),
+    lines=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    margin=st.integers(0, 5),
     data=st.data(),
-)  # fmt: skip
+)
 def test_windows_lie_where_the_crop_is(lines, columns, stride, margin, data):
     frame = Frame(lines, columns, lines * stride, columns * stride, margin)
     down, right = (data.draw(st.integers(-margin, margin)) for _ in "xy")
@@ -89,9 +92,7 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
         shifts_B2 = torch.randint(-3, 4, (2, 2), generator=draw)
         layout = Layout.of_shifts((4, 9), shifts_B2, FRAME)
         places = [divmod(start, FRAME.frame_columns) for start in layout.starts]
-        x_BnH = torch.stack(
-            [scene[i, y : y + 4, x : x + 6].reshape(4, -1) for i, (y, x) in enumerate(places)]
-        )
+        x_BnH = torch.stack([scene[i, y : y + 4, x : x + 6].reshape(4, -1) for i, (y, x) in enumerate(places)])
         up.send_activation(x_BnH, layout, Position(step, 0))
         y_BnH, seen = down.recv_activation(Position(step, 0))
         assert seen == layout

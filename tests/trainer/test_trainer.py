@@ -62,16 +62,32 @@ def test_exported_lazily() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("auto_find_batch_size", True), ("batch_eval_metrics", True), ("bf16_full_eval", True), ("debug", ["tpu"]),
-        ("ddp_find_unused_parameters", True), ("enable_jit_checkpoint", True), ("fsdp", "full_shard"),
-        ("neftune_noise_alpha", 5.0), ("optim_args", "a=b"), ("parallelism_config", object()), ("push_to_hub", True),
-        ("save_on_each_node", True), ("torch_compile", True), ("use_cache", True), ("use_liger_kernel", True),
-        ("optim", "adafactor"), ("train_sampling_strategy", "batch_rebalance"), ("label_names", ["start_positions"]),
-        ("skip_memory_metrics", False), ("dataloader_in_order", False), ("deepspeed_plugin", object()),
-        ("gradient_checkpointing_kwargs", {"every_n_layers": 2}), ("fp16", True),
+        ("auto_find_batch_size", True),
+        ("batch_eval_metrics", True),
+        ("bf16_full_eval", True),
+        ("debug", ["tpu"]),
+        ("ddp_find_unused_parameters", True),
+        ("enable_jit_checkpoint", True),
+        ("fsdp", "full_shard"),
+        ("neftune_noise_alpha", 5.0),
+        ("optim_args", "a=b"),
+        ("parallelism_config", object()),
+        ("push_to_hub", True),
+        ("save_on_each_node", True),
+        ("torch_compile", True),
+        ("use_cache", True),
+        ("use_liger_kernel", True),
+        ("optim", "adafactor"),
+        ("train_sampling_strategy", "batch_rebalance"),
+        ("label_names", ["start_positions"]),
+        ("skip_memory_metrics", False),
+        ("dataloader_in_order", False),
+        ("deepspeed_plugin", object()),
+        ("gradient_checkpointing_kwargs", {"every_n_layers": 2}),
+        ("fp16", True),
         ("activation_checkpointing_kwargs", {"offload": True}),
     ],
-)  # fmt: skip
+)
 def test_what_a_pipeline_cannot_do_is_named(usual: TrainingArguments, name: str, value: Any) -> None:
     arguments.check(usual)
     with pytest.raises(ConfigError) as caught:
@@ -107,8 +123,10 @@ def test_configuration_from_arguments(usual: TrainingArguments) -> None:
     assert config["gradient_clipping"] == 0.7
     assert "optimizer" not in config
     assert config["pipecomp"] == {
-        "activations": {"method": "aqsgd"}, "seed": 11, "store": {"path": f"{args.output_dir}/messages"},
-    }  # fmt: skip
+        "activations": {"method": "aqsgd"},
+        "seed": 11,
+        "store": {"path": f"{args.output_dir}/messages"},
+    }
     assert arguments.engine_config(changed(args, max_grad_norm=0.0), None)["gradient_clipping"] == float("inf")
     half = arguments.engine_config(changed(args, bf16=True), None)
     assert half["bf16"] == {"enabled": True}
@@ -118,10 +136,13 @@ def test_configuration_from_arguments(usual: TrainingArguments) -> None:
 
 def test_a_whole_configuration_from_dict_file_and_argument(usual: TrainingArguments, tmp_path: Path) -> None:
     whole = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0, "steps_per_print": 7,
-        "zero_optimization": {"stage": 1}, "pipecomp": {"activations": {"method": "fp16"}, "seed": 5},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 1.0,
+        "steps_per_print": 7,
+        "zero_optimization": {"stage": 1},
+        "pipecomp": {"activations": {"method": "fp16"}, "seed": 5},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "weight_decay": 0.0}},
-    }  # fmt: skip
+    }
     before = copy.deepcopy(whole)
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(whole))
@@ -163,7 +184,7 @@ def test_a_whole_configuration_from_dict_file_and_argument(usual: TrainingArgume
             "weight_decay",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_that_contradicts(usual: TrainingArguments, values: dict, given: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         arguments.engine_config(changed(usual, **values), given)
@@ -478,12 +499,25 @@ def test_joined_as_trainer_joins(widths: tuple[int, ...], dims: int) -> None:
     assert np.array_equal(both[1]["a"], nested_numpify(expected))
 
 
-@pytest.mark.parametrize("value", [
-    None, "text", -3, float("inf"), True, [], (), {},
-    np.arange(6, dtype=np.int64).reshape(2, 3), np.zeros((0, 4), dtype=np.float32), np.float16(0.5),
-    [(np.ones(3, dtype=np.float32), {"a": [np.array(7), None], 2: (1, [2])}), np.array([True, False])],
-    np.arange(12, dtype=">f8").reshape(3, 4)[:, ::2],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "text",
+        -3,
+        float("inf"),
+        True,
+        [],
+        (),
+        {},
+        np.arange(6, dtype=np.int64).reshape(2, 3),
+        np.zeros((0, 4), dtype=np.float32),
+        np.float16(0.5),
+        [(np.ones(3, dtype=np.float32), {"a": [np.array(7), None], 2: (1, [2])}), np.array([True, False])],
+        np.arange(12, dtype=">f8").reshape(3, 4)[:, ::2],
+    ],
+    ids=str,
+)
 def test_what_ranks_send_each_other_arrives(value: Any) -> None:
     np.testing.assert_equal(unpack(pack(value)), value)
 
@@ -493,8 +527,13 @@ def test_other_bytes_are_refused() -> None:
     for cut in range(len(whole)):
         with pytest.raises(WireError):
             unpack(whole[:cut])
-    for bad in (whole + b"0", pack("x")[:8] + b"!!!", whole.replace(b"<i8", b"|O8"), whole.replace(b"[5]", b"[6]"),
-                whole.replace(b"[5]", b"[-5]")):  # fmt: skip
+    for bad in (
+        whole + b"0",
+        pack("x")[:8] + b"!!!",
+        whole.replace(b"<i8", b"|O8"),
+        whole.replace(b"[5]", b"[6]"),
+        whole.replace(b"[5]", b"[-5]"),
+    ):
         with pytest.raises(WireError):
             unpack(bad)
     for value in (np.array(["text"]), np.array([None]), {1, 2}, object()):
@@ -509,8 +548,14 @@ def stats(raw: int, sent: int, *, wait: float, full: int = 0, delta: int = 0, gr
     def way(share: int) -> dict[str, int]:
         return {"bytes_raw": raw // share, "bytes_sent": sent // share}
 
-    link = {"forward": way(2), "backward": way(2), "evaluation": way(1), "wait_seconds": wait, "full_samples": full,
-            "delta_samples": delta}  # fmt: skip
+    link = {
+        "forward": way(2),
+        "backward": way(2),
+        "evaluation": way(1),
+        "wait_seconds": wait,
+        "full_samples": full,
+        "delta_samples": delta,
+    }
     return [{"replica": 0, "links": {"0->1": link}, "groups": groups or {}} for _ in range(2)]
 
 
@@ -521,8 +566,11 @@ def test_logs_tell_what_changed_since_the_last() -> None:
     gradients = {"data parallel": {"bytes_raw": 90, "bytes_sent": 30}}
     second = meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients))
     assert second == {
-        "link_compression": 20.0, "link_wait_seconds": 0.5, "store_hit_rate": 0.75, "grad_compression": 3.0,
-    }  # fmt: skip
+        "link_compression": 20.0,
+        "link_wait_seconds": 0.5,
+        "store_hit_rate": 0.75,
+        "grad_compression": 3.0,
+    }
     assert meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients)) == {}
 
 
