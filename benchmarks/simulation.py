@@ -254,19 +254,26 @@ def page(measured: Path | None) -> str:
             "",
             "## GPT2-1.5B on 8 stages: a prediction",
             "",
-            f"Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} values. Compute "
-            f"is the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and {1e3 * GPT2_BACKWARD_S:.0f} ms a "
-            f"micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. Messages, "
-            "schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card for each "
-            "stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own system measured "
-            "(Table 2), and how far this is from it. The quantized runs are near. Where FP32's messages are the limit, the "
+            f"Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} "
+            "values. Compute "
+            f"is the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and "
+            f"{1e3 * GPT2_BACKWARD_S:.0f} ms a "
+            f"micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. "
+            "Messages, "
+            "schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card "
+            "for each "
+            "stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own "
+            "system measured "
+            "(Table 2), and how far this is from it. The quantized runs are near. Where FP32's messages are the "
+            "limit, the "
             "paper's system was slower than its links allow with this schedule.",
             "",
             *gpt2_page(),
             "",
             f"## Llama-8B over {SITES} sites: a prediction",
             "",
-            f"Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not measured: "
+            f"Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not "
+            "measured: "
             f"{SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing, "
             f"{1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. "
             "Operations are counted from the model's code.",

@@ -29,7 +29,9 @@ _COMMAND_S = 20.0
 _KINDS = {
     "veth pairs": "ip link add probe0 netns {0} type veth peer name probe1 netns {0}",
     "bridges (module bridge)": "ip -n {0} link add probe2 type bridge",
-    "the queue that limits rates, tbf (module sch_tbf)": "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000",
+    "the queue that limits rates, tbf (module sch_tbf)": (
+        "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000"
+    ),
 }
 _NETEM = "tc -n {0} qdisc add dev probe1 root netem delay 1ms"
 
