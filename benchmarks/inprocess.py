@@ -23,10 +23,10 @@ from pipecomp.data import MicroBatch, Sampler, ShardedSampler, TrainLoader
 from pipecomp.errors import ConfigError
 from pipecomp.stages import Modules, ModuleStage, Stage, build_stage, default_loss, plan
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 KEYS = {
     "train_batch_size": "samples of one optimizer step",
@@ -188,13 +188,13 @@ class InProcessPipeline:
                 )
                 for index in range(len(self.stages))
             ]
-        self.links: list[tuple[UpstreamEnd, DownstreamEnd]] = []
+        self.links: list[tuple[LinkSender, LinkReceiver]] = []
         for index in range(len(self.stages) - 1):
             near, far = loopback_pair((index, index + 1))
             stores = [e.link(f"link-{index}", {}) for e in self._environments[index : index + 2]] or [None, None]
-            frame = self.stages[index].crossing(index).frame
-            sender = UpstreamEnd(index, settings, near, stores[0], frame=frame)
-            self.links.append((sender, DownstreamEnd(index, settings, far, stores[1], frame=frame)))
+            canvas = self.stages[index].crossing(index).canvas
+            sender = LinkSender(index, settings, near, stores[0], canvas=canvas)
+            self.links.append((sender, LinkReceiver(index, settings, far, stores[1], canvas=canvas)))
 
     def _make_updates(self, config: dict[str, Any], lr_scheduler: Callable[[Any], Any] | None) -> None:
         chosen = config.get("optimizer", {})

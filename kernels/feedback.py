@@ -1,4 +1,4 @@
-"""Quantizing with an error memory, in plain torch: codes of x + e that move e, of one worker or of a mean.
+"""Quantizing with an error-feedback residual, in plain torch: codes of x + e that move e, of one worker or of a mean.
 
 d: values of a flat bucket, cut into groups of `group_size` (the last may be short). Every step is one float32
 operation, rounded, except inside the mean magnitude. Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1.

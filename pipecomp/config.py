@@ -202,7 +202,7 @@ class Transport:
     """How bytes travel between stages.
 
     backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every message.
-    timeout_s: seconds of silence after which a peer counts as lost (peers send a sign of life four times as often).
+    timeout_s: seconds of silence after which a peer counts as lost (peers send a heartbeat four times as often).
     """
 
     backend: str = "auto"

@@ -1,8 +1,8 @@
 """Adam whose data-parallel exchange is quantized: of gradients at first, uncompressed; then of the momentum, in b bits.
 
 Adam is not linear in the gradient, so the error of a compressed gradient does not average out over steps. Once the
-variance no longer changes, a step is linear in the momentum, and error memories work (1-bit Adam, arXiv:2102.02888).
-Shape suffix: d values of a bucket or of a flat parameter.
+variance no longer changes, a step is linear in the momentum, and error-feedback residuals work (1-bit Adam,
+arXiv:2102.02888). Shape suffix: d values of a bucket or of a flat parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QuantizedAdam(torch.optim.Optimizer):
     dtype, and the step is torch's Adam. Then, with the variance v of step T, on worker i:
         m_i = β1·m + (1 − β1)·g_i;    m ← double_squeeze(m_i);    p ← p − lr/(1 − β1^t) · m / (√(v/(1 − β2^T)) + eps)
     The variance keeps the bias correction that it had at step T; the momentum's goes on, as the momentum does (the
-    paper leaves both out). Momentum, variance and error memories are float32, whatever the parameters are.
+    paper leaves both out). Momentum, variance and error-feedback residuals are float32, whatever the parameters are.
     Not in the paper: where a value's root of the variance is below 2^-bits of what is usual in its parameter, it is
     raised to that when the variance is frozen, and parameters are exchanged in units of what is usual in each. Without,
     rounding errors move values that have hardly any gradient by more than 1 (unused rows of an embedding).
@@ -322,7 +322,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and under "exchange" which parameters are frozen and this rank's error memories."""
+        """torch's, and under "exchange" which parameters are frozen and this rank's error-feedback residuals."""
         frozen = [list(chosen) for chosen in self._frozen]
         exchange = {**self._settings, "frozen": frozen, "memories": self._squeeze.state_dict()}
         return {**super().state_dict(), "exchange": exchange}
@@ -330,8 +330,9 @@ class QuantizedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned on the same rank; nothing of it is shared.
 
-        Error memories of another rank, or of another number of ranks, are refused: set ["exchange"]["memories"] to
-        None, and they start empty. Raises ConfigError for that, other settings, or another optimizer's state.
+        Error-feedback residuals of another rank, or of another number of ranks, are refused: set
+        ["exchange"]["memories"] to None, and they start empty. Raises ConfigError for that, other settings, or another
+        optimizer's state.
         """
         exchange = state_dict.get("exchange")
         if exchange is None:

@@ -61,14 +61,16 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One averaging. number: how many came before it, the same on all ranks. key: whose error memory it uses."""
+    """One averaging. number: how many came before it, the same on all ranks. key: whose error-feedback residual it
+    uses.
+    """
 
     group: Group
     counters: Counters
     seed: int
     number: int
     key: str
-    parts: tuple[tuple[int, int], ...] | None = None
+    slices: tuple[tuple[int, int], ...] | None = None
 
     def draw(self, *what: int) -> int:
         """A seed for random numbers that all ranks agree on."""

@@ -1,9 +1,9 @@
 """CASQ: each value is sent as the number of its cluster, each cluster's values as the means of hash buckets.
 
-Every `interval` steps rank 0 makes centers by k-means on a tenth of its values (with the error memory) and sends them
-to all. A value goes to the nearest center on its side of zero, in b bits; inside its cluster a hash of its coordinate
-picks one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the buckets by how many
-values they have and how those spread (entropy). What is left out stays in an error memory.
+Every `interval` steps rank 0 makes centers by k-means on a tenth of its values (with the error-feedback residual) and
+sends them to all. A value goes to the nearest center on its side of zero, in b bits; inside its cluster a hash of its
+coordinate picks one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the buckets
+by how many values they have and how those spread (entropy). What is left out stays in an error-feedback residual.
 Source: ALGORITHMS section 2.5, with the paper's line 8 corrected: the value *with* its memory is what is compressed.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.finite_check import with_memory
 from pipecomp.allreduce.reduce_scatter import on_device, on_host
 from pipecomp.gradient_config import Gradients
@@ -30,7 +30,7 @@ LARGEST = 2.0**120  # of a value with its memory
 class Casq:
     """Clusters and sketches with error feedback; the mean of all workers' decoded values."""
 
-    def __init__(self, options: Gradients, memory: ErrorMemory) -> None:
+    def __init__(self, options: Gradients, memory: Residuals) -> None:
         assert isinstance(options.bits, int)
         assert options.buckets is not None
         assert options.interval is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.reduce_scatter import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
 from pipecomp.gradient_config import Gradients
@@ -83,9 +83,9 @@ def _joined(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class DoubleSqueeze:
-    """b bits both ways with error memories at workers and owners."""
+    """b bits both ways with error-feedback residuals at workers and owners."""
 
-    def __init__(self, options: Gradients, memory: ErrorMemory) -> None:
+    def __init__(self, options: Gradients, memory: Residuals) -> None:
         assert isinstance(options.bits, int)
         assert options.group_size is not None
         self._bits, self._group_size, self._memory = options.bits, options.group_size, memory
@@ -104,8 +104,8 @@ class DoubleSqueeze:
             chunk = chunks(piece, n)[call.group.rank]
             starts[chunk.start] = total
             total += chunk.count
-        e_d = self._memory.worker(call.key, call.parts, d, x_d.device)
-        owner_e = self._memory.owner(call.key, call.parts, total)
+        e_d = self._memory.worker(call.key, call.slices, d, x_d.device)
+        owner_e = self._memory.owner(call.key, call.slices, total)
         sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
         reduce_bucket(x_d, out_d, SqueezedCode(self._bits, self._group_size, e_d, owner_e, starts), call)
         call.counters.add_error(sample, sample - e_d[:SAMPLE])

@@ -1,7 +1,7 @@
-"""Error memories: what compression left out, kept for the next time.
+"""Error-feedback residuals: what compression left out, kept for the next time.
 
 A bucket's memory belongs to its parameters, not to its number: DDP cuts its buckets anew after the first step, and
-after a restart. `parts` says which parameters (numbered in the order in which they were first seen) make up a bucket.
+after a restart. `slices` says which parameters (numbered in the order in which they were first seen) make up a bucket.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from torch import Tensor
 
 from pipecomp.errors import ConfigError, ShapeError
 
-Parts = tuple[tuple[int, int], ...]  # (parameter's number, its values)
+Slices = tuple[tuple[int, int], ...]  # (parameter's number, its values)
 
 
-class ErrorMemory:
+class Residuals:
     """Of one rank: for each key a flat float32 tensor of the worker, and one of the chunks that it owns."""
 
     def __init__(self) -> None:
-        self._worker: dict[str, tuple[Parts, Tensor]] = {}
-        self._owner: dict[tuple[str, Parts], Tensor] = {}
+        self._worker: dict[str, tuple[Slices, Tensor]] = {}
+        self._owner: dict[tuple[str, Slices], Tensor] = {}
         self._loaded: dict[int, Tensor] = {}
         self._scratch: dict[torch.device, Tensor] = {}
 
-    def worker(self, key: str, parts: Parts | None, d: int, device: torch.device) -> Tensor:
+    def worker(self, key: str, slices: Slices | None, d: int, device: torch.device) -> Tensor:
         """What this rank has not sent yet of the bucket, float32 [d]; zeros at first. Change it in place."""
-        wanted = parts or ((-1, d),)
+        wanted = slices or ((-1, d),)
         if key in self._worker:
             found, memory_d = self._worker[key]
             if found == wanted:
                 return memory_d
-            if parts is None:
+            if slices is None:
                 raise ShapeError(
                     f"key {key!r}: {d} values now, {memory_d.numel()} before; give every tensor a key of its own"
                 )
         memory_d = torch.zeros(d, device=device)
-        if parts is not None:
+        if slices is not None:
             pieces = self._by_parameter()
-            for (number, _), target in zip(parts, memory_d.split([count for _, count in parts]), strict=True):
+            for (number, _), target in zip(slices, memory_d.split([count for _, count in slices]), strict=True):
                 if number in pieces:
                     target.copy_(pieces[number])
         self._worker[key] = (wanted, memory_d)
         return memory_d
 
-    def owner(self, key: str, parts: Parts | None, d: int) -> Tensor:
+    def owner(self, key: str, slices: Slices | None, d: int) -> Tensor:
         """What the owner of chunks has not sent yet, float32 [d] on the CPU; zeros at first. Change it in place."""
-        place = (key, parts or ((-1, d),))
+        place = (key, slices or ((-1, d),))
         if place not in self._owner:
             self._owner[place] = torch.zeros(d)
         return self._owner[place]
@@ -61,10 +61,10 @@ class ErrorMemory:
 
     def _by_parameter(self) -> dict[int, Tensor]:
         pieces = dict(self._loaded)
-        for parts, memory_d in self._worker.values():
+        for slices, memory_d in self._worker.values():
             pieces |= {
                 number: piece
-                for (number, _), piece in zip(parts, memory_d.split([count for _, count in parts]), strict=True)
+                for (number, _), piece in zip(slices, memory_d.split([count for _, count in slices]), strict=True)
             }
         return pieces
 
@@ -75,7 +75,7 @@ class ErrorMemory:
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, for `torch.save`."""
         return {
-            "worker": {key: (parts, memory_d.cpu().clone()) for key, (parts, memory_d) in self._worker.items()},
+            "worker": {key: (slices, memory_d.cpu().clone()) for key, (slices, memory_d) in self._worker.items()},
             "owner": {place: memory_d.clone() for place, memory_d in self._owner.items()},
         }
 
@@ -85,7 +85,7 @@ class ErrorMemory:
             worker, owner = state["worker"], state["owner"]
         except (KeyError, TypeError) as error:
             raise ConfigError("state", sorted(state) if isinstance(state, dict) else state, "worker, owner") from error
-        self._worker = {key: (parts, memory_d.to(device)) for key, (parts, memory_d) in worker.items()}
+        self._worker = {key: (slices, memory_d.to(device)) for key, (slices, memory_d) in worker.items()}
         self._loaded = {}
         self._loaded = self._by_parameter()
         self._owner = dict(owner)

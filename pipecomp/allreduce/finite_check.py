@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.error_feedback import Residuals
 
 
 def within(x_d: Tensor, call: Call, largest: float) -> bool:
@@ -21,14 +21,14 @@ def within(x_d: Tensor, call: Call, largest: float) -> bool:
 
 
 def with_memory(
-    x_d: Tensor, out_d: Tensor, memory: ErrorMemory, call: Call, largest: float
+    x_d: Tensor, out_d: Tensor, memory: Residuals, call: Call, largest: float
 ) -> tuple[Tensor, Tensor] | None:
     """(e, x + e), float32 [d]: the bucket's memory, to be changed in place, and a buffer that is used again.
 
     None if a sum of any rank is not finite or above `largest`: then out is NaN on all ranks, and no memory may change.
     """
     with call.counters.part("quantize"):
-        e_d = memory.worker(call.key, call.parts, x_d.numel(), x_d.device)
+        e_d = memory.worker(call.key, call.slices, x_d.numel(), x_d.device)
         sum_d = memory.plus(x_d, e_d)
     if within(sum_d, call, largest):
         return e_d, sum_d

@@ -1,4 +1,4 @@
-"""The methods of ALGORITHMS section 2, composed of norm, levels, selection, collective and error memory."""
+"""The methods of ALGORITHMS section 2, composed of norm, levels, selection, collective and error-feedback residual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipecomp.allreduce.call import SAMPLE, Call, Method
 from pipecomp.allreduce.casq import Casq
 from pipecomp.allreduce.dithering import ExponentialCode, LeastIndexCode, LinearCode, levels_of
 from pipecomp.allreduce.double_squeeze import DoubleSqueeze
-from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.norms import LARGEST, global_norm, local_norm
 from pipecomp.allreduce.reduce_scatter import reduce_bucket
 from pipecomp.allreduce.selection import RandomK
@@ -97,7 +97,7 @@ def finish_without_codes(norm: float, out_d: Tensor) -> bool:
     return True
 
 
-def make_method(options: Gradients, memory: ErrorMemory) -> Method:
+def make_method(options: Gradients, memory: Residuals) -> Method:
     """The method that these options describe. Not for "powersgd" and "fp16", which are torch's own hooks."""
     name, bits = options.method, options.bits
     if name == "none":

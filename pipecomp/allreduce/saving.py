@@ -1,4 +1,4 @@
-"""A state's error memories in a file: tensors as safetensors, all else as JSON in its header. No pickle.
+"""A state's error-feedback residuals in a file: tensors as safetensors, all else as JSON in its header. No pickle.
 
 number_parameters(state, model.parameters())    # before the first average, also in the run that saves
 save(state, "memories-0.safetensors")           # between steps, each rank its own file

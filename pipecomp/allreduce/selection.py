@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call, Method
-from pipecomp.allreduce.error_feedback import ErrorMemory
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.norms import LARGEST
 from pipecomp.gradient_config import Gradients
@@ -37,7 +37,7 @@ def random_coordinates(d: int, count: int, seed: int) -> Tensor:
 class RandomK:
     """`dense` on K shared random coordinates. rescale multiplies by d/K, which makes an unbiased method unbiased."""
 
-    def __init__(self, dense: Method, options: Gradients, memory: ErrorMemory) -> None:
+    def __init__(self, dense: Method, options: Gradients, memory: Residuals) -> None:
         assert options.k is not None
         self._dense, self._k, self._memory = dense, options.k, memory
         self._rescale, self._feedback = bool(options.rescale), bool(options.error_feedback)
@@ -55,7 +55,7 @@ class RandomK:
             chosen = x_d[index]
             memory_d = None
             if self._feedback:
-                memory_d = self._memory.worker(call.key, call.parts, d, x_d.device)
+                memory_d = self._memory.worker(call.key, call.slices, d, x_d.device)
                 chosen = chosen.to(torch.float32) + memory_d[index]
         mean = torch.empty(count, device=x_d.device)
         if not within(x_d, call, LARGEST):  # also where nothing was chosen: loss scaling has to see it

@@ -1,4 +1,4 @@
-"""What averages gradients: a method, its ranks, error memories, counters, and the thread that does the work."""
+"""What averages gradients: a method, its ranks, error-feedback residuals, counters, and the thread that works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pipecomp.allreduce.call import Call, Counters
 from pipecomp.allreduce.casq import Casq
-from pipecomp.allreduce.error_feedback import ErrorMemory, Parts
+from pipecomp.allreduce.error_feedback import Residuals, Slices
 from pipecomp.allreduce.group import Group
 from pipecomp.allreduce.methods import make_method
 from pipecomp.allreduce.torch_hooks import LoneBucket, TorchHook
@@ -31,7 +31,7 @@ class _Job:
     x_d: Tensor
     out_d: Tensor
     key: str
-    parts: Parts | None
+    slices: Slices | None
     number: int
     future: torch.futures.Future[Tensor]
     ready: Any = None  # CUDA event after which x_d may be read
@@ -59,7 +59,7 @@ class State:
             raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
         self.seed = seed
         self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
-        self.memory = ErrorMemory()
+        self.memory = Residuals()
         self._counters = Counters()
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
@@ -75,12 +75,12 @@ class State:
     # -- averaging
 
     def submit(
-        self, tensor: Tensor, key: str, *, parts: Parts | None = None, out: Tensor | None = None
+        self, tensor: Tensor, key: str, *, slices: Slices | None = None, out: Tensor | None = None
     ) -> torch.futures.Future[Tensor]:
         """Start averaging `tensor` (any float dtype and shape) and return a future of the mean, in its dtype and shape.
 
-        key: whose error memory; parts: which parameters, see `memory`. out: where the mean goes, contiguous, may be
-        `tensor` itself; otherwise a new tensor. Do not change `tensor` before the future is done.
+        key: whose error-feedback residual; slices: which parameters, see `memory`. out: where the mean goes,
+        contiguous, may be `tensor` itself; otherwise a new tensor. Do not change `tensor` before the future is done.
         """
         if tensor.dtype not in DTYPES:
             raise ShapeError(f"gradient {key}: dtype {tensor.dtype}, allowed: {', '.join(map(str, DTYPES))}")
@@ -94,7 +94,7 @@ class State:
         x_d = tensor.detach().reshape(-1)
         if x_d.dtype == torch.float64:
             x_d = x_d.to(torch.float32)
-        job = _Job(x_d, out.detach(), key, parts, self._calls, future)
+        job = _Job(x_d, out.detach(), key, slices, self._calls, future)
         if tensor.is_cuda:
             job.ready = torch.cuda.Event()
             job.ready.record()
@@ -105,7 +105,7 @@ class State:
     def run_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average one of DDP's buckets in place."""
         if self._hook is None:
-            return self.submit(bucket.buffer(), str(bucket.index()), parts=self._parts(bucket), out=bucket.buffer())
+            return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
         self._count(bucket.buffer())
         return self._run_hook(bucket, "ddp", bucket.buffer())
 
@@ -120,13 +120,13 @@ class State:
         self._counters.calls += 1
         self._counters.bytes_raw += 2 * tensor.numel() * tensor.element_size() * (n - 1) // n
 
-    def _parts(self, bucket: Any) -> Parts:
+    def _slices(self, bucket: Any) -> Slices:
         """Parameters by the order in which they were first seen, which is the same after a restart."""
-        parts = []
+        slices = []
         for parameter in bucket.parameters():
             number = self._numbers.setdefault(parameter, len(self._numbers))
-            parts.append((number, parameter.numel()))
-        return tuple(parts)
+            slices.append((number, parameter.numel()))
+        return tuple(slices)
 
     # -- the thread
 
@@ -142,7 +142,7 @@ class State:
         assert self._method is not None
         if job.ready is not None:
             job.ready.synchronize()
-        call = Call(self.group, self._counters, self.seed, job.number, job.key, job.parts)
+        call = Call(self.group, self._counters, self.seed, job.number, job.key, job.slices)
         out_d = job.out_d.view(-1)
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
@@ -162,7 +162,7 @@ class State:
         return self._counters.as_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Error memories and place in the random numbers, of this rank; call it between steps."""
+        """Error-feedback residuals and place in the random numbers, of this rank; call it between steps."""
         state = {
             "options": dataclasses.asdict(self.options),
             "rank": self.group.rank,
@@ -225,7 +225,7 @@ ddp_hook.__annotations__.clear()  # DDP reads them, and refuses strings, which t
 def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
     """The mean of all ranks' `tensor` (float, any shape), as a new tensor: the same bits on every rank.
 
-    key names the error memory: one for each tensor that is averaged again and again. NaN or Inf on any rank gives NaN
-    on every rank and leaves the memories as they were.
+    key names the error-feedback residual: one for each tensor that is averaged again and again. NaN or Inf on any rank
+    gives NaN on every rank and leaves the memories as they were.
     """
     return state.submit(tensor, key).wait()

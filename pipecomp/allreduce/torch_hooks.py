@@ -23,7 +23,7 @@ class LoneBucket:
         self._tensor, self._number = tensor, number
 
     def index(self) -> int:
-        """Whose error memory."""
+        """Whose error-feedback residual."""
         return self._number
 
     def buffer(self) -> Tensor:

@@ -20,13 +20,13 @@ _CHUNK = 16 << 20
 _STEP = re.compile(r"global_step(\d+)")
 
 
-def unseal(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """The files are about to change: nothing vouches for them."""
     for seal in folder.glob(_SEALS):
         seal.unlink(missing_ok=True)
 
 
-def seal(folder: Path, rank: int) -> None:
+def write(folder: Path, rank: int) -> None:
     """Vouch for all files of the folder; call it when every rank has written. rank: names the seal."""
     files = {
         str(path.relative_to(folder)): [path.stat().st_size, _crc(path)]
@@ -68,7 +68,7 @@ def steps(save_dir: str | os.PathLike[str]) -> dict[int, Path]:
 def remove_old(save_dir: str | os.PathLike[str], keep: int) -> None:
     """Delete all checkpoints but the last `keep` ones."""
     for path in list(steps(save_dir).values())[:-keep]:
-        unseal(path)  # what is deleted halfway must not look good
+        remove(path)  # what is deleted halfway must not look good
         shutil.rmtree(path, ignore_errors=True)
 
 

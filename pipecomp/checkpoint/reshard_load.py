@@ -16,7 +16,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
-from pipecomp.cluster.agreement import Together
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.errors import ConfigError
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage
@@ -66,8 +66,8 @@ def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None
     """
     own = describe(engine)
     found: SavedPipeline | None = None
-    all_ranks = Together()
-    with all_ranks.failing():
+    all_ranks = AllRanks()
+    with all_ranks.collective_errors():
         description = read_description(folder, key)
         if description is not None and not description.fits(own):
             description.check(own)
@@ -76,7 +76,7 @@ def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None
         elif description is not None and engine.stage.adapter is not None:
             # DeepSpeed would be content with a file that lacks what is trained.
             SavedPipeline(folder, description).weights(engine.stage, of=[engine.stage_id])
-    for rank, recut in enumerate(all_ranks.everyone(found is not None)):
+    for rank, recut in enumerate(all_ranks.all_gather_object(found is not None)):
         if recut is not (found is not None):
             raise ConfigError("load_dir", str(folder), f"the same checkpoint on all ranks (rank {rank} differs)")
     return found
@@ -127,7 +127,7 @@ def load(
 def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) -> None:
     """Give a torch optimizer the states of its parameters. groups: their names, see `grouped_names`.
 
-    A `QuantizedAdam` goes on with what is frozen, without error memories.
+    A `QuantizedAdam` goes on with what is frozen, without error-feedback residuals.
     """
     own = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}

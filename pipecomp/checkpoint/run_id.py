@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.buffers import StoreEnvironment
-from pipecomp.cluster.agreement import Together
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.errors import StoreError
 from pipecomp.stages.partition.planning import SplitPlan
 
@@ -63,7 +63,7 @@ class Run:
 
 
 def find_run(
-    environment: StoreEnvironment, holds_messages: bool, path: str, name: str | None, all_ranks: Together
+    environment: StoreEnvironment, holds_messages: bool, path: str, name: str | None, all_ranks: AllRanks
 ) -> Run:
     """The run of this process, decided by all ranks together; every rank of a run must call this.
 
@@ -71,13 +71,13 @@ def find_run(
     every rank if the messages of two ranks are of different runs, or not of the one that `name` says.
     """
     mine = (environment.run or UNKNOWN) if holds_messages else None
-    told = all_ranks.everyone([mine, secrets.token_hex(8)])
+    told = all_ranks.all_gather_object([mine, secrets.token_hex(8)])
     stored = {rank: run for rank, (run, _) in enumerate(told) if run is not None}
     wanted = name or next(iter(stored.values()), None)
     foreign = [rank for rank, run in stored.items() if run != wanted]
     if foreign:
         rank = foreign[0]
-        all_ranks.part()
+        all_ranks.leave()
         other = "store.run says" if name is not None else f"rank {next(iter(stored))}'s of"
         raise StoreError(
             f"rank {rank}: the message store in {path} belongs to run {stored[rank]}, {other} {wanted}. Give another "

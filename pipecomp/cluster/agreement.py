@@ -41,7 +41,7 @@ _OWN = (
 _numbers = itertools.count()
 
 
-class Together:
+class AllRanks:
     """Values of all ranks, through a key-value store that all of them reach. Every rank must ask the same questions.
 
     store: torch's own by default. wait_s: for a rank that has not come yet. lost: what is known of lost ranks.
@@ -64,7 +64,7 @@ class Together:
         self._wait_s, self._lost = wait_s, lost
         self._questions = itertools.count()
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The JSON value that each rank gave, by rank.
 
         Raises LinkTimeoutError if a rank does not answer, PeerLostError if the store is gone.
@@ -92,16 +92,16 @@ class Together:
             time.sleep(min(_POLL_S, max(0.001, passed_s / 10)))
         return json.loads(self._store.get(key))
 
-    def check_alike(self, facts: Mapping[str, Any]) -> None:
+    def assert_same_on_all_ranks(self, facts: Mapping[str, Any]) -> None:
         """LinkError on every rank if `facts`, JSON values, are not the same on all; it names ranks and values."""
         mine = json.dumps(facts, sort_keys=True)
-        hashes = self.everyone(hashlib.sha256(mine.encode()).hexdigest())
+        hashes = self.all_gather_object(hashlib.sha256(mine.encode()).hexdigest())
         if len(set(hashes)) > 1:
-            found = differences(self.everyone(json.loads(mine)))
-            self.part()
+            found = differences(self.all_gather_object(json.loads(mine)))
+            self.leave()
             raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"parted/{self.rank}", "")
@@ -109,16 +109,16 @@ class Together:
                 self._store.wait([f"parted/{rank}" for rank in range(self.world)], timedelta(seconds=_PART_S))
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def collective_errors(self) -> Iterator[None]:
         """What every rank does for itself: an error of one is raised there, and as LinkError on all that had none."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        errors = self.everyone(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         if any(text is not None for text in errors):
-            self.part()
+            self.leave()
         if error is not None:
             raise error
         for rank, text in enumerate(errors):

@@ -1,4 +1,4 @@
-"""Signs of life of all ranks, for those who wait in a collective: gloo tells a closed connection, but not silence.
+"""Heartbeats of all ranks, for those who wait in a collective: gloo tells a closed connection, but not silence.
 
 Each rank writes a counter to torch's key-value store every few seconds and reads those of the others, from when it has
 joined them. One whose counter stands still for the configured time is stopped, dead, or cannot be reached. Whoever
@@ -30,13 +30,13 @@ DEFAULT_TIMEOUT_S = 120.0
 _BEAT_S = 1.0
 _SILENCE = 0.75  # share of the timeout after which a rank is lost; links notice by the whole timeout
 _GRACE_S = 5.0  # after that, for an error to end the waiting
-_LAST_WORDS_S = 10.0
+_ON_EXIT_S = 10.0
 _LINGER_S, _LINGER_POLL_S = 5.0, 0.1
 _JOIN_S = 1.0
 _LEFT, _STOPPED = "left", "stopped"
 _KEY = "pipecomp/alive/{}"
 
-_current: Watch | None = None
+_current: Heartbeat | None = None
 _group: Any = None  # that the current one was made for
 
 
@@ -56,10 +56,10 @@ class _Sign(NamedTuple):
         return [*self.text.split(" ", 4), "", "", ""]
 
 
-class Watch:
-    """This process's watch over the other ranks, in threads of its own; `watch_processes` makes it.
+class Heartbeat:
+    """This process's watch over the other ranks, in threads of its own; `process_heartbeat` makes it.
 
-    timeout_s: silence after which a rank is lost. last_words: called before this process is ended. Both are of the
+    timeout_s: silence after which a rank is lost. on_exit: called before this process is ended. Both are of the
     engine that `begin` announced.
     """
 
@@ -68,7 +68,7 @@ class Watch:
         self._rank = rank
         self._others = [r for r in range(world) if r != rank]
         self._store = store.clone()  # a wait on the shared connection would stop the beats
-        self.timeout_s, self.last_words = DEFAULT_TIMEOUT_S, _nothing
+        self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, _nothing
         self.lost: PipecompError | None = None
         self.engine = 0  # how many this process has begun to make
         self._beats = 0
@@ -90,7 +90,7 @@ class Watch:
     def begin(self) -> None:
         """An engine is about to be made; all ranks make theirs in the same order."""
         self.engine += 1
-        self.timeout_s, self.last_words, self.lost = DEFAULT_TIMEOUT_S, _nothing, None
+        self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, _nothing, None
         self._say("")
 
     @contextlib.contextmanager
@@ -141,7 +141,7 @@ class Watch:
         """This engine has ended in order; if it is the last one that was made, nobody needs to wait for a sign of this
         rank any more."""
         if engine == self.engine:
-            self.last_words = _nothing
+            self.on_exit = _nothing
             if not self._state.startswith(_STOPPED):
                 self._say(_LEFT)
 
@@ -213,7 +213,7 @@ class Watch:
         for rank, sign in seen.items():
             if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.engine == self.engine):
                 return LinkTimeoutError(
-                    f"no sign of life from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
+                    f"no heartbeat from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
                     "reached"
                 )
         return None
@@ -225,14 +225,14 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
-        finishing = threading.Thread(target=self.last_words, daemon=True)
+        finishing = threading.Thread(target=self.on_exit, daemon=True)
         finishing.start()
-        finishing.join(_LAST_WORDS_S)
+        finishing.join(_ON_EXIT_S)
         sys.stdout.flush()
         os._exit(LOST_STATUS)
 
 
-def watch_processes(store: Any = None, rank: int = 0, world: int = 1) -> Watch:
+def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heartbeat:
     """This process's watch, made at the first call and again for processes that have joined anew.
 
     store, rank, world: of processes that torch has not joined yet; its own otherwise.
@@ -249,7 +249,7 @@ def watch_processes(store: Any = None, rank: int = 0, world: int = 1) -> Watch:
     if store is None:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
-    _current, _group = Watch(rank, world, store), joined
+    _current, _group = Heartbeat(rank, world, store), joined
     return _current
 
 

@@ -22,8 +22,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from pipecomp.cluster.agreement import COMING_S, Together, check_byte_order, versions
-from pipecomp.cluster.heartbeat import watch_processes
+from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
+from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
 from pipecomp.errors import LinkError, LinkTimeoutError
 
@@ -80,17 +80,17 @@ def _meet(rank: int, world: int) -> Any:
             "and MASTER_PORT; rank 0's machine must let that port in"
         ) from error
     store = _fresh(store, rank, world)
-    watch_processes(store, rank, world)
-    together = Together(rank, world, store, wait_s=_CONNECT_S)
+    process_heartbeat(store, rank, world)
+    together = AllRanks(rank, world, store, wait_s=_CONNECT_S)
     address = "127.0.0.1"
-    with together.failing():
+    with together.collective_errors():
         check_byte_order()
         address = gloo_address()
-    together.check_alike(versions())
-    places = together.everyone([machine(), address])
+    together.assert_same_on_all_ranks(versions())
+    places = together.all_gather_object([machine(), address])
     lonely = [r for r, (_, used) in enumerate(places) if is_loopback(used)]
     if lonely and len({name for name, _ in places}) > 1:
-        together.part()
+        together.leave()
         used = "; ".join(f"rank {r} {places[r][1]}" for r in lonely)
         raise LinkError(
             f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "

@@ -3,7 +3,7 @@
 TAG/   DeepSpeed's checkpoint
     pipecomp-rank-R.pt                     rank R's random generators, and what its message stores held
     pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
-    pipecomp-gradients-…-rank-R            error memories of compressed gradients
+    pipecomp-gradients-…-rank-R            error-feedback residuals of compressed gradients
     pipecomp-seal-R.json                   written last, see `sealing`
 latest   DeepSpeed's file, which names the last TAG that is whole
 """
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.run_id import Run, saved_run
-from pipecomp.cluster.agreement import Together
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.data import TrainLoader
-from pipecomp.engine.gradient_exchange import load_memories, save_memories
+from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.engine.reporting import ReportingEngine
 from pipecomp.errors import ConfigError, StoreError
 from pipecomp.stages.link.handshake import summarize
@@ -59,9 +59,9 @@ class CheckpointingEngine(ReportingEngine):
     def save_checkpoint(
         self, save_dir: str, tag: Any = None, client_state: dict | None = None, save_latest: bool = True, **kwargs: Any
     ) -> Any:
-        """As DeepSpeed's; saved too are the place in the training data, the random generators, error memories, what
-        the message stores hold, and with `store.in_checkpoints` a copy of them. With a LoRA adapter the frozen weights
-        are left out, unless `exclude_frozen_parameters=False`.
+        """As DeepSpeed's; saved too are the place in the training data, the random generators, error-feedback
+        residuals, what the message stores hold, and with `store.in_checkpoints` a copy of them. With a LoRA adapter the
+        frozen weights are left out, unless `exclude_frozen_parameters=False`.
 
         A run that is killed meanwhile leaves the checkpoint before as `latest`. Raises ConfigError for bf16 without
         ZeRO: DeepSpeed 0.19 cannot load what it would save.
@@ -80,15 +80,15 @@ class CheckpointingEngine(ReportingEngine):
         state = {**(client_state or {}), _STATE_KEY: own}
         tag = str(tag or f"global_step{self.global_steps}")
         folder = Path(save_dir) / tag
-        with self.telling_others():
+        with self.propagate_failure():
             own["pipeline"] = reshard_load.describe(self).as_dict()
-            manifest.unseal(folder)
+            manifest.remove(folder)
             done = super().save_checkpoint(save_dir, tag=tag, client_state=state, save_latest=False, **kwargs)
-            save_memories(self.exchange_states(), folder, self.global_rank)
+            save_residuals(self.exchange_states(), folder, self.global_rank)
             self._save_rank(folder)
             dist.barrier()  # everything is written
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                manifest.seal(folder, self.global_rank)
+                manifest.write(folder, self.global_rank)
             dist.barrier()
             if save_latest and self.global_rank == 0:
                 manifest.write_whole(Path(save_dir) / "latest", tag)
@@ -113,11 +113,11 @@ class CheckpointingEngine(ReportingEngine):
 
         The checkpoint may be of other cuts, another K and another number of replicas. Then every rank takes its
         parameters and their optimizer states out of the files of all stages, which must be on its machine; every
-        message is sent whole once, error memories of compressed gradients start empty, and random generators stay as
-        they are. Raises SplitError for the checkpoint of another model, ConfigError for one of another precision or
-        ZeRO stage.
+        message is sent whole once, error-feedback residuals of compressed gradients start empty, and random generators
+        stay as they are. Raises SplitError for the checkpoint of another model, ConfigError for one of another
+        precision or ZeRO stage.
         """
-        with self.telling_others():
+        with self.propagate_failure():
             folder = _folder(load_dir, tag)
             saved = None if folder is None else reshard_load.saved_otherwise(self, folder, _STATE_KEY)
             if saved is None:
@@ -146,9 +146,9 @@ class CheckpointingEngine(ReportingEngine):
             own = (state or {}).pop(_STATE_KEY, None)
             same = own is None or self._same_pipeline(own["pipeline"])
             if same:
-                load_memories(self.exchange_states(), folder, self.global_rank, self.device)
+                load_residuals(self.exchange_states(), folder, self.global_rank, self.device)
             elif self.global_rank == 0 and any(True for _ in self.exchange_states()):
-                _log.warning("%s is of another pipeline: the error memories of gradients start empty", folder)
+                _log.warning("%s is of another pipeline: the error-feedback residuals of gradients start empty", folder)
             if own is not None and not load_module_only:
                 self._go_on(own, folder, same)
         return path, state
@@ -169,14 +169,14 @@ class CheckpointingEngine(ReportingEngine):
             set_random_state(saved["random"])
         if self.run is None:
             return
-        all_ranks = Together(lost=lambda: None if self.watch is None else self.watch.lost)
+        all_ranks = AllRanks(lost=lambda: None if self.watch is None else self.watch.lost)
         exact = False
-        with all_ranks.failing():
+        with all_ranks.collective_errors():
             self.run.loaded(saved_run(own))
             if saved is not None:
                 exact = self._take_messages(folder, saved["messages"])
         dropped = self.links.agree()
-        self.resumed = Resumed(all(all_ranks.everyone(exact and not dropped)), dropped)
+        self.resumed = Resumed(all(all_ranks.all_gather_object(exact and not dropped)), dropped)
 
     def _save_rank(self, folder: Path) -> None:
         copy, environment = _messages(folder, self.global_rank), self.links.environment

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
 from pipecomp.checkpoint.run_id import Run, find_run, model_digest
-from pipecomp.cluster.agreement import Together
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
-from pipecomp.stages.link.downstream import DownstreamEnd
 from pipecomp.stages.link.gloo import GlooTransport, close_quietly, neighbour_groups
 from pipecomp.stages.link.links import Links
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.splitting import Stage
@@ -43,7 +43,7 @@ def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup
     return mine
 
 
-def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all_ranks: Together) -> None:
+def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all_ranks: AllRanks) -> None:
     """Give every copy of a tied weight the values of its first holder, where they differ; every rank must call this.
 
     They differ where each process has drawn its model's weights for itself, with another seed or none. Replicas need
@@ -52,7 +52,7 @@ def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all
     if not split_plan.tied:
         return
     copies = stage.tied_parameters()
-    digests = all_ranks.everyone({name: _digest(p) for name, p in copies.items()})
+    digests = all_ranks.all_gather_object({name: _digest(p) for name, p in copies.items()})
     replicas = pipelines(grid)
     for tied in split_plan.tied:
         if all(len({digests[ranks[s]][tied.name] for s in tied.stages}) == 1 for ranks in replicas):
@@ -85,7 +85,7 @@ def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooT
 
 
 def open_links(
-    engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport], all_ranks: Together
+    engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport], all_ranks: AllRanks
 ) -> tuple[Links, Run | None]:
     """This rank's ends of its links, which hold the same messages as their peers, and the run whose messages these are
     (None where none are kept); every rank must call this.
@@ -115,7 +115,7 @@ def open_links(
             opened.callback(close_quietly, transport)
         environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
         if settings.activations.method == "aqsgd":
-            with all_ranks.failing():
+            with all_ranks.collective_errors():
                 environment = _environment(settings, engine.global_rank)
                 opened.callback(environment.close)
                 stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
@@ -124,7 +124,7 @@ def open_links(
         ends: dict[str, Any] = {}
         for name, crossing in crossings.items():
             index = indices[name]
-            ends[name] = (UpstreamEnd if name == "to_next" else DownstreamEnd)(
+            ends[name] = (LinkSender if name == "to_next" else LinkReceiver)(
                 index,
                 settings,
                 transports[name],
@@ -132,7 +132,7 @@ def open_links(
                 replica=grid.data_parallel_id,
                 device=engine.device,
                 pass_nonfinite=engine.fp16_enabled(),
-                frame=crossing.frame,
+                canvas=crossing.canvas,
             )
         both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
         links = Links(environment=environment, described=both, **ends)

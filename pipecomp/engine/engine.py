@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
 from pipecomp.checkpoint.run_id import Run
-from pipecomp.cluster.heartbeat import Watch
+from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, TrainLoader, as_micro_batch
 from pipecomp.engine.checkpointing import CheckpointingEngine
@@ -34,7 +34,7 @@ from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.errors import DataError, LinkError, SplitError
 from pipecomp.schedule.in_flight import InFlight, KeptBytes, free_bytes
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
@@ -102,13 +102,13 @@ class PipelineEngine(CheckpointingEngine):
         super().__init__(tied_groups=tied_groups, exchange=exchange, **ds)
         self.in_flight = InFlight(pipecomp_config.in_flight, self.stage_id, self.num_stages, self.micro_batches)
 
-    def open_links(self, links: Links, run: Run | None, watch: Watch) -> None:
+    def open_links(self, links: Links, run: Run | None, watch: Heartbeat) -> None:
         """Use these links, for this run where they keep messages; called once by `initialize`.
 
         watch: over the other ranks.
         """
         self.links, self.run, self.watch, self._watched = links, run, watch, watch.engine
-        watch.last_words = links.close
+        watch.on_exit = links.close
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
             links.to_previous.transport.on_arrival(links.prefetch_arrived)
@@ -127,7 +127,7 @@ class PipelineEngine(CheckpointingEngine):
         PeerLostError if another rank is gone, and this project's other errors; after any of them the run is over.
         """
         self._step_number = self.global_steps
-        with self.telling_others():
+        with self.propagate_failure():
             if self.run is not None:
                 self.run.begin_step()
             began, self._gradient_wait, self._backwards = time.perf_counter(), 0.0, 0
@@ -161,7 +161,7 @@ class PipelineEngine(CheckpointingEngine):
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
         self._on_logits = on_logits
-        with self.telling_others():
+        with self.propagate_failure():
             result = super().eval_batch(data_iter, *args, **kwargs)
         self._on_logits = None
         self._evaluations += 1
@@ -320,5 +320,5 @@ class PipelineEngine(CheckpointingEngine):
         if isinstance(self.stage, ModuleStage):
             raise SplitError("a model of plain modules has no Hugging Face folder: save each stage's state_dict()")
         owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
-        with self.telling_others():
+        with self.propagate_failure():
             save_pretrained(self.stage, folder, owners=owners)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
-from pipecomp.cluster.heartbeat import Watch
+from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.errors import PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
@@ -21,13 +21,13 @@ class GuardedEngine(ReducingEngine):
 
     def __init__(self, **more: Any) -> None:
         self.links = Links()
-        self.watch: Watch | None = None
+        self.watch: Heartbeat | None = None
         self._watched = 0  # this engine's number there
         self._depth = 0
         super().__init__(**more)
 
     @contextlib.contextmanager
-    def telling_others(self) -> Iterator[None]:
+    def propagate_failure(self) -> Iterator[None]:
         """Whatever ends a step here, the neighbours learn of it, and the first lost rank is what is raised."""
         if self._depth:  # the outer one does it
             yield

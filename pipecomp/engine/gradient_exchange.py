@@ -121,7 +121,9 @@ class GradientExchange:
 
 
 class ReplicaAdam(QuantizedAdam):
-    """QuantizedAdam whose error memories the engine saves, each rank its own: DeepSpeed saves one replica's state."""
+    """QuantizedAdam whose error-feedback residuals the engine saves, each rank its own: DeepSpeed saves one replica's
+    state.
+    """
 
     def momentum_state(self) -> State:
         """What exchanges the momentum, with its memories."""
@@ -134,14 +136,14 @@ class ReplicaAdam(QuantizedAdam):
         return state
 
 
-def save_memories(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
-    """Write a rank's error memories, by name, to files of its own in a checkpoint's folder."""
+def save_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
+    """Write a rank's error-feedback residuals, by name, to files of its own in a checkpoint's folder."""
     for name, state in states:
         saving.save(state, folder / _file(name, rank))
 
 
-def load_memories(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
-    """Go on with what `save_memories` wrote; they start empty where the checkpoint was made without."""
+def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
+    """Go on with what `save_residuals` wrote; they start empty where the checkpoint was made without."""
     for name, state in states:
         if (folder / _file(name, rank)).is_file():
             saving.load(state, folder / _file(name, rank), device)

@@ -28,8 +28,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from deepspeed.utils import logger as deepspeed_logger
 
-from pipecomp.cluster.agreement import Together, settings_of
-from pipecomp.cluster.heartbeat import watch_processes
+from pipecomp.cluster.agreement import AllRanks, settings_of
+from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.engine.connect import match_tied, open_links, open_transports, pipelines, tied_groups
@@ -75,9 +75,9 @@ def initialize(
     DataError for the data.
     """
     join_processes()
-    watch = watch_processes()
+    watch = process_heartbeat()
     with watch.starting():
-        all_ranks = Together(lost=lambda: watch.lost)
+        all_ranks = AllRanks(lost=lambda: watch.lost)
         ds_config, settings, split_plan, recomputes = _agreed(
             model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None
         )
@@ -129,10 +129,10 @@ def initialize(
 
 
 def _agreed(
-    model: Any, num_stages: int | None, cuts: Sequence[int] | None, config: Any, all_ranks: Together, *, own_loss: bool
+    model: Any, num_stages: int | None, cuts: Sequence[int] | None, config: Any, all_ranks: AllRanks, *, own_loss: bool
 ) -> tuple[dict[str, Any], Config, SplitPlan, bool]:
     """DeepSpeed's configuration, its section, the split, and whether activations are recomputed: alike on all ranks."""
-    with all_ranks.failing():
+    with all_ranks.collective_errors():
         ds_config = _read_config(config)
         settings = Config.from_dict(ds_config.get(SECTION, {}))
         split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
@@ -156,7 +156,9 @@ def _agreed(
         check_gradients(settings.gradients, ds_config, split_plan, world // stages)
         _complete(ds_config)
         recomputes = take_setting(ds_config)
-    all_ranks.check_alike({**settings_of(ds_config, SECTION, settings.shared()), **_facts(split_plan, model)})
+    all_ranks.assert_same_on_all_ranks(
+        {**settings_of(ds_config, SECTION, settings.shared()), **_facts(split_plan, model)}
+    )
     return ds_config, settings, split_plan, recomputes
 
 

@@ -102,7 +102,7 @@ class ReducingEngine(deepspeed_pipe.PipelineEngine):
             self._reductions.setdefault(group, GroupStats()).add(raw, ranks, time.perf_counter() - began)
 
     def exchange_states(self) -> Iterator[tuple[str, State]]:
-        """What exchanges compressed gradients or momentum on this rank, with its error memories, by name."""
+        """What exchanges compressed gradients or momentum on this rank, with its error-feedback residuals, by name."""
         if self._exchange is not None:
             yield from self._exchange.states()
         if isinstance(self.optimizer, ReplicaAdam):

@@ -61,7 +61,7 @@ class ReportingEngine(GuardedEngine):
         Chrome's trace format. Every rank must call this; rank 0 writes.
         """
         out: list[Any] = [None] * dist.get_world_size()
-        with self.telling_others():
+        with self.propagate_failure():
             dist.all_gather_object(out, self.trace.events())
         if self.global_rank == 0:
             by_rank = dict(enumerate(out))
@@ -71,6 +71,6 @@ class ReportingEngine(GuardedEngine):
     def gather_comm_stats(self) -> list[dict[str, Any]]:
         """`comm_stats` of all ranks, on every rank; all ranks must call this."""
         out: list[Any] = [None] * dist.get_world_size()
-        with self.telling_others():
+        with self.propagate_failure():
             dist.all_gather_object(out, self.comm_stats())
         return out

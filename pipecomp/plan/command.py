@@ -95,7 +95,7 @@ def run_plan(
     )
     if len(speeds) > 1:
         _check(len(speeds) == wanted.nodes, "speed", speed, f"one number, or one for each of {wanted.nodes} nodes")
-        wanted = replace(wanted, paces=tuple(min(speeds) / one for one in speeds))
+        wanted = replace(wanted, slowdowns=tuple(min(speeds) / one for one in speeds))
     if wanted.stages is not None and speed is None and profile is None and not measure:
         _check(not recompute, "recompute", recompute, "nothing without --speed")
         for links in networks.values():
@@ -116,7 +116,7 @@ def run_plan(
         seen = Survey(profile=read, speeds=Speeds())
     if launch.started:
         networks = {"measured": ((math.inf,), 0.0)}
-        wanted = replace(wanted, paces=seen.paces)
+        wanted = replace(wanted, slowdowns=seen.slowdowns)
     found = plan(wanted, seen.profile, list(networks.values()), seen.speeds, seen.network)
     K = found.choice.prediction.job.plan.num_stages
     network = seen.network or chain(K, *next(iter(networks.values())))
@@ -182,8 +182,8 @@ def plan(
     choices: list[Choice] = []
     too_large = math.inf
     for K, replicas in layouts(wanted.nodes, wanted.stages, len(profile.blocks)):
-        paces = wanted.stage_paces(K)
-        split = balanced(model, profile, K, tie=wanted.tie, paces=paces)
+        slowdowns = wanted.stage_slowdowns(K)
+        split = balanced(model, profile, K, tie=wanted.tie, slowdowns=slowdowns)
         tied = tuple(sizes[group.name] for group in split.tied)
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
@@ -194,7 +194,7 @@ def plan(
                 replicas=replicas,
                 dtype=wanted.dtype,
                 tied=tied,
-                paces=paces,
+                slowdowns=slowdowns,
             )
             if K == 1:
                 alone = predict(job, Config(tie=wanted.tie), network(split, 0), speeds)

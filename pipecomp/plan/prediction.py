@@ -45,7 +45,7 @@ class Speeds:
 class Job:
     """What is to be trained. plan: the cuts. tied: values of each tied weight, in the order of `plan.tied`.
 
-    paces: how many times the profile's seconds each stage's machine takes; empty where all are alike.
+    slowdowns: how many times the profile's seconds each stage's machine takes; empty where all are alike.
     """
 
     profile: Profile
@@ -55,13 +55,16 @@ class Job:
     replicas: int = 1
     dtype: torch.dtype = torch.float32
     tied: tuple[int, ...] = ()
-    paces: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
     def stage_seconds(self) -> list[tuple[float, float]]:
         """Forward and backward of each stage on a micro-batch."""
         found = self.profile.stage_seconds(self.plan, self.samples)
-        paces = self.paces or (1.0,) * len(found)
-        return [(pace * forward, pace * backward) for pace, (forward, backward) in zip(paces, found, strict=True)]
+        slowdowns = self.slowdowns or (1.0,) * len(found)
+        return [
+            (slowdown * forward, slowdown * backward)
+            for slowdown, (forward, backward) in zip(slowdowns, found, strict=True)
+        ]
 
     @property
     def batch(self) -> int:

@@ -215,13 +215,18 @@ class _Kept:
 
 
 def balanced(
-    model: Any, profile: Profile | None, stages: int | Sequence[int], *, tie: bool = True, paces: Sequence[float] = ()
+    model: Any,
+    profile: Profile | None,
+    stages: int | Sequence[int],
+    *,
+    tie: bool = True,
+    slowdowns: Sequence[float] = (),
 ) -> SplitPlan:
     """Where to cut a model (on the meta device) into so many stages, or at given blocks; by seconds where there are.
 
-    paces: how many times those seconds each stage's machine takes.
+    slowdowns: how many times those seconds each stage's machine takes.
     """
     by = None if profile is None or profile.blocks[0].forward_s is None else profile.block_seconds()
     if isinstance(stages, int):
-        return plan_model(model, stages, block_seconds=by, tie=tie, paces=paces)
+        return plan_model(model, stages, block_seconds=by, tie=tie, slowdowns=slowdowns)
     return plan_model(model, cuts=list(stages), block_seconds=by, tie=tie)

@@ -35,13 +35,13 @@ _TIMEOUT_S = 120.0
 class Survey:
     """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher.
 
-    paces: how many times the profile's seconds each rank's machine takes, at most 1; empty without a launcher.
+    slowdowns: how many times the profile's seconds each rank's machine takes, at most 1; empty without a launcher.
     """
 
     profile: Profile
     speeds: Speeds
     network: Network | None = None
-    paces: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
 
 def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
@@ -99,7 +99,7 @@ def survey_ranks(
         profile=profile,
         speeds=slowest_speeds([m.speeds for m in machines]),
         network=network_of(links) if K > 1 else None,
-        paces=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
+        slowdowns=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
     )
 
 

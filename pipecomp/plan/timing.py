@@ -19,10 +19,10 @@ from pipecomp.kernels import ops
 from pipecomp.plan.profile import Cost, Profile, assemble, cut_apart, example, without_weights
 from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.splitting import Stage
@@ -100,8 +100,8 @@ def time_link(
     keeps = config.activations.method == "aqsgd"
     a, b = loopback_pair(timeout_s=60.0)
     stores = [MemoryStore("plan", group_size=config.activations.group_size) if keeps else None for _ in (a, b)]
-    up = UpstreamEnd(0, config, a, stores[0], device=device)
-    down = DownstreamEnd(0, config, b, stores[1], device=device)
+    up = LinkSender(0, config, a, stores[0], device=device)
+    down = LinkReceiver(0, config, b, stores[1], device=device)
     where = Layout(tuple(range(samples)), (0,) * samples, (tokens,) * samples, tokens)
     draw = torch.Generator().manual_seed(0)
     xs = [torch.randn((samples, tokens, hidden), generator=draw).to(device, dtype) for _ in range(2)]

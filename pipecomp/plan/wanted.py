@@ -39,7 +39,8 @@ class Wanted:
     """What the options say.
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
-    paces: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are alike.
+    slowdowns: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are
+    alike.
     """
 
     model: Any
@@ -50,12 +51,12 @@ class Wanted:
     dtype: torch.dtype = torch.float32
     tie: bool = True
     memory_bytes: float = math.inf
-    paces: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
 
-    def stage_paces(self, K: int) -> tuple[float, ...]:
+    def stage_slowdowns(self, K: int) -> tuple[float, ...]:
         """Of each stage the slowest replica's."""
         R = self.nodes // K
-        return tuple(max(self.paces[k * R : (k + 1) * R]) for k in range(K)) if self.paces else ()
+        return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
 
     def check_memory(self, needs: float) -> None:
         """Raise ConfigError if a node has less. needs: bytes."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipecomp.cluster.agreement import Together
-from pipecomp.cluster.heartbeat import watch_processes
+from pipecomp.cluster.agreement import AllRanks
+from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.trainer.feeding import Samples, seeded
 
 SHOWN = 8  # samples of a dataset that are compared
@@ -49,20 +49,20 @@ _OWN = (
 _OWN_BEGINNINGS = ("hub_", "push_to_hub", "trackio_")
 
 
-def all_ranks() -> Together:
+def all_ranks() -> AllRanks:
     """A round of questions to all ranks; every rank must begin it. An end of one of them is an error on the others."""
-    watch = watch_processes()
-    return Together(lost=lambda: watch.lost)
+    watch = process_heartbeat()
+    return AllRanks(lost=lambda: watch.lost)
 
 
-def check_arguments(ranks: Together, args: Any, **more: Any) -> None:
+def check_arguments(ranks: AllRanks, args: Any, **more: Any) -> None:
     """LinkError on every rank, naming argument, ranks and values, where TrainingArguments differ.
 
     more: what else must be equal, JSON values by name.
     """
     given = json.loads(args.to_json_string())
     facts = {name: v for name, v in given.items() if name not in _OWN and not name.startswith(_OWN_BEGINNINGS)}
-    ranks.check_alike({**facts, **more})
+    ranks.assert_same_on_all_ranks({**facts, **more})
 
 
 def dataset_facts(samples: Samples, name: str) -> dict[str, Any]:

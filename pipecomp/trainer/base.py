@@ -74,7 +74,7 @@ class TrainerBase:
         join(self.args)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         ranks = alike.all_ranks()
-        with ranks.failing():
+        with ranks.collective_errors():
             arguments.check(self.args)
             if (model is None) == (model_init is None):
                 raise ConfigError("model", model, "a model, or a model_init that makes one; not both")

@@ -2,7 +2,7 @@
 
     checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, trainer_state.json,
         pipeline.json            how the model was cut; with other stages or replicas it is cut anew
-        deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error memories
+        deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error-feedback residuals
         rank_state_R.pth         random generators and schedule of rank R
         messages/rank-R/         AQ-SGD's messages of rank R, a copy of the store
         trainer_state.json       is written last: a folder without it is not whole
@@ -72,8 +72,8 @@ def find(
             answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline
             if theirs != pipeline:
                 _log.warning(
-                    f"{folder} is of {theirs}, this run is of {pipeline}: messages are sent whole once, error memories "
-                    "start empty, random generators start anew"
+                    f"{folder} is of {theirs}, this run is of {pipeline}: messages are sent whole once, error-feedback "
+                    "residuals start empty, random generators start anew"
                 )
         except ConfigError as error:
             answer = {"key": error.key, "got": error.got, "allowed": error.allowed}

@@ -5,8 +5,8 @@
 
 Trainer wraps the model in DistributedDataParallel (DDP); the callback registers `pipecomp.allreduce` there. With
 gradient accumulation DDP averages at each last micro-batch only, with autocast gradients are float32 as the weights
-are: neither needs anything here. With fp16 gradients are multiplied by the loss scale, and so is what error memories
-hold: when the scale halves, what one step left out counts double once.
+are: neither needs anything here. With fp16 gradients are multiplied by the loss scale, and so is what error-feedback
+residuals hold: when the scale halves, what one step left out counts double once.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class CompressionCallback(TrainerCallback):
     `grad_error` (mean of ‖g − sent‖ / ‖g‖ so far; absent with "powersgd" and "fp16"). `stats()` has them on every
     process.
 
-    Each process writes its error memories to Trainer's checkpoints, and takes them up with `resume_from_checkpoint`;
-    not in a hyperparameter search, nor with `save_only_model`.
+    Each process writes its error-feedback residuals to Trainer's checkpoints, and takes them up with
+    `resume_from_checkpoint`; not in a hyperparameter search, nor with `save_only_model`.
 
     Raises ConfigError when it is made for a wrong method or option, and when training begins where it cannot work: in
     one process, with DataParallel, FSDP, DeepSpeed, another kind of sharding, or another DDP communication hook.

@@ -60,7 +60,7 @@ class EvaluatingTrainer(EngineTrainer):
 
     def _run_evaluation(self, data: Any, name: str, prefix: str, loss_only: bool, *, arrays: bool) -> Any:
         args, ranks = self.args, alike.all_ranks()
-        with ranks.failing():
+        with ranks.collective_errors():
             samples = self._samples(data, name)
             facts = alike.dataset_facts(samples, name)
         alike.check_arguments(ranks, args, **facts)

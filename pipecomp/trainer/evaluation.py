@@ -68,7 +68,7 @@ class Evaluation:
         """
         began = time.time()
         own = self._evaluate(loader, loss_only)
-        with self._engine.telling_others():
+        with self._engine.propagate_failure():
             rows = self._gather(own)
         data = b""
         error: Exception | None = None
@@ -78,7 +78,7 @@ class Evaluation:
                 data = pack((logits, labels, metrics) if arrays else (None, None, metrics))
             except Exception as raised:
                 error, data = raised, pack(f"{type(raised).__name__}: {raised}")
-        with self._engine.telling_others():
+        with self._engine.propagate_failure():
             found = unpack(self._broadcast(data))
         if error is not None:
             raise error

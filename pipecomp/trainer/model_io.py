@@ -136,7 +136,7 @@ class EngineTrainer(TrainerBase):
         loader = self._loader
         tokens = (loader.tokens, loader.real_tokens) if loader is not None and self.engine.is_first_stage() else (0, 0)
         rows: list[Any] = [None] * self.world
-        with self.engine.telling_others():
+        with self.engine.propagate_failure():
             dist.all_gather_object(rows, (self.engine.comm_stats(), tokens), group=self.group)
         if self.args.include_num_input_tokens_seen != "no":
             place = 1 if self.args.include_num_input_tokens_seen == "non_padding" else 0
@@ -177,7 +177,7 @@ class EngineTrainer(TrainerBase):
     # -- checkpoints
 
     def _save_checkpoint(self) -> None:
-        with self.engine.telling_others():
+        with self.engine.propagate_failure():
             self._write_checkpoint()
 
     def _write_checkpoint(self) -> None:

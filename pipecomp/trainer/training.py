@@ -112,7 +112,7 @@ class PipelineTrainer(EvaluatingTrainer):
         of the same pipeline. trial, ignore_keys_for_eval: None; they are Trainer's.
         """
         args, ranks = self.args, alike.all_ranks()
-        with ranks.failing():
+        with ranks.collective_errors():
             arguments.check(args)  # they may have been changed
             if trial is not None:
                 raise ConfigError("trial", trial, "None: hyperparameters are not searched here")

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from pipecomp.errors import DataError, WireError
 from pipecomp.messages.wire import Header
-from pipecomp.stages.link.window import Frame
+from pipecomp.stages.link.window import CropCanvas
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Which tokens of [B, S] are real: for sample i those from starts[i], counts[i] of them.
 
-    With a frame nothing is padding: starts are the places in it where the samples' windows begin, counts their lines,
-    and `tokens` the frame's places.
+    With a canvas nothing is padding: starts are the places in it where the samples' windows begin, counts their lines,
+    and `tokens` the canvas's places.
     """
 
     ids: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     tokens: int  # S
-    frame: Frame | None = None
+    canvas: CropCanvas | None = None
 
     @property
     def total(self) -> int:
@@ -39,13 +39,13 @@ class Layout:
 
     @property
     def rows_each(self) -> int:
-        """Rows of a sample in the tensor that stages compute with: S, or h with a frame."""
-        return self.tokens if self.frame is None else self.frame.lines
+        """Rows of a sample in the tensor that stages compute with: S, or h with a canvas."""
+        return self.tokens if self.canvas is None else self.canvas.lines
 
     @property
     def full(self) -> bool:
         """True if nothing is padding."""
-        return self.frame is not None or all(count == self.tokens for count in self.counts)
+        return self.canvas is not None or all(count == self.tokens for count in self.counts)
 
     def rows(self) -> list[slice]:
         """For each sample its rows in [T, H]."""
@@ -64,29 +64,29 @@ class Layout:
         return mask_BS.to(device)
 
     @classmethod
-    def of_header(cls, header: Header, frame: Frame | None = None) -> Layout:
-        """The layout that a message describes. Raises WireError if a window lies outside the link's frame."""
+    def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:
+        """The layout that a message describes. Raises WireError if a window lies outside the link's canvas."""
         s = header.samples
-        if frame is not None:
+        if canvas is not None:
             for x in s:
-                if header.tokens != frame.places or x.count != frame.lines or not frame.has(x.start):
+                if header.tokens != canvas.places or x.count != canvas.lines or not canvas.has(x.start):
                     raise WireError(
                         f"{header.describe()}: sample {x.id} has {x.count} lines from place {x.start} of "
-                        f"{header.tokens}, not a window of {frame}"
+                        f"{header.tokens}, not a window of {canvas}"
                     )
-        return cls(tuple(x.id for x in s), tuple(x.start for x in s), tuple(x.count for x in s), header.tokens, frame)
+        return cls(tuple(x.id for x in s), tuple(x.start for x in s), tuple(x.count for x in s), header.tokens, canvas)
 
     @classmethod
-    def of_shifts(cls, ids: tuple[int, ...], shifts_B2: Tensor | None, frame: Frame) -> Layout:
+    def of_shifts(cls, ids: tuple[int, ...], shifts_B2: Tensor | None, canvas: CropCanvas) -> Layout:
         """From the pixels, down and right, by which crops moved the images, int64 [B, 2]; None: none was moved.
 
-        Raises DataError for another shape, and for a crop beyond the frame's margin.
+        Raises DataError for another shape, and for a crop beyond the canvas's margin.
         """
         moved = [[0, 0]] * len(ids) if shifts_B2 is None else shifts_B2.tolist()
         if shifts_B2 is not None and tuple(shifts_B2.shape) != (len(ids), 2):
             raise DataError(f"shifts have shape {tuple(shifts_B2.shape)}, expected {(len(ids), 2)}: down and right")
-        starts = tuple(frame.start(down, right, i) for i, (down, right) in zip(ids, moved, strict=True))
-        return cls(ids, starts, (frame.lines,) * len(ids), frame.places, frame)
+        starts = tuple(canvas.start(down, right, i) for i, (down, right) in zip(ids, moved, strict=True))
+        return cls(ids, starts, (canvas.lines,) * len(ids), canvas.places, canvas)
 
     @classmethod
     def of_mask(cls, ids: tuple[int, ...], mask_BS: Tensor | None, tokens: int) -> Layout:
@@ -116,7 +116,7 @@ class Crossing:
 
     width: int
     settings: dict[str, Any]
-    frame: Frame | None = None
+    canvas: CropCanvas | None = None
 
 
 def gather(x_BSH: Tensor, layout: Layout) -> Tensor:

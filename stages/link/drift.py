@@ -16,9 +16,9 @@ import struct
 import numpy as np
 
 from pipecomp.errors import DriftError, WireError
-from pipecomp.stages.link.downstream import DownstreamEnd
 from pipecomp.stages.link.handshake import as_table, exchange_tables, recv_part, send_part
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 _DIGEST = struct.Struct("<Q16s")  # samples, BLAKE2b of their lines
 _PART, _TABLE_PART = 2, 3
@@ -26,7 +26,7 @@ _SHOWN = 8
 _log = logging.getLogger("pipecomp")
 
 
-def check_drift(end: UpstreamEnd | DownstreamEnd, step: int) -> list[int]:
+def check_drift(end: LinkSender | LinkReceiver, step: int) -> list[int]:
     """Compare this end with its peer after training step `step`; both must call it, before the step is committed.
 
     Returns the samples that differed, which both ends have forgotten. Raises DriftError if there were some at the last

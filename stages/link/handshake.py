@@ -17,8 +17,8 @@ import numpy as np
 from pipecomp.buffers.base import Held, MessageStore
 from pipecomp.errors import LinkError, WireError
 from pipecomp.messages.wire import Header, Kind, Method, decode, encode
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of the table, SHA-256 of the settings
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])
@@ -42,7 +42,7 @@ def as_table(lines: Iterable[Held]) -> np.ndarray:
     return np.array([(h.sample, h.version, h.digest) for h in lines], dtype=_ROW)
 
 
-def agree(end: UpstreamEnd | DownstreamEnd, settings: dict[str, Any]) -> int:
+def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
     """Make this end and its peer hold the same samples; both must call it. Returns how many samples were dropped here.
 
     settings: what must be equal at both ends, JSON values. Raises LinkError if it is not.
@@ -61,7 +61,7 @@ def agree(end: UpstreamEnd | DownstreamEnd, settings: dict[str, Any]) -> int:
             f"link {end.index}: rank {end.transport.peer} is configured otherwise than this rank, which has "
             f"{described.decode()}: give all ranks the same configuration and the same version of pipecomp"
         )
-    if isinstance(end, UpstreamEnd):
+    if isinstance(end, LinkSender):
         end.resume_versions(max(mine[1], theirs[1]))
     if theirs[:3] == mine[:3]:
         return 0
@@ -75,7 +75,7 @@ def agree(end: UpstreamEnd | DownstreamEnd, settings: dict[str, Any]) -> int:
 
 
 def exchange_tables(
-    end: UpstreamEnd | DownstreamEnd, step: int, part: int, table: np.ndarray, *, rows: int
+    end: LinkSender | LinkReceiver, step: int, part: int, table: np.ndarray, *, rows: int
 ) -> np.ndarray:
     """Send this end's table, receive the peer's of `rows` rows."""
     send_part(end, step, part, table.view(np.uint8).reshape(-1))
@@ -85,7 +85,7 @@ def exchange_tables(
     return np.frombuffer(data.tobytes(), dtype=_ROW)
 
 
-def send_part(end: UpstreamEnd | DownstreamEnd, step: int, part: int, payload: np.ndarray) -> int:
+def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.ndarray) -> int:
     """Send a part of an inventory; returns the bytes of the whole message."""
     header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=step, micro_batch=part)
     message = encode(header, [payload])
@@ -93,7 +93,7 @@ def send_part(end: UpstreamEnd | DownstreamEnd, step: int, part: int, payload: n
     return message.size
 
 
-def recv_part(end: UpstreamEnd | DownstreamEnd, step: int, part: int) -> np.ndarray:
+def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarray:
     """The payload of the same part from the peer. LinkError if it is anything else that comes."""
     header, payload = decode(end.transport.recv())
     if (header.kind, header.link, header.step, header.micro_batch) != (Kind.INVENTORY, end.index, step, part):

@@ -12,10 +12,10 @@ import numpy as np
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.errors import PipecompError
 from pipecomp.messages.wire import Kind, peek
-from pipecomp.stages.link.downstream import DownstreamEnd
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.handshake import agree
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,12 @@ class Links:
     described: for each link what both ends must have in common.
     """
 
-    to_next: UpstreamEnd | None = None
-    to_previous: DownstreamEnd | None = None
+    to_next: LinkSender | None = None
+    to_previous: LinkReceiver | None = None
     environment: StoreEnvironment | None = None
     described: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[UpstreamEnd | DownstreamEnd]:
+    def __iter__(self) -> Iterator[LinkSender | LinkReceiver]:
         return (end for end in (self.to_previous, self.to_next) if end is not None)
 
     @property

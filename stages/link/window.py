@@ -1,9 +1,9 @@
 """Messages of images that random crops move: m covers more than one visit shows, and a visit changes its part of it.
 
-A random crop shows an image moved by a few pixels, and what crosses a link is moved with it. So m lies in a frame: the
+A random crop shows an image moved by a few pixels, and what crosses a link is moved with it. So m lies in a canvas: the
 map that crosses the link with a margin on every side, in which the unmoved image has its fixed place. A visit takes
-its window out of the frame, the change since then is quantized, and only the window is updated (arXiv:2206.01299, H.6).
-Flipped images are samples of their own: the data gives them their own ids.
+its window out of the canvas, the change since then is quantized, and only the window is updated (arXiv:2206.01299,
+H.6). Flipped images are samples of their own: the data gives them their own ids.
 
 Shapes: lines h and columns w of the map that crosses the link, C channels; a row of the link is a line of w × C values.
 """
@@ -20,7 +20,7 @@ from pipecomp.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CropCanvas:
     """Where the messages of one link lie.
 
     lines, columns: h and w. input_lines, input_columns: pixels of the input image. margin: how far in pixels a crop may
@@ -34,20 +34,20 @@ class Frame:
     margin: int
 
     margins: tuple[int, int] = field(init=False)  # lines above and below the map, columns on its left and right
-    frame_lines: int = field(init=False)
-    frame_columns: int = field(init=False)
+    canvas_lines: int = field(init=False)
+    canvas_columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         down = -(-self.margin * self.lines // self.input_lines)
         right = -(-self.margin * self.columns // self.input_columns)
         object.__setattr__(self, "margins", (down, right))
-        object.__setattr__(self, "frame_lines", self.lines + 2 * down)
-        object.__setattr__(self, "frame_columns", self.columns + 2 * right)
+        object.__setattr__(self, "canvas_lines", self.lines + 2 * down)
+        object.__setattr__(self, "canvas_columns", self.columns + 2 * right)
 
     @property
     def places(self) -> int:
-        """Places of the frame: its lines times its columns."""
-        return self.frame_lines * self.frame_columns
+        """Places of the canvas: its lines times its columns."""
+        return self.canvas_lines * self.canvas_columns
 
     def start(self, down: int, right: int, sample: int) -> int:
         """The place of the window's first value for a crop that begins `down`, `right` pixels from the unmoved image.
@@ -58,21 +58,21 @@ class Frame:
             raise DataError(f"sample {sample}: a crop moved by {(down, right)} pixels, the margin is {self.margin}")
         line = self.margins[0] + _rounded(down * self.lines, self.input_lines)
         column = self.margins[1] + _rounded(right * self.columns, self.input_columns)
-        return line * self.frame_columns + column
+        return line * self.canvas_columns + column
 
     def shift(self, start: int) -> tuple[int, int]:
         """The pixels, down and right, that `start` stands for."""
-        line, column = divmod(start, self.frame_columns)
+        line, column = divmod(start, self.canvas_columns)
         down, right = line - self.margins[0], column - self.margins[1]
         return _rounded(down * self.input_lines, self.lines), _rounded(right * self.input_columns, self.columns)
 
     def has(self, start: int) -> bool:
-        """Whether a window that begins there lies in the frame."""
-        line, column = divmod(start, self.frame_columns)
-        return line + self.lines <= self.frame_lines and column + self.columns <= self.frame_columns
+        """Whether a window that begins there lies in the canvas."""
+        line, column = divmod(start, self.canvas_columns)
+        return line + self.lines <= self.canvas_lines and column + self.columns <= self.canvas_columns
 
     def take(self, m: Tensor, start: int) -> Tensor:
-        """The window [h, w C], a copy, of m [frame lines, frame columns × C]."""
+        """The window [h, w C], a copy, of m [canvas lines, canvas columns × C]."""
         return self._window(m, start).clone(memory_format=torch.contiguous_format).view(self.lines, -1)
 
     def put_(self, m: Tensor, start: int, window: Tensor) -> None:
@@ -87,21 +87,21 @@ class Frame:
         """
         map_placesC = window.reshape(self.lines * self.columns, -1)
         nearest = _nearest(self, start)
-        return map_placesC[nearest.to(window.device)].view(self.frame_lines, -1)
+        return map_placesC[nearest.to(window.device)].view(self.canvas_lines, -1)
 
     def _window(self, m: Tensor, start: int) -> Tensor:
-        line, column = divmod(start, self.frame_columns)
-        whole = m.view(self.frame_lines, self.frame_columns, -1)
+        line, column = divmod(start, self.canvas_columns)
+        whole = m.view(self.canvas_lines, self.canvas_columns, -1)
         return whole[line : line + self.lines, column : column + self.columns]
 
 
 @functools.lru_cache(maxsize=1024)
-def _nearest(frame: Frame, start: int) -> Tensor:
-    """For each place of the frame the nearest one of the window, counted in the window; int64 [places]."""
-    line, column = divmod(start, frame.frame_columns)
-    lines = (torch.arange(frame.frame_lines) - line).clamp(0, frame.lines - 1)
-    columns = (torch.arange(frame.frame_columns) - column).clamp(0, frame.columns - 1)
-    return (lines[:, None] * frame.columns + columns).flatten()
+def _nearest(canvas: CropCanvas, start: int) -> Tensor:
+    """For each place of the canvas the nearest one of the window, counted in the window; int64 [places]."""
+    line, column = divmod(start, canvas.canvas_columns)
+    lines = (torch.arange(canvas.canvas_lines) - line).clamp(0, canvas.lines - 1)
+    columns = (torch.arange(canvas.canvas_columns) - column).clamp(0, canvas.columns - 1)
+    return (lines[:, None] * canvas.columns + columns).flatten()
 
 
 def _rounded(numerator: int, denominator: int) -> int:

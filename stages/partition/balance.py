@@ -24,24 +24,24 @@ def balance(
     *,
     first: float = 0.0,
     last: float = 0.0,
-    paces: Sequence[float] = (),
+    slowdowns: Sequence[float] = (),
 ) -> list[int]:
     """Cuts [0, ..., n] of K stages that minimize the largest stage cost; among those, the sum of squares.
 
     first, last: what the first stage pays for the embeddings and the last one for the head, on top of their blocks.
-    paces: what each stage's costs are multiplied with, one for each; empty for 1.
+    slowdowns: what each stage's costs are multiplied with, one for each; empty for 1.
     Every stage gets one block at least. Raises SplitError if K is not in 1..n. O(K n^2).
     """
     n = len(block_costs)
     if not 1 <= num_stages <= n:
         raise SplitError(f"num_stages: got {num_stages}, allowed: 1 to {n} (the number of blocks)")
-    if paces and (len(paces) != num_stages or not all(0 < pace < float("inf") for pace in paces)):
-        raise SplitError(f"paces: got {list(paces)}, allowed: {num_stages} numbers above 0, one for each stage")
+    if slowdowns and (len(slowdowns) != num_stages or not all(0 < slowdown < float("inf") for slowdown in slowdowns)):
+        raise SplitError(f"slowdowns: got {list(slowdowns)}, allowed: {num_stages} numbers above 0, one for each stage")
     sums = [0.0, *accumulate(block_costs)]
 
     def cost(stage: int, lo: int, hi: int) -> float:
         whole = sums[hi] - sums[lo] + (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
-        return whole * (paces[stage] if paces else 1.0)
+        return whole * (slowdowns[stage] if slowdowns else 1.0)
 
     def best(limit: float, squares: bool) -> tuple[float, list[int]]:
         """Over partitions with no stage above `limit`: the least maximum, or the least sum of squares."""

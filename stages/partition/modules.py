@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
-from pipecomp.stages.link.window import Frame
+from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stages.partition.balance import balance, check_cuts
 from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
 
@@ -161,7 +161,7 @@ class ModuleStage(nn.Module):
         return samples * sum(math.prod(shape) for shape in shapes)
 
     def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
-        """On the first stage: where what it sends lies in the link's frame, by the crops' `shifts` [B, 2]."""
+        """On the first stage: where what it sends lies in the link's canvas, by the crops' `shifts` [B, 2]."""
         if SHIFTS in inputs and not self._margin:
             raise DataError(f"a batch has {SHIFTS!r}: give the model a margin, pipecomp.stages.modules(…, margin=…)")
         return self._layout(ids, inputs.get(SHIFTS))
@@ -171,28 +171,28 @@ class ModuleStage(nn.Module):
         if self.is_last:
             return layout
         shifts_B2 = None
-        if layout.frame is not None:
-            shifts_B2 = torch.tensor([layout.frame.shift(start) for start in layout.starts]).reshape(-1, 2)
+        if layout.canvas is not None:
+            shifts_B2 = torch.tensor([layout.canvas.shift(start) for start in layout.starts]).reshape(-1, 2)
         return self._layout(layout.ids, shifts_B2)
 
     def _layout(self, ids: tuple[int, ...], shifts_B2: Tensor | None) -> Layout:
         if self.is_last:  # and the first: nothing crosses a link
             return Layout(ids, (0,) * len(ids), (1,) * len(ids), 1)
-        frame = self.crossing(self.index).frame
-        if frame is not None:
-            return Layout.of_shifts(ids, shifts_B2, frame)
+        canvas = self.crossing(self.index).canvas
+        if canvas is not None:
+            return Layout.of_shifts(ids, shifts_B2, canvas)
         n = _rows(self._shapes[self.hi])[0]
         return Layout(ids, (0,) * len(ids), (n,) * len(ids), n)
 
     def crossing(self, link: int) -> Crossing:
         """What crosses a link, counted from the first stage."""
         cut = self.plan.cuts[link + 1]
-        shape, frame = self._shapes[cut], None
+        shape, canvas = self._shapes[cut], None
         if self._margin and len(shape) == 3:
             (_, lines, columns), (_, input_lines, input_columns) = shape, self._shapes[0]
-            frame = Frame(lines, columns, input_lines, input_columns, self._margin)
+            canvas = CropCanvas(lines, columns, input_lines, input_columns, self._margin)
         settings = {"cut": cut, "shape": list(shape), "margin": self._margin}
-        return Crossing(width=_rows(shape)[1], settings=settings, frame=frame)
+        return Crossing(width=_rows(shape)[1], settings=settings, canvas=canvas)
 
 
 def to_rows(x: Tensor) -> Tensor:

@@ -70,11 +70,12 @@ def plan_model(
     block_seconds: Sequence[float] | None = None,
     *,
     tie: bool = True,
-    paces: Sequence[float] = (),
+    slowdowns: Sequence[float] = (),
 ) -> SplitPlan:
     """Plan the split of a Hugging Face model, which may be on the meta device. Arguments and errors as for `plan`.
 
-    paces: how many times the others' seconds each stage's machine takes, for cuts that are chosen; empty: all alike.
+    slowdowns: how many times the others' seconds each stage's machine takes, for cuts that are chosen; empty: all
+    alike.
     """
     architecture = architecture_of(model.config)
     head = head_name(architecture, type(model))
@@ -103,7 +104,7 @@ def plan_model(
     bounds = check_cuts(blocks, num_stages, cuts)
     if bounds is None:
         assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(per_block, num_stages, first=embeddings, last=matrix, paces=paces)
+        bounds = balance(per_block, num_stages, first=embeddings, last=matrix, slowdowns=slowdowns)
     stages = len(bounds) - 1
 
     costs = [sum(per_block[lo:hi]) for lo, hi in pairwise(bounds)]

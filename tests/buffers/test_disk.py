@@ -20,10 +20,10 @@ from pipecomp.buffers import LmdbEnvironment, admin, lmdb_store
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 from tests.children import child_of, in_child
 
 SECTION = {"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}}
@@ -57,7 +57,7 @@ class Ends:
         stores = [e.link("link-0", {}) for e in self.environments]
         a, b = loopback_pair(timeout_s=5)
         config = Config.from_dict(SECTION)
-        self.up, self.down = UpstreamEnd(0, config, a, stores[0]), DownstreamEnd(0, config, b, stores[1])
+        self.up, self.down = LinkSender(0, config, a, stores[0]), LinkReceiver(0, config, b, stores[1])
         self.step = 0
 
     def visit(self, ids: tuple[int, ...], n: int = 64, H: int = 128) -> None:

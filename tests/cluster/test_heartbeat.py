@@ -1,4 +1,4 @@
-"""Signs of life, several watches in one process over one store; `dist/test_silence.py` has them over processes."""
+"""Heartbeats, several watches in one process over one store; `dist/test_silence.py` has them over processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pipecomp.cluster import heartbeat
-from pipecomp.cluster.heartbeat import Watch
+from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.errors import ConfigError, LinkTimeoutError, PeerLostError
 
 
@@ -18,7 +18,7 @@ def watches(monkeypatch):
     """Three ranks' watches that notice silence after 1.5 s."""
     monkeypatch.setattr(heartbeat, "DEFAULT_TIMEOUT_S", 2.0)
     store = dist.HashStore()
-    found = [Watch(rank, 3, store) for rank in range(3)]
+    found = [Heartbeat(rank, 3, store) for rank in range(3)]
     yield found
     for each in found:
         each.end()
@@ -63,13 +63,13 @@ def test_closing_an_engine_leaves_the_one_that_was_made_after_it(watches):
     each.begin()
     first = each.engine
     each.begin()
-    each.last_words = print
+    each.on_exit = print
     each.close(first)
     assert each._state == ""
-    assert each.last_words is print
+    assert each.on_exit is print
     each.close(each.engine)
     assert each._state == "left"
-    assert each.last_words is not print, "what it would have closed is not kept"
+    assert each.on_exit is not print, "what it would have closed is not kept"
 
 
 def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):

@@ -218,7 +218,7 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
     facts = agreement.versions()
     if mine:
         facts |= {"torch version": "1.0.0", "order of bytes": "big"}
-    out["versions"] = error_of(lambda: agreement.Together().check_alike(facts))
+    out["versions"] = error_of(lambda: agreement.AllRanks().assert_same_on_all_ranks(facts))
     out["alike"] = error_of(lambda: start({"store": {"path": f"{folder}/{rank}"}}))  # a place of its own is no matter
     return out
 
@@ -298,7 +298,7 @@ def waits_in_a_collective(rank: int, world: int, note: Any, folder: str, timeout
     losses(engine, 2)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with engine.telling_others():
+    with engine.propagate_failure():
         dist.all_reduce(torch.ones(1))
 
 
@@ -342,7 +342,7 @@ def twice_in_one_store(rank: int, world: int, note: Any, address: str, port: int
         found.append(float(mean))
         dist.destroy_process_group()
         found.append(_threads_of_watches())
-    heartbeat.watch_processes(store, rank, world).end()
+    heartbeat.process_heartbeat(store, rank, world).end()
     found.append(_threads_of_watches())
     return found
 

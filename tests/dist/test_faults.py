@@ -170,7 +170,7 @@ class Far:
 
 
 def goes_on(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
-    """Rank 1's disk is slow once, for longer than the others wait for a sign of life; later it is full for a while."""
+    """Rank 1's disk is slow once, for longer than the others wait for a heartbeat; later it is full for a while."""
     Sessions.begin(note)
     out: dict[str, Any] = {}
     section = {"transport": {"timeout_s": 6}}

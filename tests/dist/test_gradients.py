@@ -115,7 +115,7 @@ def test_tied_weights_are_compressed_without_replicas():
 
 @pytest.mark.parametrize("method", ["squeeze", "momentum"])
 def test_resumed_training_is_the_same(method, tmp_path):
-    """Error memories and momentum go on where they were, on every replica."""
+    """Error-feedback residuals and momentum go on where they were, on every replica."""
     for rank, (straight, resumed) in run_ranks(2, stop_and_go, method, str(tmp_path), timeout_s=120).items():
         assert resumed == straight, f"rank {rank}"
 

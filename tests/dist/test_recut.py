@@ -126,7 +126,7 @@ def replicas_to_stages(folder: str) -> dict[str, Any]:
 
 
 def quantized(folder: str) -> dict[str, Any]:
-    """Two replicas of two stages, gone on with as four of one, the variance frozen and error memories left behind."""
+    """Two replicas of two stages, gone on with as four of one, the variance frozen and error-feedback residuals left behind."""
     plain = {"type": "WarmupLR", "params": {}}
     engine = engine_for(2, section=QUANTIZED, scheduler=plain)
     train(engine, 4)

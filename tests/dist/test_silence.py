@@ -96,7 +96,7 @@ def test_waiting_in_a_collective_for_a_stopped_rank(tmp_path):
     with pytest.raises(RankFailedError, match=f"rank 0 ended with exit code {LOST_STATUS}"):
         run_ranks(2, work.waits_in_a_collective, str(tmp_path), TIMEOUT_S, timeout_s=150, on_note=end.noted)
     end.end()
-    assert "pipecomp: rank 0: LinkTimeoutError: no sign of life from rank 1 for 4.5 s" in said(tmp_path, 0)
+    assert "pipecomp: rank 0: LinkTimeoutError: no heartbeat from rank 1 for 4.5 s" in said(tmp_path, 0)
     environment = LmdbEnvironment(tmp_path / "m" / "rank-0")
     environment.close()
     assert not (tmp_path / "m" / "rank-0" / "unsynced").exists(), "its store was closed in order"
@@ -107,7 +107,7 @@ def test_a_rank_that_is_gone_before_the_engine_is_made():
     assert set(ranks) == {0, 2, 3}
     for error in ranks.values():
         assert error.startswith(("LinkTimeoutError", "PeerLostError")), error
-        assert "LinkTimeoutError: no sign of life from rank 1" in error, error
+        assert "LinkTimeoutError: no heartbeat from rank 1" in error, error
 
 
 def test_nothing_listens_where_the_ranks_meet():

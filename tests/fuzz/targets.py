@@ -21,12 +21,12 @@ from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpac
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.messages import wire
-from pipecomp.stages.link import link
+from pipecomp.stages.link import endpoint
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows
@@ -87,24 +87,24 @@ def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
     there.send(message)
     with contextlib.suppress(PipecompError), _tensor_limit():
         if header.kind is wire.Kind.GRADIENT:
-            upstream = UpstreamEnd(header.link, config, here, store)
+            upstream = LinkSender(header.link, config, here, store)
             upstream.recv_gradient(Layout.of_header(header), at)
         else:
             if store is not None:
                 for sample in header.samples[:4]:
                     held = torch.zeros(min(sample.count, 64), min(max(header.hidden, 1), 64))
                     store.put(sample.id, sample.base, held)
-            downstream = DownstreamEnd(header.link, config, here, store)
+            downstream = LinkReceiver(header.link, config, here, store)
             downstream.recv_activation(at, training=header.kind is wire.Kind.ACTIVATION)
 
 
 @contextlib.contextmanager
 def _tensor_limit() -> Iterator[None]:
-    before, link.MAX_TENSOR_BYTES = link.MAX_TENSOR_BYTES, MAX_TENSOR_BYTES
+    before, endpoint.MAX_TENSOR_BYTES = endpoint.MAX_TENSOR_BYTES, MAX_TENSOR_BYTES
     try:
         yield
     finally:
-        link.MAX_TENSOR_BYTES = before
+        endpoint.MAX_TENSOR_BYTES = before
 
 
 def _repaired_message(data: bytes) -> bytes:

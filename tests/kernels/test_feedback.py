@@ -1,4 +1,4 @@
-"""Quantizing with an error memory: the definition in float64, what is refused, what the memory keeps."""
+"""Quantizing with an error-feedback residual: the definition in float64, what is refused, what the memory keeps."""
 
 from __future__ import annotations
 

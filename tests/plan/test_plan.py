@@ -25,10 +25,10 @@ from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weight
 from pipecomp.plan.search import choose, choose_average, choose_bits, layouts, shares
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 SECTIONS = [
     {"method": "none"},
@@ -49,7 +49,7 @@ def test_bytes_are_those_that_links_send(section, dtype):
     config = Config.from_dict({"activations": section})
     stores = [MemoryStore("link-0") if section["method"] == "aqsgd" else None for _ in "ab"]
     a, b = loopback_pair(timeout_s=5)
-    up, down = UpstreamEnd(0, config, a, stores[0]), DownstreamEnd(0, config, b, stores[1])
+    up, down = LinkSender(0, config, a, stores[0]), LinkReceiver(0, config, b, stores[1])
     counts, H = (7, 3, 5), 37
     where = Layout((1, 2, 3), (0, 0, 0), counts, 7)
     sent = []
@@ -281,13 +281,13 @@ class TestChoices:
     def test_slower_machines_get_less(self):
         model, profile = without_weights(llama(8)), job(K=4).profile
         assert balanced(model, profile, 2).cuts == (0, 4, 8)
-        split = balanced(model, profile, 2, paces=(1.0, 1 / 3))
+        split = balanced(model, profile, 2, slowdowns=(1.0, 1 / 3))
         assert split.cuts == (0, 2, 8)
-        one = replace(job(K=4), plan=split, paces=(1.0, 1 / 3))
+        one = replace(job(K=4), plan=split, slowdowns=(1.0, 1 / 3))
         (first, _), (second, _) = one.stage_seconds()
         assert first == pytest.approx(second)
-        with pytest.raises(SplitError, match=r"paces: got .*, allowed: 2 numbers above 0"):
-            balanced(model, profile, 2, paces=(1.0,))
+        with pytest.raises(SplitError, match=r"slowdowns: got .*, allowed: 2 numbers above 0"):
+            balanced(model, profile, 2, slowdowns=(1.0,))
 
     def test_averages(self):
         slow, fast = uniform(2, 1e6), uniform(2, 1e15)

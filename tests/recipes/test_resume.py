@@ -26,7 +26,7 @@ def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **stat
     (path / "inner" / "data.mdb").write_bytes(b"m" * 999)
     (path / "data.tmp").write_bytes(b"left by somebody")
     for rank in seals:
-        manifest.seal(path, rank)
+        manifest.write(path, rank)
     return path
 
 
@@ -37,7 +37,7 @@ class TestSeals:
     def test_without_a_seal_it_was_not_finished(self, tmp_path: Path) -> None:
         assert manifest.problem(checkpoint(tmp_path, 3, seals=())) == "it was not finished"
         path = checkpoint(tmp_path, 4)
-        manifest.unseal(path)
+        manifest.remove(path)
         assert manifest.problem(path) == "it was not finished"
 
     @pytest.mark.parametrize("name", ["weights.pt", "inner/data.mdb"])

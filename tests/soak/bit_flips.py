@@ -27,11 +27,11 @@ from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import agree
-from pipecomp.stages.link.link import Position
 from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -118,7 +118,7 @@ def _exchange(section: dict[str, Any], hidden: int) -> list[tuple[str, np.ndarra
     config = Config.from_dict({"activations": section})
     a, b = map(record, loopback_pair())
     stores = [MemoryStore(group_size=section.get("group_size")) if section["method"] == "aqsgd" else None for _ in "ab"]
-    up, down = UpstreamEnd(0, config, a, stores[0]), DownstreamEnd(0, config, b, stores[1])
+    up, down = LinkSender(0, config, a, stores[0]), LinkReceiver(0, config, b, stores[1])
     layout = Layout((3, 2**40), (2, 0), (3, 5), 5)
     generator = torch.Generator().manual_seed(0)
     for step in range(2):
@@ -143,7 +143,7 @@ def _exchange(section: dict[str, Any], hidden: int) -> list[tuple[str, np.ndarra
     return list(zip(names, sent, strict=True))
 
 
-def _agree(up: UpstreamEnd, down: DownstreamEnd) -> None:
+def _agree(up: LinkSender, down: LinkReceiver) -> None:
     other = Thread(target=agree, args=(down, {}))
     other.start()
     agree(up, {})

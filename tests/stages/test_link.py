@@ -12,11 +12,11 @@ from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeo
 from pipecomp.messages import wire
 from pipecomp.messages.codecs import Quantized
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import agree
-from pipecomp.stages.link.link import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
 
 B, S, H = 3, 8, 16
 
@@ -27,7 +27,7 @@ def link(activations: dict, *, store: dict | None = None, seed: int = 0, timeout
     stores: list = [None, None]
     if config.activations.method == "aqsgd":
         stores = [MemoryStore("link-0", bits=config.store.bits, group_size=config.activations.group_size) for _ in "ab"]
-    return UpstreamEnd(0, config, a, stores[0], **ends), DownstreamEnd(0, config, b, stores[1], **ends)
+    return LinkSender(0, config, a, stores[0], **ends), LinkReceiver(0, config, b, stores[1], **ends)
 
 
 def layout(ids=(1, 2, 3), counts=(S, S, S)) -> Layout:
@@ -347,7 +347,7 @@ def test_silence_is_an_error():
 def test_a_store_where_none_is_used():
     config = Config.from_dict({"activations": {"method": "direct"}})
     with pytest.raises(ConfigError, match="aqsgd"):
-        UpstreamEnd(0, config, loopback_pair()[0], MemoryStore("link-0", bits=32))
+        LinkSender(0, config, loopback_pair()[0], MemoryStore("link-0", bits=32))
 
 
 class TestAgreement:

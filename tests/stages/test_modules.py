@@ -74,10 +74,10 @@ def test_layouts_move_with_the_crop():
     shifts = torch.tensor([[4, -2], [0, 3]])
     first = one.layout((5, 6), {"pixel_values": torch.zeros(2, 3, 16, 16), "shifts": shifts})
     # 16 pixels are 8 places, and 4 behind the next block.
-    assert (first.frame.lines, first.frame.margins, first.rows_each) == (8, (2, 2), 8)
+    assert (first.canvas.lines, first.canvas.margins, first.rows_each) == (8, (2, 2), 8)
     assert first.starts == ((2 + 2) * 12 + 2 - 1, 2 * 12 + 2 + 2)
     second = two.next_layout(first)
-    assert (second.frame.lines, second.frame.margins) == (4, (1, 1))
+    assert (second.canvas.lines, second.canvas.margins) == (4, (1, 1))
     assert second.starts == ((1 + 1) * 6 + 1 + 0, 1 * 6 + 1 + 1)  # half a place left is rounded up to none
     assert three.next_layout(second) == second
     still = one.layout((5, 6), {"pixel_values": torch.zeros(2, 3, 16, 16)})

@@ -1,4 +1,4 @@
-"""Messages that follow random crops: the frame's arithmetic, and both ends of a link against a plain reference."""
+"""Messages that follow random crops: the canvas's arithmetic, and both ends of a link against a plain reference."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
 from pipecomp.messages.codecs import Quantized
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.downstream import DownstreamEnd
-from pipecomp.stages.link.link import Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.upstream import UpstreamEnd
-from pipecomp.stages.link.window import Frame
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.window import CropCanvas
 
 C = 3
-FRAME = Frame(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places
+CANVAS = CropCanvas(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places
 
 
 @given(
@@ -30,50 +30,50 @@ FRAME = Frame(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places
     data=st.data(),
 )
 def test_windows_lie_where_the_crop_is(lines, columns, stride, margin, data):
-    frame = Frame(lines, columns, lines * stride, columns * stride, margin)
+    canvas = CropCanvas(lines, columns, lines * stride, columns * stride, margin)
     down, right = (data.draw(st.integers(-margin, margin)) for _ in "xy")
-    start = frame.start(down, right, 0)
-    assert frame.has(start)
-    assert start + lines <= frame.places
-    m = torch.randn(frame.frame_lines, frame.frame_columns * C)
-    above, left = frame.margins
+    start = canvas.start(down, right, 0)
+    assert canvas.has(start)
+    assert start + lines <= canvas.places
+    m = torch.randn(canvas.canvas_lines, canvas.canvas_columns * C)
+    above, left = canvas.margins
     top, side = (above + int(np.floor(down / stride + 0.5)), left + int(np.floor(right / stride + 0.5)))
-    map_CHW = m.view(frame.frame_lines, frame.frame_columns, C).permute(2, 0, 1)
+    map_CHW = m.view(canvas.canvas_lines, canvas.canvas_columns, C).permute(2, 0, 1)
     expected = map_CHW[:, top : top + lines, side : side + columns].permute(1, 2, 0).reshape(lines, columns * C)
-    window = frame.take(m, start)
+    window = canvas.take(m, start)
     assert torch.equal(window, expected)
     before = m.clone()
     window += 1
     assert torch.equal(m, before), "a window is a copy"
-    frame.put_(m, start, window)
-    assert torch.equal(frame.take(m, start), window)
+    canvas.put_(m, start, window)
+    assert torch.equal(canvas.take(m, start), window)
     assert int((m != before).sum()) == window.numel(), "nothing but the window changes"
     if stride == 1:
-        assert frame.shift(start) == (down, right)
+        assert canvas.shift(start) == (down, right)
 
 
 def test_a_first_visit_fills_the_frame_with_its_edges():
     window = torch.randn(4, 6 * C)
-    start = FRAME.start(2, -1, 0)
-    line, column = divmod(start, FRAME.frame_columns)
+    start = CANVAS.start(2, -1, 0)
+    line, column = divmod(start, CANVAS.canvas_columns)
     assert (line, column) == (3, 2)  # the margin of 2, and one place down; minus half a place rounds up to none
-    around = (column, FRAME.frame_columns - 6 - column, line, FRAME.frame_lines - 4 - line)
+    around = (column, CANVAS.canvas_columns - 6 - column, line, CANVAS.canvas_lines - 4 - line)
     padded = functional.pad(window.view(1, 4, 6, C).permute(0, 3, 1, 2), around, mode="replicate")
-    assert torch.equal(FRAME.spread(window, start), padded[0].permute(1, 2, 0).reshape(FRAME.frame_lines, -1))
+    assert torch.equal(CANVAS.spread(window, start), padded[0].permute(1, 2, 0).reshape(CANVAS.canvas_lines, -1))
 
 
 def test_a_crop_beyond_the_margin_is_refused():
     with pytest.raises(DataError, match=r"sample 7: a crop moved by \(0, -4\) pixels, the margin is 3"):
-        Layout.of_shifts((5, 7), torch.tensor([[1, 1], [0, -4]]), FRAME)
+        Layout.of_shifts((5, 7), torch.tensor([[1, 1], [0, -4]]), CANVAS)
     with pytest.raises(DataError, match=r"shifts have shape \(2,\), expected \(1, 2\)"):
-        Layout.of_shifts((5,), torch.tensor([1, 1]), FRAME)
+        Layout.of_shifts((5,), torch.tensor([1, 1]), CANVAS)
 
 
-def link(activations, frames=(FRAME, FRAME), **store):
+def link(activations, frames=(CANVAS, CANVAS), **store):
     config = Config.from_dict({"activations": activations, "store": {"backend": "memory", **store}})
     a, b = loopback_pair(timeout_s=0.2)
     one, two = (MemoryStore("link-0", bits=config.store.bits) for _ in "ab")
-    return UpstreamEnd(0, config, a, one, frame=frames[0]), DownstreamEnd(0, config, b, two, frame=frames[1])
+    return LinkSender(0, config, a, one, canvas=frames[0]), LinkReceiver(0, config, b, two, canvas=frames[1])
 
 
 def held(end):
@@ -85,13 +85,13 @@ def held(end):
 def test_both_ends_of_a_link_follow_the_crops(options, bits):
     up, down = link({"method": "aqsgd", "forward_bits": 2, **options}, bits=bits)
     draw = torch.Generator().manual_seed(0)
-    scene = torch.randn(2, FRAME.frame_lines, FRAME.frame_columns, C, generator=draw)
+    scene = torch.randn(2, CANVAS.canvas_lines, CANVAS.canvas_columns, C, generator=draw)
     errors = []
     m = {}
     for step in range(40):
         shifts_B2 = torch.randint(-3, 4, (2, 2), generator=draw)
-        layout = Layout.of_shifts((4, 9), shifts_B2, FRAME)
-        places = [divmod(start, FRAME.frame_columns) for start in layout.starts]
+        layout = Layout.of_shifts((4, 9), shifts_B2, CANVAS)
+        places = [divmod(start, CANVAS.canvas_columns) for start in layout.starts]
         x_BnH = torch.stack([scene[i, y : y + 4, x : x + 6].reshape(4, -1) for i, (y, x) in enumerate(places)])
         up.send_activation(x_BnH, layout, Position(step, 0))
         y_BnH, seen = down.recv_activation(Position(step, 0))
@@ -104,7 +104,7 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
             if options or bits != 32:
                 continue
             if sample not in m:
-                around = (x, FRAME.frame_columns - 6 - x, y, FRAME.frame_lines - 4 - y)
+                around = (x, CANVAS.canvas_columns - 6 - x, y, CANVAS.canvas_lines - 4 - y)
                 first = x_BnH[i].view(1, 4, 6, C).permute(0, 3, 1, 2)
                 m[sample] = functional.pad(first, around, mode="replicate")[0].permute(1, 2, 0)
             else:
@@ -113,7 +113,7 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
                 window = window + Quantized(2).decode(data, 4, 6 * C, torch.device("cpu"))
                 m[sample][y : y + 4, x : x + 6] = window.view(4, 6, C)
             assert torch.equal(y_BnH[i], m[sample][y : y + 4, x : x + 6].reshape(4, -1))
-            assert torch.equal(ours[sample].m_nH, m[sample].reshape(FRAME.frame_lines, -1))
+            assert torch.equal(ours[sample].m_nH, m[sample].reshape(CANVAS.canvas_lines, -1))
         gradient = torch.randn(2, 4, 6 * C, generator=draw)
         down.send_gradient(gradient, seen, Position(step, 0))
         assert up.recv_gradient(layout, Position(step, 0)).shape == gradient.shape
@@ -123,8 +123,8 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
 def test_evaluation_and_plain_methods_carry_windows_too():
     config = Config.from_dict({"activations": {"method": "direct", "forward_bits": 8}})
     a, b = loopback_pair(timeout_s=0.2)
-    up, down = (kind(0, config, end, None, frame=FRAME) for kind, end in ((UpstreamEnd, a), (DownstreamEnd, b)))
-    layout = Layout.of_shifts((1, 2), torch.tensor([[3, -3], [0, 1]]), FRAME)
+    up, down = (kind(0, config, end, None, canvas=CANVAS) for kind, end in ((LinkSender, a), (LinkReceiver, b)))
+    layout = Layout.of_shifts((1, 2), torch.tensor([[3, -3], [0, 1]]), CANVAS)
     x_BnH = torch.randn(2, 4, 6 * C)
     for training in (True, False):
         up.send_activation(x_BnH, layout, Position(0, 0), training=training)
@@ -134,8 +134,8 @@ def test_evaluation_and_plain_methods_carry_windows_too():
 
 
 def test_a_window_of_another_frame_is_refused():
-    other = Frame(4, 6, 8, 12, 1)
-    up, down = link({"method": "aqsgd"}, (other, FRAME))
+    other = CropCanvas(4, 6, 8, 12, 1)
+    up, down = link({"method": "aqsgd"}, (other, CANVAS))
     up.send_activation(torch.randn(1, 4, 6 * C), Layout.of_shifts((1,), None, other), Position(0, 0))
     with pytest.raises(WireError, match="sample 1 has 4 lines from place 9 of 48, not a window of"):
         down.recv_activation(Position(0, 0))
@@ -143,7 +143,7 @@ def test_a_window_of_another_frame_is_refused():
 
 def test_a_message_of_another_shape_is_no_base():
     up, down = link({"method": "aqsgd"})
-    layout = Layout.of_shifts((1,), None, FRAME)
+    layout = Layout.of_shifts((1,), None, CANVAS)
     up.send_activation(torch.randn(1, 4, 6 * C), layout, Position(0, 0))
     down.recv_activation(Position(0, 0))
     down.store.put(1, held(down)[1].version, torch.zeros(4, 6 * C))

@@ -13,10 +13,10 @@ from pipecomp.errors import LinkError, NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.link import FORWARD, LinkEnd, Position, plain_samples
+from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Position, plain_samples
 
 
-class UpstreamEnd(LinkEnd):
+class LinkSender(Endpoint):
     """Stage k's end of the link to stage k + 1."""
 
     _next_version = 1
@@ -100,10 +100,10 @@ class UpstreamEnd(LinkEnd):
         """What the other end computes with, what both ends hold afterwards, and the payload that says so."""
         if message is not None:
             held_nH = message.m_nH.to(x_nH.device)
-            m_nH = held_nH if self.frame is None else self.frame.take(held_nH, start)
+            m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, start)
             parts = self._forward.encode_delta_(x_nH, m_nH, seed)
-            if self.frame is not None:
-                self.frame.put_(held_nH, start, m_nH)
+            if self.canvas is not None:
+                self.canvas.put_(held_nH, start, m_nH)
             return m_nH, held_nH, parts
         if self._first is None:
             if not bool(torch.isfinite(x_nH).all()):
@@ -112,7 +112,7 @@ class UpstreamEnd(LinkEnd):
         else:
             parts = self._first.encode(x_nH, seed)
             m_nH = self._first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
-        return m_nH, m_nH if self.frame is None else self.frame.spread(m_nH, start), parts
+        return m_nH, m_nH if self.canvas is None else self.canvas.spread(m_nH, start), parts
 
     def _sample_error(self, x_nH: Tensor, m_nH: Tensor) -> None:
         norm = float(x_nH.float().norm())
@@ -123,7 +123,7 @@ class UpstreamEnd(LinkEnd):
     def recv_gradient(self, layout: Layout, at: Position) -> Tensor:
         """The gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
         header, payload, size = self._recv(Kind.GRADIENT, at)
-        if Layout.of_header(header, self.frame) != layout:
+        if Layout.of_header(header, self.canvas) != layout:
             raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
         first_visits = self._unanswered.pop(at, set())
         if self.store is not None:

@@ -14,10 +14,10 @@ from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireEr
 from pipecomp.messages.codecs import Cast, Codec, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.link import BACKWARD, LinkEnd, Position, plain_samples
+from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Position, plain_samples
 
 
-class DownstreamEnd(LinkEnd):
+class LinkReceiver(Endpoint):
     """Stage k + 1's end of the link from stage k."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -31,7 +31,7 @@ class DownstreamEnd(LinkEnd):
         """
         kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
         header, payload, size = self._recv(kind, at)
-        layout = Layout.of_header(header, self.frame)
+        layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
         if training and self.store is not None:
             self._check_codec(header, self._forward)
@@ -63,15 +63,15 @@ class DownstreamEnd(LinkEnd):
             if sample.form is Form.DELTA:
                 message = self.store.get([sample.id])[0] if repeated else held[i]
                 held_nH = self._checked_base(sample, message, header.hidden, at)
-                m_nH = held_nH if self.frame is None else self.frame.take(held_nH, sample.start)
+                m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, sample.start)
                 self._forward.decode_delta_(data, m_nH)
-                if self.frame is not None:
-                    self.frame.put_(held_nH, sample.start, m_nH)
+                if self.canvas is not None:
+                    self.canvas.put_(held_nH, sample.start, m_nH)
                 self.stats.delta_samples += 1
             elif sample.form in (Form.FULL, Form.NOT_KEPT):
                 codec: Codec = self._first or Cast(torch_dtype(header.dtype))
                 m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
-                held_nH = m_nH if self.frame is None else self.frame.spread(m_nH, sample.start)
+                held_nH = m_nH if self.canvas is None else self.canvas.spread(m_nH, sample.start)
                 self.stats.full_samples += 1
             else:
                 raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))

@@ -1,7 +1,7 @@
 """One link: codec, message store and transport joined, and what its two ends share.
 
-The upstream end (stage k, upstream.py) sends activations and receives their gradients, the downstream end (stage k + 1,
-downstream.py) the other way round. With "aqsgd" both hold, for every sample they have seen, the same message m
+The upstream end (stage k, sender.py) sends activations and receives their gradients, the downstream end (stage k + 1,
+receiver.py) the other way round. With "aqsgd" both hold, for every sample they have seen, the same message m
 (arXiv:2206.01299, Algorithm 1):
 
     first visit   m ← a                     sent whole, or quantized if `first_visit` says so
@@ -32,7 +32,7 @@ from pipecomp.messages.rotation import Rotated
 from pipecomp.messages.wire import Form, Header, Kind, Sample, decode, encode
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.transport import Transport
-from pipecomp.stages.link.window import Frame
+from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
 
 FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
@@ -47,10 +47,10 @@ class Position:
     micro_batch: int
 
 
-class LinkEnd:
+class Endpoint:
     """What both ends share.
 
-    index: the link's number, counted from the first stage. replica: which pipeline. frame: where the messages of
+    index: the link's number, counted from the first stage. replica: which pipeline. canvas: where the messages of
     images that crops move lie; None where a message is just what was sent.
     """
 
@@ -64,14 +64,14 @@ class LinkEnd:
         replica: int = 0,
         device: torch.device | None = None,
         pass_nonfinite: bool = False,
-        frame: Frame | None = None,
+        canvas: CropCanvas | None = None,
     ) -> None:
         a = config.activations
         if (a.method == "aqsgd") != (store is not None):
             raise ConfigError("activations.method", a.method, "'aqsgd' with a message store, the others without one")
         self.index, self.transport, self.store = index, transport, store
         self.device = device or torch.device("cpu")
-        self.frame = frame
+        self.canvas = canvas
         self.stats = LinkStats()
         self.changed: set[int] = set()  # samples put since the last drift check
         self.drifted = False  # whether that found a difference
@@ -156,7 +156,7 @@ class LinkEnd:
             )
         if not header.samples or not header.hidden:
             raise WireError(f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}: it is empty")
-        rows = header.tokens if self.frame is None else self.frame.lines
+        rows = header.tokens if self.canvas is None else self.canvas.lines
         if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
             raise WireError(
                 f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}, of {len(header.samples)} "
@@ -184,9 +184,9 @@ class LinkEnd:
 
     def _message_rows(self, count: int, hidden: int) -> tuple[int, int]:
         """The shape of m for a sample of [count, hidden]."""
-        if self.frame is None:
+        if self.canvas is None:
             return count, hidden
-        return self.frame.frame_lines, hidden // self.frame.columns * self.frame.frame_columns
+        return self.canvas.canvas_lines, hidden // self.canvas.columns * self.canvas.canvas_columns
 
     def _where(self, at: Position, what: str) -> str:
         return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"
