@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
 import shutil
 from pathlib import Path
 
 from pipecomp.buffers.lmdb_errors import explained
+from pipecomp.files import replacing
 
 _FICLONE = 0x40049409  # Linux: let two files share their blocks until one changes them (XFS, Btrfs)
 
 
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file that nobody writes meanwhile; the folder of `target` is made. Synced. StoreError if it fails."""
-    part = target.with_name(target.name + ".part")
     with explained(target.parent, f"copy {source} there"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with source.open("rb") as old, part.open("wb") as new:
-                try:
-                    fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-                except OSError:  # another file system, or one that cannot
-                    shutil.copyfileobj(old, new, 16 << 20)
-                new.flush()
-                os.fsync(new.fileno())
-            os.replace(part, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
+        with replacing(target) as part, source.open("rb") as old, part.open("wb") as new:
+            try:
+                fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+            except OSError:  # another file system, or one that cannot
+                shutil.copyfileobj(old, new, 16 << 20)

@@ -19,7 +19,7 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
-    {"errors", "json_tree", "schedule", "stats"},
+    {"errors", "files", "json_tree", "schedule", "stats"},
     {"gradient_config", "kernels"},
     {"allreduce", "buffers", "config", "data", "messages"},
     {"cluster", "optim"},

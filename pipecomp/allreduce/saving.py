@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.state import State
 from pipecomp.errors import ConfigError
+from pipecomp.files import replacing
 from pipecomp.json_tree import describe, rebuild
 
 FORMAT = "pipecomp gradient memories 1"
@@ -44,9 +45,8 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
         }
     tensors: dict[str, Tensor] = {}
     described = json.dumps(_describe(content, tensors))
-    unfinished = f"{os.fspath(path)}.tmp"
-    save_file(tensors, unfinished, metadata={"format": FORMAT, "state": described})
-    os.replace(unfinished, path)
+    with replacing(path) as part:
+        save_file(tensors, part, metadata={"format": FORMAT, "state": described})
 
 
 def load(state: State, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:

@@ -11,12 +11,12 @@ import json
 import os
 import re
 import shutil
-import zlib
 from pathlib import Path
+
+from pipecomp.files import UNFINISHED, file_crc, write_whole
 
 _SEAL = "pipecomp-seal-{}.json"
 _SEALS = "pipecomp-seal-*.json"
-_CHUNK = 16 << 20
 _STEP = re.compile(r"global_step(\d+)")
 
 
@@ -29,9 +29,9 @@ def remove(folder: Path) -> None:
 def write(folder: Path, rank: int) -> None:
     """Vouch for all files of the folder; call it when every rank has written. rank: names the seal."""
     files = {
-        str(path.relative_to(folder)): [path.stat().st_size, _crc(path)]
+        str(path.relative_to(folder)): [path.stat().st_size, file_crc(path)]
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.match(_SEALS) and not path.name.endswith((".part", ".tmp"))
+        if path.is_file() and not path.match(_SEALS) and not path.name.endswith((UNFINISHED, ".tmp"))
     }
     write_whole(folder / _SEAL.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
 
@@ -48,7 +48,7 @@ def problem(folder: Path) -> str | None:
                 file = folder / name
                 if not file.is_file():
                     return f"{name} is missing"
-                if file.stat().st_size != size or _crc(file) != crc:
+                if file.stat().st_size != size or file_crc(file) != crc:
                     return f"{name} was changed"
         except (OSError, ValueError, KeyError, TypeError) as error:
             return f"{path.name} cannot be read: {error}"
@@ -70,21 +70,3 @@ def remove_old(save_dir: str | os.PathLike[str], keep: int) -> None:
     for path in list(steps(save_dir).values())[:-keep]:
         remove(path)  # what is deleted halfway must not look good
         shutil.rmtree(path, ignore_errors=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that appears with all of its text, or not at all."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc

@@ -27,6 +27,7 @@ from pipecomp.data import TrainLoader
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.engine.reporting import ReportingEngine
 from pipecomp.errors import ConfigError, StoreError
+from pipecomp.files import write_whole
 from pipecomp.stages.link.handshake import summarize
 
 _STATE_KEY = "pipecomp"
@@ -91,7 +92,7 @@ class CheckpointingEngine(ReportingEngine):
                 manifest.write(folder, self.global_rank)
             dist.barrier()
             if save_latest and self.global_rank == 0:
-                manifest.write_whole(Path(save_dir) / "latest", tag)
+                write_whole(Path(save_dir) / "latest", tag)
             dist.barrier()  # after that, older ones may be deleted
         return done
 

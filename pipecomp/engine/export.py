@@ -5,13 +5,13 @@ Every stage writes its shard into the folder on its own machine; what the first 
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from pipecomp.files import file_crc
 from pipecomp.stages.partition.saving import write_index, write_shard
 from pipecomp.stages.partition.splitting import Stage
 
@@ -33,7 +33,7 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     folder, rank = Path(folder), dist.get_rank()
     group = dist.new_group(backend="gloo")
     file = write_shard(stage, folder) if rank in owners else None
-    mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, _check(file))
+    mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, file_crc(file))
     shards: list[_Shard | None] = [None] * dist.get_world_size()
     dist.all_gather_object(shards, mine, group=group)
     wanted: list[list[_Shard]] = [[]]
@@ -53,17 +53,9 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     dist.destroy_process_group(group)
 
 
-def _check(file: Path) -> int:
-    check = 0
-    with file.open("rb") as source:
-        while piece := source.read(_PIECE):
-            check = zlib.crc32(piece, check)
-    return check
-
-
 def _is_here(folder: Path, shard: _Shard) -> bool:
     file = folder / shard.name
-    return file.is_file() and file.stat().st_size == shard.size_bytes and _check(file) == shard.check
+    return file.is_file() and file.stat().st_size == shard.size_bytes and file_crc(file) == shard.check
 
 
 def _send(file: Path, size_bytes: int, to: int, group: dist.ProcessGroup) -> None:

@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import prune
 from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.snapshot import copy_file
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.errors import ConfigError
 
@@ -143,7 +144,7 @@ def save_messages(engine: Any, folder: str) -> None:
     if not isinstance(environment, LmdbEnvironment):
         return
     environment.flush()  # nothing is being written from here until the next step
-    _copy(environment.path / DATA_FILE, _saved(folder))
+    copy_file(environment.path / DATA_FILE, _saved(folder))
 
 
 def restore_messages(folder: str, store: str | os.PathLike) -> bool:
@@ -152,7 +153,7 @@ def restore_messages(folder: str, store: str | os.PathLike) -> bool:
     if not saved.is_file():
         return False
     forget_messages(store)
-    _copy(saved, _held(store))
+    copy_file(saved, _held(store))
     return True
 
 
@@ -169,15 +170,6 @@ def _saved(folder: str) -> Path:
 
 def _held(store: str | os.PathLike) -> Path:
     return Path(store) / f"rank-{dist.get_rank()}" / DATA_FILE
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    shutil.copyfile(source, part)
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(part, target)
 
 
 # -- old ones

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipecomp.errors import SplitError
+from pipecomp.files import replacing
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -160,10 +160,9 @@ def write(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Path
 
     config = copy.deepcopy(adapter.config)
     config.inference_mode = True  # as peft saves it: who reads it is not about to train
-    part = folder / (WEIGHTS_FILE + ".tmp")
-    save_file(dict(tensors), str(part), metadata={"format": "pt"})
-    config.save_pretrained(str(folder))
-    os.replace(part, folder / WEIGHTS_FILE)
+    with replacing(folder / WEIGHTS_FILE) as part:
+        save_file(dict(tensors), str(part), metadata={"format": "pt"})
+        config.save_pretrained(str(folder))
     return folder / WEIGHTS_FILE
 
 

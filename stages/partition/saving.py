@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import SplitError
+from pipecomp.files import write_whole
 from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.loading import Source, skeleton
@@ -96,9 +97,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     if generation_config is not None:
         generation_config.save_pretrained(str(folder))
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    provisional = folder / (INDEX + ".tmp")
-    provisional.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    os.replace(provisional, folder / INDEX)
+    write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return folder / INDEX
 
 

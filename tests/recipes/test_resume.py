@@ -67,12 +67,6 @@ class TestSeals:
         assert list(manifest.steps(tmp_path)) == [9, 10]
         assert (tmp_path / "global_step_mine").is_dir()
 
-    def test_a_file_appears_whole(self, tmp_path: Path) -> None:
-        manifest.write_whole(tmp_path / "latest", "global_step3")
-        manifest.write_whole(tmp_path / "latest", "global_step4")
-        assert [p.name for p in tmp_path.iterdir()] == ["latest"]
-        assert (tmp_path / "latest").read_text() == "global_step4"
-
 
 def given(*words: str) -> argparse.Namespace:
     parser = run.arguments("mine", "")

@@ -199,4 +199,4 @@ def test_parameters_are_numbered_by_the_models_order() -> None:
     state = State("double_squeeze")
     number_parameters(state, model.parameters())
     last_first = types.SimpleNamespace(parameters=lambda: list(model.parameters())[::-1])
-    assert state._parts(last_first) == ((3, 3), (2, 9), (1, 3), (0, 9))
+    assert state._slices(last_first) == ((3, 3), (2, 9), (1, 3), (0, 9))

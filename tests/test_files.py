@@ -1,0 +1,39 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+from pipecomp.files import file_crc, replacing, write_whole
+
+
+def test_a_file_is_replaced_at_once(tmp_path):
+    path = tmp_path / "state.json"
+    write_whole(path, "old ä")
+    with replacing(path) as part:
+        part.write_text("new")
+        assert path.read_text(encoding="utf-8") == "old ä"
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "state.json"
+    write_whole(path, "old")
+    with pytest.raises(TypeError), replacing(path) as part:
+        part.write_text(b"not text")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_nothing_written_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nothing"):
+        pass
+
+
+def test_the_crc_is_zlibs(tmp_path):
+    data = bytes(range(256)) * 1000
+    (tmp_path / "data").write_bytes(data)
+    assert file_crc(tmp_path / "data") == zlib.crc32(data)
