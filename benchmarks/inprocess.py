@@ -226,9 +226,10 @@ class InProcessPipeline:
             if lr_scheduler is not None:
                 self._schedulers.append(lr_scheduler(optimizer))
             elif "scheduler" in config:
-                from pipecomp.cluster.rendezvous import deepspeed
+                from deepspeed.runtime import lr_schedules
 
-                lr_schedules = deepspeed.runtime.lr_schedules
+                import pipecomp.engine  # noqa: F401 (says which accelerator, before deepspeed)
+
                 schedule = getattr(lr_schedules, config["scheduler"]["type"])
                 self._schedulers.append(schedule(optimizer, **config["scheduler"].get("params", {})))
 

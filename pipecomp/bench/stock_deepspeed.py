@@ -36,11 +36,14 @@ def stock_engine(model: Any, num_stages: int, config: dict[str, Any]) -> Any:
 
     Messages are whole and nothing overlaps. Batches are (input_ids, labels); parameters are named `*.stage.<name>`.
     """
-    join_processes()  # before deepspeed, which asks it for its accelerator
+    join_processes()
     import deepspeed
     from deepspeed.pipe import PipelineModule
     from deepspeed.utils import logger
 
+    from pipecomp.engine.initialize import attach_deepspeed  # before deepspeed: the room says which accelerator
+
+    attach_deepspeed()
     logger.setLevel(logging.WARNING)
     parts = split(model, num_stages=num_stages)
     layers = [_First(parts[0]), *[_Later(part) for part in parts[1:]]]

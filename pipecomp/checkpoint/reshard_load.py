@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import (
+from torch import Tensor
+
+from pipecomp.checkpoint.deepspeed_names import (
     BASE_OPTIMIZER_STATE,
     GROUP_PADDINGS,
     PARAM_ALIGNMENT_PADDINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
-from torch import Tensor
-
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.errors import ConfigError

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import (
+from torch import Tensor
+
+from pipecomp.checkpoint.deepspeed_names import (
     BASE_OPTIMIZER_STATE,
     OPTIMIZER_STATE_DICT,
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
-from torch import Tensor
-
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import aliases

@@ -11,13 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-
-import deepspeed
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
@@ -44,7 +38,6 @@ def join_processes() -> None:
     Raises LinkError on every rank where the ranks have different versions, or cannot reach each other.
     """
     if dist.is_initialized():
-        _initialize()
         return
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -55,7 +48,7 @@ def join_processes() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world == 1:
         check_byte_order()
-        _initialize()
+        dist.init_process_group(collective_backend(), rank=0, world_size=1)
         return
     store = _meet(rank, world)
     try:
@@ -131,22 +124,25 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
     raise LinkTimeoutError(f"rank {lost} did not come to the start of the run within {COMING_S:g} s")
 
 
-def _initialize(store: Any = None, rank: int = 0, world: int = 1) -> None:
-    """Let torch and DeepSpeed join; store: that of several ranks, None for one, or if torch has joined already."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for 25 s, and is not used
-    accelerator = get_accelerator()
+def collective_backend() -> str:
+    """What torch's collectives go through: gloo on CPUs and where ranks share a GPU, else the device's own."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
-    shared = accelerator.device_name() != "cpu" and local > accelerator.device_count()
-    backend = "gloo" if accelerator.device_name() == "cpu" or shared else accelerator.communication_backend_name()
-    if store is not None:
-        own: dict[str, Any] = {}
-        if accelerator.device_name() == "cuda" and backend != "gloo":  # as DeepSpeed does
-            own["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        connecting = timedelta(seconds=_CONNECT_S)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=connecting, **own)
-        # A collective may wait longer than a connection: for a rank that saves, or evaluates.
-        distributed_c10d._set_pg_timeout(default_pg_timeout, dist.group.WORLD)
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    if device is None or os.environ.get("DS_ACCELERATOR") == "cpu" or local > torch.accelerator.device_count():
+        return "gloo"
+    return dist.get_default_backend_for_device(device)
+
+
+def _initialize(store: Any, rank: int, world: int) -> None:
+    """Let torch join several ranks, which have met in `store`."""
+    backend = collective_backend()
+    own: dict[str, Any] = {}
+    if backend == "nccl":  # as DeepSpeed does
+        own["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    connecting = timedelta(seconds=_CONNECT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=connecting, **own)
+    # A collective may wait longer than a connection: for a rank that saves, or evaluates.
+    distributed_c10d._set_pg_timeout(default_pg_timeout, dist.group.WORLD)
 
 
 def _first_line(error: Exception) -> str:

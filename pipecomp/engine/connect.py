@@ -14,6 +14,7 @@ from pipecomp.checkpoint.run_id import Run, find_run, model_digest
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
+from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.link.gloo import GlooTransport, close_quietly, neighbour_groups
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.receiver import LinkReceiver
@@ -78,7 +79,11 @@ def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooT
     ranks = all_pipelines[grid.data_parallel_id]
     links = {"to_previous": stage - 1, "to_next": stage}
     return {
-        name: GlooTransport(groups[ranks[index], ranks[index + 1]], timeout_s=timeout_s)
+        name: GlooTransport(
+            groups[ranks[index], ranks[index + 1]],
+            timeout_s=timeout_s,
+            pacer=throttle_to(ranks[index + (name == "to_next")]),
+        )
         for name, index in links.items()
         if 0 <= index < grid.pipe_parallel_size - 1
     }

@@ -1,14 +1,12 @@
-"""The part of the engine that ends all ranks when one fails, each with an error that says which and why."""
+"""Ends all ranks when one fails, each with an error that says which and why."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
 from pipecomp.cluster.heartbeat import Heartbeat
-from pipecomp.engine.reduction import ReducingEngine
 from pipecomp.errors import PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
@@ -16,15 +14,28 @@ _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
 _LINGER_S = 5.0  # for them to ask which
 
 
-class GuardedEngine(ReducingEngine):
-    """Wraps what all ranks do together, so that the failure of one is known to all."""
+class FailureGuard:
+    """Wraps what all ranks do together, so that the failure of one is known to all.
 
-    def __init__(self, **more: Any) -> None:
-        self.links = Links()
-        self.watch: Heartbeat | None = None
-        self._watched = 0  # this engine's number there
+    rank: this one. `watch` gives it links and heartbeat once they are there; before that it tells by the store alone.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._links = Links()
+        self._heartbeat: Heartbeat | None = None
+        self._engine = 0  # this engine's number there
         self._depth = 0
-        super().__init__(**more)
+
+    @property
+    def lost(self) -> PipecompError | None:
+        """What the heartbeat knows to be lost."""
+        return None if self._heartbeat is None else self._heartbeat.lost
+
+    def watch(self, links: Links, heartbeat: Heartbeat) -> None:
+        """Tell neighbours through these links, and all ranks through this heartbeat."""
+        self._links, self._heartbeat, self._engine = links, heartbeat, heartbeat.engine
+        heartbeat.on_exit = links.close
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
@@ -34,41 +45,43 @@ class GuardedEngine(ReducingEngine):
             return
         self._depth = 1
         try:
-            if self.watch is not None:
-                self.watch.enter()
+            if self._heartbeat is not None:
+                self._heartbeat.enter()
             yield
         except Exception as error:
-            if self.watch is not None:
-                self.watch.leave()  # what follows takes its time, but does not hang
-            report_stopped(f"{type(error).__name__}: {error}")
-            cause = self._first_cause(error)
-            lost, reason = self.global_rank, f"rank {self.global_rank} stopped: {type(cause).__name__}: {cause}"
-            if isinstance(cause, PeerLostError):
-                lost, reason = cause.rank, str(cause)
-            report_lost(lost, reason)
-            self.links.abort(lost, reason)
-            if self.watch is not None:
-                self.watch.stopped(lost, reason)
-            linger(lost, _LINGER_S)
+            cause = self._tell(error)
             if cause is not error:
                 raise cause from error
             raise
         finally:
             self._depth = 0
-            if self.watch is not None:
-                self.watch.leave()
+            if self._heartbeat is not None:
+                self._heartbeat.leave()
+
+    def _tell(self, error: Exception) -> Exception:
+        """Tell all ranks that this one's training ends; returns what to raise."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()  # what follows takes its time, but does not hang
+        report_stopped(f"{type(error).__name__}: {error}")
+        cause = self._first_cause(error)
+        lost, reason = self._rank, f"rank {self._rank} stopped: {type(cause).__name__}: {cause}"
+        if isinstance(cause, PeerLostError):
+            lost, reason = cause.rank, str(cause)
+        report_lost(lost, reason)
+        self._links.abort(lost, reason)
+        if self._heartbeat is not None:
+            self._heartbeat.stopped(lost, reason)
+        linger(lost, _LINGER_S)
+        return cause
 
     def _first_cause(self, error: Exception) -> Exception:
         """A failed collective says little; the links, or the silence of a rank, tell who was lost."""
         if isinstance(error, PipecompError) or not of_a_collective(error):
             return error
-        known = None if self.watch is None else self.watch.lost
-        return self.links.failure(wait_s=1.0) or known or find_lost(_FIND_LOST_S) or error
+        return self._links.failure(wait_s=1.0) or self.lost or find_lost(_FIND_LOST_S) or error
 
     def close(self) -> None:
-        """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
-        if self.watch is not None:
-            self.watch.close(self._watched)
-        self.links.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        """End in order: finish the stores, end the connections; safe to call twice."""
+        if self._heartbeat is not None:
+            self._heartbeat.close(self._engine)
+        self._links.close()

@@ -1,76 +1,97 @@
-"""The part of the engine that tells what crossed the links, where the time went, and draws it."""
+"""What crossed a rank's links, where its time went, and the drawing of it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from pipecomp.engine.failure_guard import GuardedEngine
 from pipecomp.engine.trace import Trace, TracedStore, draw_trace, write_trace
-from pipecomp.schedule.in_flight import InFlight
 from pipecomp.stats import Seconds
 
 
-class ReportingEngine(GuardedEngine):
-    """Counters and traces of one rank. Its subclass counts into them."""
+class Reporting:
+    """Counters and traces of one rank. engine: whose links, gradients and place in the pipeline are told."""
 
-    in_flight: InFlight
-
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self.trace = Trace()
         self._seconds = Seconds()
-        super().__init__(**more)
+        self._backwards = 0  # in this step
 
-    def comm_stats(self) -> dict[str, Any]:
-        """This rank's traffic and time so far.
+    def begin_step(self, step: int) -> None:
+        """What comes now belongs to this optimizer step."""
+        self._backwards = 0
+        self.trace.begin_step(step)
 
-        "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
-        name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
-        "in_flight": micro-batches that may be under way. "micro_batches": the last step's seconds by micro-batch.
+    @contextmanager
+    def part(self, part: str, micro_batch: int | None) -> Iterator[None]:
+        """Count the time inside to `part`; what it waits for packets is counted apart.
+
+        micro_batch: None for what belongs to none, and for "backward", whose instruction does not say: they come in
+        order.
         """
-        links = {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links}
-        environment = self.links.environment
+        links = self._engine.links
+        waited, began = links.wait_seconds, time.perf_counter()
+        with self._seconds.part(part):
+            yield
+        waited, ended = links.wait_seconds - waited, time.perf_counter()
+        if part == "backward":
+            micro_batch, self._backwards = self._backwards, self._backwards + 1
+        self._seconds.wait += waited
+        if part == "decode":
+            self._seconds.decode -= waited
+            self.trace.add("wait", began, began + waited, micro_batch)
+        self.trace.add(part, began + waited, ended, micro_batch)
+
+    @contextmanager
+    def event(self, name: str) -> Iterator[None]:
+        """Record what runs inside."""
+        began = time.perf_counter()
+        yield
+        self.trace.add(name, began, time.perf_counter())
+
+    def stats(self) -> dict[str, Any]:
+        """See `PipelineEngine.comm_stats`."""
+        engine = self._engine
+        environment = engine.links.environment
         return {
-            "rank": self.global_rank,
-            "stage": self.stage_id,
-            "replica": self.grid.data_parallel_id,
-            "steps": self.global_steps,
-            "links": links,
-            "groups": self.group_stats(),
+            "rank": engine.global_rank,
+            "stage": engine.stage_id,
+            "replica": engine.grid.data_parallel_id,
+            "steps": engine.global_steps,
+            "links": {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in engine.links},
+            "groups": engine.gradients.stats(),
             "seconds": asdict(self._seconds),
-            "in_flight": self.in_flight.value,
+            "in_flight": engine.in_flight.value,
             "micro_batches": self.trace.micro_batches(),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
         }
 
     def start_trace(self) -> None:
-        """Keep every event of the training steps from here on, for `save_trace`."""
+        """Keep every event from here on."""
         if not self.trace.keep:
             self.trace.keep = True
-            for end in self.links:
+            for end in self._engine.links:
                 end.transport.on_moved(self.trace.add)
                 if end.store is not None:
                     end.store = TracedStore(end.store, self.trace)
 
-    def save_trace(self, path: str | Path, *, title: str = "") -> None:
-        """Write all ranks' events since `start_trace` to one file, and a picture of the last step beside it (.png).
-
-        Chrome's trace format. Every rank must call this; rank 0 writes.
-        """
-        out: list[Any] = [None] * dist.get_world_size()
-        with self.propagate_failure():
-            dist.all_gather_object(out, self.trace.events())
-        if self.global_rank == 0:
-            by_rank = dict(enumerate(out))
+    def save_trace(self, path: str | Path, title: str) -> None:
+        """Write all ranks' events to one file, and a picture of the last step beside it; every rank calls this."""
+        by_rank = dict(enumerate(gathered(self.trace.events())))
+        if self._engine.global_rank == 0:
             write_trace(path, by_rank)
             draw_trace(Path(path).with_suffix(".png"), by_rank, title=title)
 
-    def gather_comm_stats(self) -> list[dict[str, Any]]:
-        """`comm_stats` of all ranks, on every rank; all ranks must call this."""
-        out: list[Any] = [None] * dist.get_world_size()
-        with self.propagate_failure():
-            dist.all_gather_object(out, self.comm_stats())
-        return out
+
+def gathered(value: Any) -> list[Any]:
+    """Each rank's value, on every rank."""
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out

@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.netlab.throttle import throttle_to
-from pipecomp.stages.link.transport import Traffic
+from pipecomp.stages.link.transport import Pacer, Traffic
 
 FRAME_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 1 << 34
@@ -49,10 +48,12 @@ class GlooTransport:
     """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
 
     group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
-    counts as lost. channel: distinguishes transports that share a group.
+    counts as lost. channel: distinguishes transports that share a group. pacer: slows down what is sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, channel: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout_s: float, channel: int = 0, pacer: Pacer | None = None
+    ) -> None:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) != 2 or dist.get_rank() not in ranks:
             raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
@@ -64,7 +65,7 @@ class GlooTransport:
         self._callback: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
-        self._throttle = throttle_to(self.peer)
+        self._pacer = pacer
         self._record: Callable[[str, float, float, int | None, int], None] | None = None
         self._failure: Exception | None = None
         self._closing = False
@@ -146,8 +147,8 @@ class GlooTransport:
             write_prefix(view, kind, content.size, total)
             size = _PREFIX_BYTES + content.size
             view[_PREFIX_BYTES:size] = content
-            if self._throttle is not None:
-                self._throttle.hold(size, queued)
+            if self._pacer is not None:
+                self._pacer.hold(size, queued)
             under_way.append((self._group.send([frame[:size]], self._to, self._tag), frame))
             self._sent += size
 

@@ -20,6 +20,14 @@ class Traffic(NamedTuple):
     wait_seconds: float  # time in which `recv` had to wait
 
 
+class Pacer(Protocol):
+    """Makes a link as slow as another one, for measurements."""
+
+    def hold(self, size: int, ready: float) -> None:
+        """Return when `size` bytes, ready to leave at the monotonic time `ready`, would have arrived."""
+        ...
+
+
 class Transport(Protocol):
     """One end of a connection between two ranks."""
 

@@ -38,10 +38,12 @@ def transfer(
     import torch.distributed as dist
 
     from pipecomp.errors import LinkTimeoutError
+    from pipecomp.netlab.throttle import throttle_to
     from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 
     dist.init_process_group("gloo")
-    transport = GlooTransport(neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1], timeout_s=silence_s * (2 - rank))
+    group = neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1]
+    transport = GlooTransport(group, timeout_s=silence_s * (2 - rank), pacer=throttle_to(1 - rank))
     dist.barrier()
     try:
         times = _transfer(transport, rank, sizes, gap_s, note if tell else None)

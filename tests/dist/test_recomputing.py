@@ -36,7 +36,7 @@ def trained(rank: int, world: int, note: Any) -> dict[str, Any]:
         torch.manual_seed(rank)
         losses = [float(engine.train_batch()) for _ in range(6)]
         weights = b"".join(p.detach().numpy().tobytes() for p in engine.stage.parameters())
-        out[name] = losses, hashlib.sha256(weights).hexdigest(), engine.stage.kept_to_recompute(2, 24), engine._kept.bytes
+        out[name] = losses, hashlib.sha256(weights).hexdigest(), engine.stage.kept_to_recompute(2, 24), engine.run_ahead.kept.bytes
         engine.close()
     return out
 

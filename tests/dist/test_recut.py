@@ -120,7 +120,7 @@ def replicas_to_stages(folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, load_module_only=True)
     out["weights alone"] = evaluated(engine), engine.global_steps
     engine.load_checkpoint(folder)
-    out |= {"held again": contents(engine), "evaluated again": evaluated(engine), "taken": engine._batches_taken}
+    out |= {"held again": contents(engine), "evaluated again": evaluated(engine), "taken": engine.progress.batches_taken}
     engine.close()
     return out
 

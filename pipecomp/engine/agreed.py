@@ -1,0 +1,110 @@
+"""What all ranks agree on before an engine is made: DeepSpeed's configuration, its section, the split of the model."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from pipecomp.cluster.agreement import AllRanks, settings_of
+from pipecomp.config import Config, read_json_object
+from pipecomp.engine.activation_checkpointing import take_setting
+from pipecomp.engine.gradient_exchange import check_gradients
+from pipecomp.errors import ConfigError, SplitError
+from pipecomp.plan.auto import wants_auto
+from pipecomp.stages import plan
+from pipecomp.stages.partition.modules import Modules
+from pipecomp.stages.partition.planning import SplitPlan
+
+SECTION = "pipecomp"
+
+
+class Agreed(NamedTuple):
+    """ds_config: DeepSpeed's configuration. settings: its section. recomputes: whether blocks are checkpointed."""
+
+    ds_config: dict[str, Any]
+    settings: Config
+    plan: SplitPlan
+    recomputes: bool
+
+
+def agree(
+    model: Any, num_stages: int | None, cuts: Sequence[int] | None, config: Any, all_ranks: AllRanks, *, own_loss: bool
+) -> Agreed:
+    """Read and check what `initialize` was given; the same on all ranks, or LinkError on all of them.
+
+    own_loss: whether a loss function was given.
+    """
+    with all_ranks.collective_errors():
+        ds_config = _read_config(config)
+        settings = Config.from_dict(ds_config.get(SECTION, {}))
+        split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
+        if isinstance(model, Modules):
+            _check_modules(settings, own_loss)
+        _check_stages(settings, split_plan)
+        _check_precision(ds_config)
+        check_gradients(settings.gradients, ds_config, split_plan, dist.get_world_size() // split_plan.num_stages)
+        _complete(ds_config)
+        recomputes = take_setting(ds_config)
+    settings_here = settings_of(ds_config, SECTION, settings.shared())
+    all_ranks.assert_same_on_all_ranks({**settings_here, **_facts(split_plan, model)})
+    return Agreed(ds_config, settings, split_plan, recomputes)
+
+
+def _check_modules(settings: Config, own_loss: bool) -> None:
+    if wants_auto(settings):
+        raise ConfigError("activations", "bits 'auto'", "numbers for plain modules: only language models are measured")
+    if not own_loss:
+        raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
+
+
+def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
+    stages, world = split_plan.num_stages, dist.get_world_size()
+    settings.activations.check_links(stages - 1)
+    if world % stages:
+        raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
+    if stages == 1 and settings.activations.method != "none":
+        raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
+    for stage, trained in enumerate(split_plan.trained):
+        if not trained:
+            raise SplitError(f"stage {stage} has nothing to train, all of it is frozen: choose other cuts")
+
+
+def _facts(split_plan: SplitPlan, model: Any) -> dict[str, Any]:
+    """What of the model must be the same on all ranks."""
+    facts: dict[str, Any] = {
+        "model": split_plan.model_class,
+        "cuts of the model": split_plan.cuts,
+        "parameters of its stages": split_plan.parameters,
+    }
+    if isinstance(model, torch.nn.Module):
+        facts["dtype of the model"] = str(next(model.parameters()).dtype)
+    return facts
+
+
+def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        raise ConfigError("config", config, "a dict or the path of a JSON file")
+    if isinstance(config, dict):
+        return copy.deepcopy(config)
+    return read_json_object("config", config)
+
+
+def _check_precision(ds_config: dict[str, Any]) -> None:
+    """DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once."""
+    zero = ds_config.get("zero_optimization", {}).get("stage", 0)
+    if ds_config.get("fp16", {}).get("enabled") and zero != 1:
+        raise ConfigError("zero_optimization.stage", zero, "1 with fp16, whose loss scaling is right only there")
+
+
+def _complete(ds_config: dict[str, Any]) -> None:
+    """Settings that DeepSpeed needs on this machine and nobody would write down."""
+    optimizer = ds_config.get("optimizer", {})
+    if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
+        # DeepSpeed's own CPU Adam compiles at first use; torch's is there.
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)

@@ -1,0 +1,106 @@
+"""The parts that an engine is assembled from: the stage as DeepSpeed's PipelineModule, what exchanges gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+
+from pipecomp.config import Config
+from pipecomp.engine.connect import pipelines
+from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
+from pipecomp.errors import ConfigError
+from pipecomp.stages import Source, build_stage, default_loss
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.splitting import Stage
+
+
+class _StageSpec(LayerSpec):
+    """Builds a stage only on the rank that owns it."""
+
+    def __init__(self, build: Callable[[], Stage | ModuleStage]) -> None:
+        super().__init__(Stage)
+        self._build = build
+
+    def build(self, log: bool = False) -> Stage | ModuleStage:
+        return self._build()
+
+
+def pipeline_module(
+    model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
+) -> PipelineModule:
+    """One layer for each stage, of which only this rank's own is built."""
+    half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+    in_memory = isinstance(model, torch.nn.Module) or (isinstance(model, Source) and model.model is not None)
+    dtype = None if in_memory or half else torch.float32
+    loss: list[Callable] = []
+
+    def builder(index: int) -> Callable[[], Stage | ModuleStage]:
+        def build() -> Stage | ModuleStage:
+            stage = build_stage(model, split_plan, index, dtype=dtype, seed=seed)
+            loss.append(loss_fn or default_loss(stage.config))
+            return stage
+
+        return build
+
+    specs = [_StageSpec(builder(index)) for index in range(split_plan.num_stages)]
+    module = PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
+    module.loss_fn = loss[0]
+    return module
+
+
+def trainable(stage: Stage | ModuleStage) -> list[Any]:
+    """The stage's parameters in one group."""
+    return [p for p in stage.parameters() if p.requires_grad]
+
+
+def gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:
+    """What averages this rank's gradients, if they are compressed."""
+    if settings.gradients.method == "none":
+        return None
+    replicas = pipelines(grid)
+    stage = grid.get_stage_id()
+    in_optimizer = settings.gradients.exchanges_in_optimizer
+    # Momentum is what replicas exchange then; stages still sum their gradients of tied weights.
+    holders = [replicas[grid.data_parallel_id]] if in_optimizer else replicas
+    tied = {
+        group.name: TiedRanks(tuple(ranks[s] for ranks in holders for s in group.stages), len(group.stages))
+        for group in split_plan.trained_ties
+        if stage in group.stages
+    }
+    return GradientExchange(
+        settings.gradients,
+        [ranks[stage] for ranks in replicas],
+        tied,
+        seed=settings.seed,
+        timeout_s=settings.transport.timeout_s,
+    )
+
+
+def quantized_adam(settings: Config, section: dict[str, Any], module: PipelineModule) -> ReplicaAdam:
+    """The optimizer of the configuration's "optimizer" section, with its momentum exchanged among replicas."""
+    known = ("lr", "betas", "eps", "weight_decay")
+    params = dict(section.get("params", {}))
+    params.pop("torch_adam", None)
+    adam_w = params.pop("adam_w_mode", section["type"].lower() == "adamw")
+    for key in params:
+        if key not in known:
+            raise ConfigError(f"optimizer.params.{key}", params[key], f"{', '.join(known)} with 'quantized_adam'")
+    g, grid = settings.gradients, module.mpu()
+    assert g.freeze_step is not None
+    assert isinstance(g.bits, int)
+    assert g.group_size is not None
+    return ReplicaAdam(
+        [p for p in module.parameters() if p.requires_grad],
+        **params,
+        adam_w=adam_w,
+        freeze_step=g.freeze_step,
+        bits=g.bits,
+        group_size=g.group_size,
+        group=[ranks[grid.get_stage_id()] for ranks in pipelines(grid)],
+        seed=settings.seed,
+        tied=[p for p in module.forward_funcs[0].tied_parameters().values() if p.requires_grad],
+    )

@@ -1,0 +1,161 @@
+"""What one stage does with a micro-batch: load, compute, send and receive, as DeepSpeed's instructions ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from pipecomp.data import MicroBatch, as_micro_batch
+from pipecomp.errors import DataError, LinkError
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.endpoint import Position
+
+OnLogits = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One micro-batch between its forward and its backward: what of it crosses the links from and to this stage."""
+
+    received: Layout
+    sent: Layout
+    inputs: dict[str, Tensor | None]
+
+
+class StageWork:
+    """The instructions of one stage but for its backward pass, which is DeepSpeed's.
+
+    engine: whose links, stage and buffers. Shapes: B samples, S tokens with padding, H hidden size.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._slots: dict[int, _Slot] = {}
+        self._on_logits: OnLogits | None = None
+
+    @contextmanager
+    def handing_over(self, on_logits: OnLogits | None) -> Iterator[None]:
+        """While inside, the last stage gives its logits and labels to this function in place of the loss's."""
+        self._on_logits = on_logits
+        try:
+            yield
+        finally:
+            self._on_logits = None
+
+    def _at(self, micro_batch: int) -> Position:
+        engine = self._engine
+        return Position(engine.global_steps if engine.module.training else engine.progress.evaluations, micro_batch)
+
+    def load(self, buffer_id: int, micro_batch: int) -> None:
+        """Take the next batch: inputs on the first stage, labels on the last one."""
+        engine = self._engine
+        batch = self._next_batch(micro_batch)
+        if engine.is_first_stage():
+            layout = engine.stage.layout(batch.ids, batch.inputs)
+            inputs: dict[str, Tensor | None] = {k: v.to(engine.device) for k, v in batch.inputs.items()}
+            self._slots[buffer_id] = _Slot(layout, layout, inputs)
+            self._prefetch_next()
+        if engine.is_last_stage():
+            layout = self._slots[buffer_id].received
+            if layout.ids != batch.ids:
+                raise DataError(
+                    f"step {engine.global_steps}, micro-batch {micro_batch}: the first stage sent samples "
+                    f"{list(layout.ids)}, the labels here are of samples {list(batch.ids)}: give every rank the same "
+                    "data in the same order"
+                )
+            if batch.labels is None and engine._compute_loss:
+                raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
+            engine.pipe_buffers["labels"][buffer_id] = None if batch.labels is None else batch.labels.to(engine.device)
+
+    def _next_batch(self, micro_batch: int) -> MicroBatch:
+        engine = self._engine
+        try:
+            batch = engine._next_batch()
+        except StopIteration:
+            raise DataError(f"the data ended before micro-batch {micro_batch} of this step") from None
+        if batch is None:
+            raise DataError("no data: give training_data to initialize, or data_iter to this call")
+        known = engine.module.training and engine.pipecomp_config.activations.method == "aqsgd"
+        return as_micro_batch(batch, number_from=None if known else micro_batch << 32)
+
+    def forward(self, buffer_id: int, micro_batch: int) -> None:
+        """Run this rank's stage, and on the last one the loss."""
+        engine = self._engine
+        engine.tput_timer.start()
+        slot = self._slots[buffer_id]
+        with engine.run_ahead.counting_memory(slot.received):
+            outputs = DeepSpeedEngine.forward(engine, slot.inputs)
+        if not engine.is_last_stage():
+            engine.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]
+            return
+        if self._on_logits is not None:
+            engine.loss = self._on_logits(outputs, engine.pipe_buffers["labels"][buffer_id])
+        elif engine._compute_loss and engine.module.loss_fn is not None:
+            engine.loss = engine.module.loss_fn(outputs, engine.pipe_buffers["labels"][buffer_id])
+        else:
+            engine.loss = outputs
+        if engine.eval_return_logits:
+            engine.outputs = outputs
+        engine.fwd_outputs.append(engine.loss.detach())
+        loss = engine.loss.detach()
+        engine.total_loss = loss.clone() if engine.total_loss is None else engine.total_loss + loss
+
+    def send_activation(self, buffer_id: int, micro_batch: int) -> None:
+        """Send the forward's output to the next stage."""
+        engine = self._engine
+        link = engine.links.to_next
+        assert link is not None
+        training = engine.module.training
+        layout = self._slots[buffer_id].sent
+        x_BSH = engine.pipe_buffers["outputs"][buffer_id]
+        link.send_activation(x_BSH, layout, self._at(micro_batch), training=training)
+
+    def recv_activation(self, buffer_id: int, micro_batch: int) -> None:
+        """Take the forward's input from the stage before."""
+        engine = self._engine
+        link = engine.links.to_previous
+        assert link is not None
+        training = engine.module.training
+        x_BSH, layout = link.recv_activation(self._at(micro_batch), training=training)
+        if x_BSH.shape[-1] != engine.stage.hidden_size:
+            raise LinkError(
+                f"link {link.index}: activations of width {x_BSH.shape[-1]} for a stage of width "
+                f"{engine.stage.hidden_size}: the ranks have different models"
+            )
+        x_BSH.requires_grad_(training)
+        inputs = {"hidden_states": x_BSH, "attention_mask": layout.mask_BS(engine.device)}
+        self._slots[buffer_id] = _Slot(layout, engine.stage.next_layout(layout), inputs)
+
+    def send_grad(self, buffer_id: int, micro_batch: int) -> None:
+        """Send the input's gradient to the stage before."""
+        engine = self._engine
+        link = engine.links.to_previous
+        assert link is not None
+        slot = self._slots.pop(buffer_id)
+        x_BSH = slot.inputs["hidden_states"]
+        assert x_BSH is not None
+        assert x_BSH.grad is not None
+        link.send_gradient(x_BSH.grad, slot.received, self._at(micro_batch))
+
+    def recv_grad(self, buffer_id: int, micro_batch: int) -> None:
+        """Take the output's gradient from the next stage."""
+        engine = self._engine
+        link = engine.links.to_next
+        assert link is not None
+        waited = link.stats.wait_seconds
+        engine.grad_layer = link.recv_gradient(self._slots[buffer_id].sent, self._at(micro_batch))
+        engine.run_ahead.waited(micro_batch, link.stats.wait_seconds - waited)
+
+    def _prefetch_next(self) -> None:
+        """On the first stage: load the cached activations of the micro-batches that come next."""
+        engine = self._engine
+        store = None if engine.links.to_next is None else engine.links.to_next.store
+        if store is None or engine._loader is None or not engine.module.training:
+            return
+        for ahead in range(engine.pipecomp_config.store.prefetch):
+            store.prefetch(engine._loader.upcoming(ahead))
