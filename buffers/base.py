@@ -50,6 +50,10 @@ class MessageStore(Protocol):
         """Replace the message of a sample. The store owns `m_nH` (float32 [n, H], any device) from here on."""
         ...
 
+    def rounded(self, m_nH: Tensor) -> Tensor:
+        """What `get` would return after this was put: with fewer than 32 bits other values; a new tensor."""
+        ...
+
     def keeps_new(self) -> bool:
         """Whether samples that are not held may be put; False while a disk refuses writes and the run goes on."""
         ...

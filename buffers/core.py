@@ -62,6 +62,11 @@ class LinkStore:
         self._prefetcher.invalidate(sample)
         self._added(entry)
 
+    def rounded(self, m_nH: Tensor) -> Tensor:
+        """What `get` would return after this was put; see MessageStore."""
+        where = f"store of {self.link}"
+        return unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
+
     def keeps_new(self) -> bool:
         """Whether samples that are not held may be put; see MessageStore."""
         return True

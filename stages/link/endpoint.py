@@ -178,10 +178,6 @@ class Endpoint:
                 f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
             )
 
-    def _may_keep(self, sample: int) -> bool:
-        """Whether this end keeps what it is about to hold of a sample: not a new one while the disk refuses writes."""
-        return self.store is not None and (self.store.keeps_new() or self.store.get([sample])[0] is not None)
-
     def _message_rows(self, count: int, hidden: int) -> tuple[int, int]:
         """The shape of m for a sample of [count, hidden]."""
         if self.canvas is None:

@@ -14,6 +14,7 @@ from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireEr
 from pipecomp.messages.codecs import Cast, Codec, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Position, plain_samples
 
 
@@ -53,16 +54,13 @@ class LinkReceiver(Endpoint):
         if sum(sizes) != payload.size:
             raise WireError(self._where(at, f"payload of {payload.size} bytes where its samples need {sum(sizes)}"))
         x_TH = torch.empty(layout.total, header.hidden, device=self.device)
-        updates = []
-        repeated = len(set(layout.ids)) < len(layout.ids)
-        held = [] if repeated else self.store.get(layout.ids)
+        changes = Changes(self.store, layout.ids)
         start = 0
         for i, (sample, rows) in enumerate(zip(header.samples, layout.rows(), strict=True)):
             data = payload[start : start + sizes[i]]
             start += sizes[i]
             if sample.form is Form.DELTA:
-                message = self.store.get([sample.id])[0] if repeated else held[i]
-                held_nH = self._checked_base(sample, message, header.hidden, at)
+                held_nH = self._checked_base(sample, changes.held(sample.id), header.hidden, at)
                 m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, sample.start)
                 self._forward.decode_delta_(data, m_nH)
                 if self.canvas is not None:
@@ -76,16 +74,13 @@ class LinkReceiver(Endpoint):
             else:
                 raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
             x_TH[rows] = m_nH
-            if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not self._may_keep(sample.id)):
+            if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not changes.may_keep(sample.id)):
                 self.stats.unstored_samples += 1
-                self.store.drop([sample.id])
+                changes.drop(sample.id)
                 self._not_kept.setdefault(at, set()).add(sample.id)
-            elif repeated:
-                self._keep(sample.id, sample.version, held_nH)
             else:
-                updates.append((sample.id, sample.version, held_nH))
-        for update in updates:
-            self._keep(*update)
+                changes.put(sample.id, sample.version, held_nH)
+        changes.make(self._keep)
         return x_TH
 
     def _sample_bytes(self, sample: Sample, header: Header) -> int:

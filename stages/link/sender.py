@@ -13,6 +13,7 @@ from pipecomp.errors import LinkError, NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Position, plain_samples
 
 
@@ -57,39 +58,33 @@ class LinkSender(Endpoint):
         assert self.store is not None
         samples: list[Sample] = []
         parts: list[np.ndarray] = []
-        updates: list[tuple[int, int, Tensor]] = []
-        repeated = len(set(layout.ids)) < len(layout.ids)
-        held = [] if repeated else self.store.get(layout.ids)
+        changes = Changes(self.store, layout.ids)
         for i, (sample, rows) in enumerate(zip(layout.ids, layout.rows(), strict=True)):
             x_nH = x_TH[rows]
-            message = self.store.get([sample])[0] if repeated else held[i]
+            message = changes.held(sample)
             if message is not None and message.m_nH.shape != self._message_rows(*x_nH.shape):
                 message = None  # the sample changed its length: a first visit again
             if any(sample in ids for ids in self._unanswered.values()):
                 message = None  # the other end may not keep the first visit that is under way
             version = self._next_version
             self._next_version += 1
-            seed = self._draw(FORWARD, at, i)
             form, base = (Form.FULL, 0) if message is None else (Form.DELTA, message.version)
-            if form is Form.FULL and not self._may_keep(sample):
+            if form is Form.FULL and not changes.may_keep(sample):
                 form = Form.NOT_KEPT
             samples.append(Sample(sample, form, layout.starts[i], layout.counts[i], base, version))
-            m_nH, held_nH, encoded = self._encode_sample(x_nH, message, layout.starts[i], seed)
+            m_nH, held_nH, encoded = self._encode_sample(x_nH, message, layout.starts[i], self._draw(FORWARD, at, i))
             parts += encoded
             if form is Form.NOT_KEPT:
                 self.stats.unstored_samples += 1
-            elif repeated:
-                self._keep(sample, version, held_nH)
             else:
-                updates.append((sample, version, held_nH))
+                changes.put(sample, version, held_nH)
             if form is Form.DELTA:
                 self.stats.delta_samples += 1
             else:
                 self.stats.full_samples += 1
             if at.micro_batch == 0 and x_nH.numel():
                 self._sample_error(x_nH, m_nH)
-        for update in updates:  # after all of the micro-batch could be quantized
-            self._keep(*update)
+        changes.make(self._keep)
         if self._goes_on:
             self._unanswered[at] = {s.id for s in samples if s.form is Form.FULL}
         return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts

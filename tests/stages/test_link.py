@@ -84,13 +84,20 @@ def test_first_visit_is_per_sample():
     assert_same_messages(up, down)
 
 
+@pytest.mark.parametrize("bits", [32, 8, 2])
 @pytest.mark.parametrize("repeated", [(1, 1, 1), (1, 2, 1)])
-def test_a_sample_twice_in_a_micro_batch(repeated):
-    up, down = link({"method": "aqsgd"})
+def test_a_sample_twice_in_a_micro_batch(repeated, bits):
+    """As if its visits came in micro-batches of their own: the later one builds on what the store made of the first."""
+    store = {"backend": "memory", "bits": bits}
+    up, down = link({"method": "aqsgd"}, store=store)
+    alone, its_peer = link({"method": "aqsgd"}, store=store)
     for step in range(3):
         x_BSH = torch.randn(B, S, H)
-        pass_over(up, down, x_BSH, layout(repeated), step)
+        y_BSH = pass_over(up, down, x_BSH, layout(repeated), step)
         assert_same_messages(up, down)
+        for i, sample in enumerate(repeated):
+            apart = pass_over(alone, its_peer, x_BSH[i : i + 1], layout((sample,), (S,)), step, i)
+            assert torch.equal(y_BSH[i], apart[0])
     assert up.stats.full_samples == len(set(repeated))
 
 
@@ -236,11 +243,12 @@ def test_nan_on_a_first_visit(first_visit):
     assert up.store.inventory() == []
 
 
+@pytest.mark.parametrize("ids", [(2**40, 2**63 - 1, 3), (7, 7, 3), (7, 3, 7)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_activations_leave_all_samples_of_the_micro_batch_alone(bad):
-    """The last sample is the bad one, and one of the others has the largest id: nothing of them changes either."""
+def test_bad_activations_leave_all_samples_of_the_micro_batch_alone(bad, ids):
+    """The last sample is the bad one, others have the largest id or come twice: nothing of them changes either."""
     up, down = link({"method": "aqsgd"})
-    where = layout((2**40, 2**63 - 1, 3))
+    where = layout(ids)
     for step in range(2):
         pass_over(up, down, torch.randn(B, S, H), where, step)
     before = held(up)
@@ -249,7 +257,7 @@ def test_bad_activations_leave_all_samples_of_the_micro_batch_alone(bad):
     with pytest.raises(NonFiniteError):
         up.send_activation(x_BSH, where, Position(2, 0))
     after = held(up)
-    assert set(after) == {2**40, 2**63 - 1, 3}
+    assert set(after) == set(ids)
     for sample, message in before.items():
         assert after[sample].version == message.version
         assert torch.equal(after[sample].m_nH, message.m_nH)
