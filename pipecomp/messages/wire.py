@@ -1,4 +1,4 @@
-"""What travels on a link: one versioned little-endian message per micro-batch and direction.
+"""What travels on a link: one versioned little-endian packet per micro-batch and direction.
 
     header   51 bytes   magic "PCMP", format version, kind, flags, method, bits, first-visit bits, dtype, payload dtype,
                         link, step, micro-batch, samples B, padded tokens S, hidden size H, group size, payload bytes
@@ -7,7 +7,7 @@
     check    4 bytes    CRC-32 (zlib's) over all before it; zero without the checksum flag
 
 Lengths are checked against the header's own numbers and the caller's limit before anything is allocated. Bytes that
-are not exactly one such message raise `WireError` saying what differed.
+are not exactly one such packet raise `WireError` saying what differed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FLAG_CHECKSUM = 1
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """What a packet is for."""
 
     ACTIVATION = 1
     GRADIENT = 2
@@ -54,7 +54,7 @@ class Form(enum.IntEnum):
 
     PLAIN = 0  # no message store behind it
     FULL = 1  # a first visit: sets m
-    DELTA = 2  # added to the message of version `base`
+    DELTA = 2  # added to the cached activation of version `base`
     NOT_KEPT = 3  # a first visit that its sender does not keep; in a gradient: one that this end did not keep
 
 
@@ -80,7 +80,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """All of a message but its payload. `bits` and `first_bits` are 0 where values are not quantized."""
+    """All of a packet but its payload. `bits` and `first_bits` are 0 where values are not quantized."""
 
     kind: Kind
     method: Method
@@ -101,15 +101,15 @@ class Header:
         return f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, step {self.step}, link {self.link}"
 
 
-def message_bytes(samples: int, payload_bytes: int) -> int:
-    """Length of a whole message."""
+def packet_bytes(samples: int, payload_bytes: int) -> int:
+    """Length of a whole packet."""
     return _HEADER.size + samples * _SAMPLE.size + payload_bytes + _CHECK.size
 
 
 def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) -> np.ndarray:
-    """One message as uint8 [length]; `parts` are uint8 arrays that make the payload, in order."""
+    """One packet as uint8 [length]; `parts` are uint8 arrays that make the payload, in order."""
     payload = sum(p.size for p in parts)
-    out = np.empty(message_bytes(len(header.samples), payload), dtype=np.uint8)
+    out = np.empty(packet_bytes(len(header.samples), payload), dtype=np.uint8)
     _HEADER.pack_into(
         out,
         0,
@@ -142,24 +142,24 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
     return out
 
 
-def peek(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
+def peek(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
     """The header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
-    return _parse(message, max_payload_bytes)[0]
+    return _parse(packet, max_payload_bytes)[0]
 
 
-def decode(message: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Header, np.ndarray]:
-    """Header and payload (a view into `message`) of uint8 [length]. Raises WireError if it is anything else."""
-    header, payload, checked = _parse(message, max_payload_bytes)
-    (sent_check,) = _CHECK.unpack_from(message, message.size - _CHECK.size)
-    check = ops.crc32(message[: -_CHECK.size]) if checked else 0
+def decode(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Header, np.ndarray]:
+    """Header and payload (a view into `packet`) of uint8 [length]. Raises WireError if it is anything else."""
+    header, payload, checked = _parse(packet, max_payload_bytes)
+    (sent_check,) = _CHECK.unpack_from(packet, packet.size - _CHECK.size)
+    check = ops.crc32(packet[: -_CHECK.size]) if checked else 0
     if check != sent_check:
-        raise WireError(f"message was changed on the way: CRC-32 {check:#010x}, sent with {sent_check:#010x}")
+        raise WireError(f"packet was changed on the way: CRC-32 {check:#010x}, sent with {sent_check:#010x}")
     return header, payload
 
 
-def _parse(message: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarray, bool]:
-    if message.size < _HEADER.size + _CHECK.size:
-        raise WireError(f"message of {message.size} bytes is shorter than a header of {_HEADER.size}")
+def _parse(packet: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarray, bool]:
+    if packet.size < _HEADER.size + _CHECK.size:
+        raise WireError(f"packet of {packet.size} bytes is shorter than a header of {_HEADER.size}")
     (
         magic,
         version,
@@ -178,22 +178,22 @@ def _parse(message: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndar
         hidden,
         group_size,
         payload,
-    ) = _HEADER.unpack_from(message, 0)
+    ) = _HEADER.unpack_from(packet, 0)
     if magic != MAGIC:
-        raise WireError(f"message begins with {magic!r}, not {MAGIC!r}: these bytes are not from pipecomp")
+        raise WireError(f"packet begins with {magic!r}, not {MAGIC!r}: these bytes are not from pipecomp")
     if version != VERSION:
-        raise WireError(f"message has format version {version}, this rank reads {VERSION}: install the same pipecomp")
+        raise WireError(f"packet has format version {version}, this rank reads {VERSION}: install the same pipecomp")
     if payload > max_payload_bytes:
-        raise WireError(f"message claims a payload of {payload} bytes, above the limit of {max_payload_bytes}")
-    expected = message_bytes(count, payload)
-    if message.size != expected:
-        raise WireError(f"message has {message.size} bytes where its header says {expected}")
+        raise WireError(f"packet claims a payload of {payload} bytes, above the limit of {max_payload_bytes}")
+    expected = packet_bytes(count, payload)
+    if packet.size != expected:
+        raise WireError(f"packet has {packet.size} bytes where its header says {expected}")
     if flags & ~_FLAG_CHECKSUM:
-        raise WireError(f"message has unknown flags {flags:#x}")
+        raise WireError(f"packet has unknown flags {flags:#x}")
     try:
         samples = tuple(
             Sample(s[0], Form(s[1]), *s[2:])
-            for s in _SAMPLE.iter_unpack(message[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
+            for s in _SAMPLE.iter_unpack(packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
         )
         header = Header(
             kind=Kind(kind),
@@ -211,9 +211,9 @@ def _parse(message: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndar
             samples=samples,
         )
     except ValueError as error:
-        raise WireError(f"message has an unknown code: {error}") from error
+        raise WireError(f"packet has an unknown code: {error}") from error
     for s in samples:
         if s.start + s.count > tokens:
             raise WireError(f"{header.describe()}: sample {s.id} has tokens {s.start}..{s.start + s.count} of {tokens}")
     start = _HEADER.size + count * _SAMPLE.size
-    return header, message[start : start + payload], bool(flags & _FLAG_CHECKSUM)
+    return header, packet[start : start + payload], bool(flags & _FLAG_CHECKSUM)

@@ -13,7 +13,7 @@ import torch
 from pipecomp.config import Bits, Config
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated
-from pipecomp.messages.wire import message_bytes
+from pipecomp.messages.wire import packet_bytes
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -55,4 +55,4 @@ def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
 
 
 def _size(codec: Codec, counts: Sequence[int], hidden: int) -> int:
-    return message_bytes(len(counts), sum(codec.payload_bytes(count, hidden) for count in counts))
+    return packet_bytes(len(counts), sum(codec.payload_bytes(count, hidden) for count in counts))

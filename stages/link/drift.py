@@ -1,8 +1,8 @@
-"""Every few steps both ends of a link compare digests of the messages that changed since the last time.
+"""Every few steps both ends of a link compare digests of the cached activations that changed since the last time.
 
 A delta names the version that it builds on, so a wrong base is refused; but two ends could hold different values under
 one version, if memory, a disk or arithmetic fails at one of them, and then nothing but the loss would tell. Here each
-end hashes sample, version and the stored value's CRC-32, which packing has made anyway, of every message that it has
+end hashes sample, version and the stored value's CRC-32, which packing has made anyway, of every one that it has
 put since the last check: 16 bytes cross the link each way. If they differ, both send the lines themselves, forget the
 samples that differ, and send them whole next time.
 """
@@ -47,13 +47,14 @@ def check_drift(end: LinkSender | LinkReceiver, step: int) -> list[int]:
     other = exchange_tables(end, step, _TABLE_PART, table, rows=_DIGEST.unpack(theirs)[0])
     samples: list[int] = np.unique(np.setxor1d(table, other)["sample"]).tolist()
     shown = ", ".join(map(str, samples[:_SHOWN])) + (f" and {len(samples) - _SHOWN} more" if samples[_SHOWN:] else "")
-    found = f"link {end.index}, step {step}: this end and rank {end.transport.peer} hold different messages of {shown}"
+    where = f"link {end.index}, step {step}"
+    found = f"{where}: this end and rank {end.transport.peer} hold different cached activations of {shown}"
     if end.drifted:
         raise DriftError(
             f"{found} (samples), as they did at the last check: memory, a disk or a kernel is failing at one of them. "
             "`pipecomp doctor` checks kernels, `pipecomp store verify` the store"
         )
-    _log.warning("%s (samples): both forget them, and they are sent whole on their next visit", found)
+    _log.warning("%s (samples): both forget them, and send them uncompressed on their next visit", found)
     end.store.drop(samples)
     end.drifted = True
     end.stats.drifts += 1

@@ -1,15 +1,15 @@
 """One link: codec, message store and transport joined, and what its two ends share.
 
 The upstream end (stage k, sender.py) sends activations and receives their gradients, the downstream end (stage k + 1,
-receiver.py) the other way round. With "aqsgd" both hold, for every sample they have seen, the same message m
+receiver.py) the other way round. With "aqsgd" both hold, for every sample they have seen, the same cached activation m
 (arXiv:2206.01299, Algorithm 1):
 
-    first visit   m ← a                     sent whole, or quantized if `first_visit` says so
+    first visit   m ← a                     sent uncompressed, or quantized if `first_visit` says so
     later         m ← m + deq(Q(a − m))     sent as Q(a − m)
 
-The sender's store decides which it is. Every message says what it is, which version of m it builds on and which it
-makes, so a delta can never be applied to another base. Nothing is changed at either end before a message is checked.
-An end whose disk refuses writes does not keep new samples, and says so in its next message about them: the other end
+The sender's store decides which it is. Every packet says what it is, which version of m it builds on and which it
+makes, so a delta can never be applied to another base. Nothing is changed at either end before a packet is checked.
+An end whose disk refuses writes does not keep new samples, and says so in its next packet about them: the other end
 then does not keep them either.
 
 Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micro-batch, n of one sample.
@@ -36,12 +36,12 @@ from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
 
 FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
-MAX_TENSOR_BYTES = 1 << 34  # of a decoded message, padding included
+MAX_TENSOR_BYTES = 1 << 34  # of a decoded packet, padding included
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in training a message belongs: optimizer step and micro-batch within it."""
+    """Where in training a packet belongs: optimizer step and micro-batch within it."""
 
     step: int
     micro_batch: int
@@ -50,8 +50,8 @@ class Position:
 class Endpoint:
     """What both ends share.
 
-    index: the link's number, counted from the first stage. replica: which pipeline. canvas: where the messages of
-    images that crops move lie; None where a message is just what was sent.
+    index: the link's number, counted from the first stage. replica: which pipeline. canvas: where the cached
+    activations of images that crops move lie; None where they are just what was sent.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Endpoint:
         if self._remember:
             self.changed.add(sample)
 
-    # -- sending and receiving whole messages
+    # -- sending and receiving packets
 
     def _codec(self, kind: Kind, dtype: torch.dtype) -> Codec:
-        """The codec of a message without a store."""
+        """The codec of a packet without a store."""
         method = self._method
         if kind is Kind.EVAL_ACTIVATION:
             method = "none" if self._eval == "full" else self._eval
@@ -136,16 +136,16 @@ class Endpoint:
         )
 
     def _send(self, header: Header, parts: list[np.ndarray]) -> int:
-        message = encode(header, parts, checksum=self._checksum)
-        self.transport.send(message)
-        return message.size
+        packet = encode(header, parts, checksum=self._checksum)
+        self.transport.send(packet)
+        return packet.size
 
     def _recv(self, kind: Kind, at: Position) -> tuple[Header, np.ndarray, int]:
         before = self.transport.traffic().wait_seconds
-        message = self.transport.recv()
+        packet = self.transport.recv()
         self.stats.wait_seconds += self.transport.traffic().wait_seconds - before
         try:
-            header, payload = decode(message)
+            header, payload = decode(packet)
         except WireError as error:
             raise WireError(f"link {self.index}, from rank {self.transport.peer}: {error}") from error
         expected = (kind, self.index, at.step, at.micro_batch)
@@ -167,7 +167,7 @@ class Endpoint:
                 f"link {self.index}: rank {self.transport.peer} uses group_size {header.group_size or None}, "
                 f"this rank {self._group_size}"
             )
-        return header, payload, message.size
+        return header, payload, packet.size
 
     def _check_codec(self, header: Header, codec: Codec) -> None:
         got = (header.method, header.bits, header.payload_dtype)
@@ -178,7 +178,7 @@ class Endpoint:
                 f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
             )
 
-    def _message_rows(self, count: int, hidden: int) -> tuple[int, int]:
+    def _cached_shape(self, count: int, hidden: int) -> tuple[int, int]:
         """The shape of m for a sample of [count, hidden]."""
         if self.canvas is None:
             return count, hidden

@@ -1,14 +1,14 @@
 """A transport over torch.distributed's gloo: host memory, TCP, one process group for each pair of neighbours.
 
 gloo's `send` is a rendezvous: nothing moves until the other side has posted its receive. So every end keeps a ring of
-receives posted ahead of need, each able to take a whole frame (gloo lets a message be shorter than its receive). That a
+receives posted ahead of need, each able to take a whole frame (gloo lets a packet be shorter than its receive). That a
 receive is posted is told on the same connection, behind the frames that this end is sending itself: the ring is much
 longer than those, or a slow link that carries both ways would stand still until the news of free receives is through.
-A message travels as frames; between messages, frames of no content say that the sender is alive.
+A packet travels as frames; between packets, frames of no content say that the sender is alive.
 
-    frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole message u64, CRC-32 of these u32, content
+    frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole packet u64, CRC-32 of these u32, content
 
-Without the CRC a changed kind or length would leave a message unfinished, and its receiver waiting.
+Without the CRC a changed kind or length would leave a packet unfinished, and its receiver waiting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireErro
 from pipecomp.stages.link.transport import Pacer, Traffic
 
 FRAME_BYTES = 1 << 19
-MAX_MESSAGE_BYTES = 1 << 34
+MAX_PACKET_BYTES = 1 << 34
 _RING = 16  # receives posted ahead
 _SENDS = 2  # frames handed to gloo and not yet finished
 _FIELDS = struct.Struct("<BxxxIQ")
@@ -78,11 +78,11 @@ class GlooTransport:
 
     # -- what links call
 
-    def send(self, message: np.ndarray) -> None:
+    def send(self, packet: np.ndarray) -> None:
         self._raise_failure()
         if self._closing:
             raise LinkError(f"the connection to rank {self.peer} is closed")
-        self._outbox.put((_DATA, message, time.monotonic()))
+        self._outbox.put((_DATA, packet, time.monotonic()))
 
     def recv(self) -> np.ndarray:
         began = time.perf_counter()
@@ -155,7 +155,7 @@ class GlooTransport:
         try:
             while True:
                 try:
-                    kind, message, queued = self._outbox.get(timeout=self._timeout_s / 4)
+                    kind, packet, queued = self._outbox.get(timeout=self._timeout_s / 4)
                 except queue.Empty:
                     post(_ALIVE, np.empty(0, dtype=np.uint8), 0, time.monotonic())
                     while under_way:
@@ -163,14 +163,14 @@ class GlooTransport:
                     continue
                 began = time.perf_counter()
                 for _ in range(_RING if kind == _CLOSE else 1):  # one for each receive that the peer has posted
-                    for at in range(0, max(1, message.size), _CONTENT):
-                        post(kind, message[at : at + _CONTENT], message.size, queued)
+                    for at in range(0, max(1, packet.size), _CONTENT):
+                        post(kind, packet[at : at + _CONTENT], packet.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
                 ended = time.perf_counter()
                 self._send_s += ended - began
                 if self._record is not None and kind == _DATA:
-                    self._record("send", began, ended, None, message.size)
+                    self._record("send", began, ended, None, packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -190,7 +190,7 @@ class GlooTransport:
         try:
             for _ in range(_RING):
                 post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
-            message, filled, began = np.empty(0, dtype=np.uint8), 0, 0.0
+            packet, filled, began = np.empty(0, dtype=np.uint8), 0, 0.0
             while True:
                 work, frame = posted.popleft()
                 work.wait(self._timeout)
@@ -201,18 +201,18 @@ class GlooTransport:
                 if kind == _DATA:
                     if filled == 0:
                         began = time.perf_counter()
-                        if total > MAX_MESSAGE_BYTES:
-                            raise WireError(f"rank {self.peer} announces a message of {total} bytes")
-                        message = np.empty(total, dtype=np.uint8)
-                    if total != message.size or filled + size > total:
-                        raise WireError(f"rank {self.peer} sent {filled + size} bytes of a message of {message.size}")
-                    message[filled : filled + size] = content
+                        if total > MAX_PACKET_BYTES:
+                            raise WireError(f"rank {self.peer} announces a packet of {total} bytes")
+                        packet = np.empty(total, dtype=np.uint8)
+                    if total != packet.size or filled + size > total:
+                        raise WireError(f"rank {self.peer} sent {filled + size} bytes of a packet of {packet.size}")
+                    packet[filled : filled + size] = content
                     filled += size
                     if filled == total:
                         filled = 0
                         if self._record is not None:
-                            self._record("receive", began, time.perf_counter(), None, message.size)
-                        self._deliver(message)
+                            self._record("receive", began, time.perf_counter(), None, packet.size)
+                        self._deliver(packet)
                 elif kind == _ABORT:
                     (rank,) = struct.unpack_from("<i", content)
                     # Keep receiving: the peer's orderly end needs receives to end in.
@@ -229,14 +229,14 @@ class GlooTransport:
         except RuntimeError as error:
             self._fail(self._explain(error))
 
-    def _deliver(self, message: np.ndarray) -> None:
+    def _deliver(self, packet: np.ndarray) -> None:
         if self._callback is not None:
             try:
-                self._callback(message)
-            except Exception as error:  # the message itself decides later, on the thread that asks for it
+                self._callback(packet)
+            except Exception as error:  # the packet itself decides later, on the thread that asks for it
                 self._fail(error)
                 return
-        self._inbox.put(message)
+        self._inbox.put(packet)
 
     # -- failures
 
@@ -259,13 +259,13 @@ class GlooTransport:
 
 
 def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:
-    """Begin a frame, uint8 [n], of `size` bytes of a message of `total` bytes."""
+    """Begin a frame, uint8 [n], of `size` bytes of a packet of `total` bytes."""
     _FIELDS.pack_into(frame, 0, kind, size, total)
     _CRC.pack_into(frame, _FIELDS.size, zlib.crc32(frame[: _FIELDS.size]))
 
 
 def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
-    """Kind, content bytes and bytes of the whole message; WireError if they were changed on the way from `peer`."""
+    """Kind, content bytes and bytes of the whole packet; WireError if they were changed on the way from `peer`."""
     kind, size, total = _FIELDS.unpack_from(frame, 0)
     if _CRC.unpack_from(frame, _FIELDS.size)[0] != zlib.crc32(frame[: _FIELDS.size]) or size > _CONTENT:
         raise WireError(f"rank {peer} sent a frame that was changed on the way, or is none: {bytes(frame[:20]).hex()}")

@@ -1,7 +1,7 @@
 """What both ends of a link do before the first step: compare settings, then what their stores hold.
 
 A sample stays only if both ends hold the same version of it with the same digest; everything else is dropped at both
-ends and sent whole on its next visit. A run that starts with equal stores exchanges two short messages.
+ends and sent uncompressed on its next visit. A run that starts with equal stores exchanges two short packets.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def exchange_tables(
 
 
 def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.ndarray) -> int:
-    """Send a part of an inventory; returns the bytes of the whole message."""
+    """Send a part of an inventory; returns the bytes of the packet."""
     header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=step, micro_batch=part)
-    message = encode(header, [payload])
-    end.transport.send(message)
-    return message.size
+    packet = encode(header, [payload])
+    end.transport.send(packet)
+    return packet.size
 
 
 def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarray:

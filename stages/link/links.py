@@ -20,7 +20,7 @@ from pipecomp.stages.link.sender import LinkSender
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """A rank's ends of its links (None at the ends of the pipeline) and where their messages are kept.
+    """A rank's ends of its links (None at the ends of the pipeline) and where their cached activations are kept.
 
     described: for each link what both ends must have in common.
     """
@@ -35,19 +35,19 @@ class Links:
 
     @property
     def wait_seconds(self) -> float:
-        """How long this rank has waited for messages."""
+        """How long this rank has waited for packets."""
         return sum(end.stats.wait_seconds for end in self)
 
-    def prefetch_arrived(self, message: np.ndarray) -> None:
-        """Load the messages of a micro-batch that has arrived before its turn; called on a receiving thread."""
-        header = peek(message)
+    def prefetch_arrived(self, packet: np.ndarray) -> None:
+        """Load what is cached of a micro-batch that has arrived before its turn; called on a receiving thread."""
+        header = peek(packet)
         if header.kind is Kind.ACTIVATION:
             for end in self:
                 if end.store is not None:
                     end.store.prefetch([sample.id for sample in header.samples])
 
     def agree(self) -> int:
-        """Make all ends hold the same messages as their peers; every rank must call it. Samples dropped here."""
+        """Make all ends hold the same as their peers; every rank must call it. Samples dropped here."""
         return sum(agree(end, self.described[end.index]) for end in self)
 
     def check_drift(self, step: int) -> None:

@@ -13,7 +13,7 @@ from pipecomp.stages.link.transport import Traffic
 
 
 class LoopbackTransport:
-    """One end of a connection made by `loopback_pair`; messages are copied, so neither end sees the other's memory."""
+    """One end of a connection made by `loopback_pair`; packets are copied, so neither end sees the other's memory."""
 
     def __init__(self, peer: int, outbox: queue.SimpleQueue, inbox: queue.SimpleQueue, timeout_s: float) -> None:
         self.peer = peer
@@ -23,11 +23,11 @@ class LoopbackTransport:
         self._wait_s = 0.0
         self._closed = False
 
-    def send(self, message: np.ndarray) -> None:
+    def send(self, packet: np.ndarray) -> None:
         if self._closed:
             raise PeerLostError(f"the connection to rank {self.peer} is closed", self.peer)
-        self._sent += message.size
-        self._outbox.put(message.copy())
+        self._sent += packet.size
+        self._outbox.put(packet.copy())
 
     def recv(self) -> np.ndarray:
         began = time.perf_counter()
@@ -49,7 +49,7 @@ class LoopbackTransport:
         self._callback = callback
 
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        """Messages take no time here: there is nothing to record."""
+        """Packets take no time here: there is nothing to record."""
 
     def flush(self) -> None:
         """Nothing is ever under way."""

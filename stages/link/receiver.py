@@ -28,7 +28,7 @@ class LinkReceiver(Endpoint):
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """The activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
 
-        Raises BaseMismatchError if a delta builds on a message that this end does not hold.
+        Raises BaseMismatchError if a delta builds on what this end does not hold.
         """
         kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
         header, payload, size = self._recv(kind, at)
@@ -72,7 +72,7 @@ class LinkReceiver(Endpoint):
                 held_nH = m_nH if self.canvas is None else self.canvas.spread(m_nH, sample.start)
                 self.stats.full_samples += 1
             else:
-                raise LinkError(self._where(at, f"sample {sample.id} came without a message version"))
+                raise LinkError(self._where(at, f"sample {sample.id} came without a version"))
             x_TH[rows] = m_nH
             if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not changes.may_keep(sample.id)):
                 self.stats.unstored_samples += 1
@@ -89,24 +89,24 @@ class LinkReceiver(Endpoint):
         codec: Codec = self._first or Cast(torch_dtype(header.dtype))
         return codec.payload_bytes(sample.count, header.hidden)
 
-    def _checked_base(self, sample: Sample, message: Message | None, hidden: int, at: Position) -> Tensor:
-        if message is None or message.version != sample.base:
-            holds = "holds none" if message is None else f"holds version {message.version}"
+    def _checked_base(self, sample: Sample, cached: Message | None, hidden: int, at: Position) -> Tensor:
+        if cached is None or cached.version != sample.base:
+            holds = "holds none" if cached is None else f"holds version {cached.version}"
             raise BaseMismatchError(
-                self._where(at, f"sample {sample.id}: delta on message version {sample.base}, this end {holds}")
+                self._where(at, f"sample {sample.id}: delta on version {sample.base}, this end {holds}")
             )
-        if tuple(message.m_nH.shape) != self._message_rows(sample.count, hidden):
+        if tuple(cached.m_nH.shape) != self._cached_shape(sample.count, hidden):
             raise BaseMismatchError(
                 self._where(
                     at,
-                    f"sample {sample.id}: delta of shape {(sample.count, hidden)} on a message of "
-                    f"{tuple(message.m_nH.shape)}",
+                    f"sample {sample.id}: delta of shape {(sample.count, hidden)} on a cached activation of "
+                    f"{tuple(cached.m_nH.shape)}",
                 )
             )
-        return message.m_nH.to(self.device)
+        return cached.m_nH.to(self.device)
 
     def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position) -> None:
-        """Send the gradient [B, S, H] of the activations received at `at`; returns once the message is queued."""
+        """Send the gradient [B, S, H] of the activations received at `at`; returns once the packet is queued."""
         g_TH = gather(g_BSH.detach(), layout)
         codec = self._codec(Kind.GRADIENT, g_TH.dtype)
         try:

@@ -28,13 +28,13 @@ class LinkSender(Endpoint):
         self._unanswered: dict[Position, set[int]] = {}
 
     def resume_versions(self, highest: int) -> None:
-        """Number messages from above `highest`, the highest version that either end still holds."""
+        """Number cached activations from above `highest`, the highest version that either end still holds."""
         self._next_version = highest + 1
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
-        """Send the real tokens of x [B, S, H]; returns once the message is queued.
+        """Send the real tokens of x [B, S, H]; returns once the packet is queued.
 
-        Raises NonFiniteError for values that cannot be quantized, before any message is changed.
+        Raises NonFiniteError for values that cannot be quantized, before anything cached is changed.
         """
         x_TH = gather(x_BSH.detach(), layout)
         raw = x_TH.numel() * x_TH.element_size()
@@ -61,18 +61,18 @@ class LinkSender(Endpoint):
         changes = Changes(self.store, layout.ids)
         for i, (sample, rows) in enumerate(zip(layout.ids, layout.rows(), strict=True)):
             x_nH = x_TH[rows]
-            message = changes.held(sample)
-            if message is not None and message.m_nH.shape != self._message_rows(*x_nH.shape):
-                message = None  # the sample changed its length: a first visit again
+            cached = changes.held(sample)
+            if cached is not None and cached.m_nH.shape != self._cached_shape(*x_nH.shape):
+                cached = None  # the sample changed its length: a first visit again
             if any(sample in ids for ids in self._unanswered.values()):
-                message = None  # the other end may not keep the first visit that is under way
+                cached = None  # the other end may not keep the first visit that is under way
             version = self._next_version
             self._next_version += 1
-            form, base = (Form.FULL, 0) if message is None else (Form.DELTA, message.version)
+            form, base = (Form.FULL, 0) if cached is None else (Form.DELTA, cached.version)
             if form is Form.FULL and not changes.may_keep(sample):
                 form = Form.NOT_KEPT
             samples.append(Sample(sample, form, layout.starts[i], layout.counts[i], base, version))
-            m_nH, held_nH, encoded = self._encode_sample(x_nH, message, layout.starts[i], self._draw(FORWARD, at, i))
+            m_nH, held_nH, encoded = self._encode_sample(x_nH, cached, layout.starts[i], self._draw(FORWARD, at, i))
             parts += encoded
             if form is Form.NOT_KEPT:
                 self.stats.unstored_samples += 1
@@ -90,11 +90,11 @@ class LinkSender(Endpoint):
         return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
 
     def _encode_sample(
-        self, x_nH: Tensor, message: Message | None, start: int, seed: int
+        self, x_nH: Tensor, cached: Message | None, start: int, seed: int
     ) -> tuple[Tensor, Tensor, list[np.ndarray]]:
         """What the other end computes with, what both ends hold afterwards, and the payload that says so."""
-        if message is not None:
-            held_nH = message.m_nH.to(x_nH.device)
+        if cached is not None:
+            held_nH = cached.m_nH.to(x_nH.device)
             m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, start)
             parts = self._forward.encode_delta_(x_nH, m_nH, seed)
             if self.canvas is not None:

@@ -1,4 +1,4 @@
-"""The seam between links and networks: whole messages, in order, both directions at once. No implementation here.
+"""The seam between links and networks: packets, in order, both directions at once. No implementation here.
 
 A transport joins two ranks. `send` never blocks on the network, `recv` waits; both raise what ended the connection.
 """
@@ -33,23 +33,23 @@ class Transport(Protocol):
 
     peer: int  # global rank at the other end
 
-    def send(self, message: np.ndarray) -> None:
+    def send(self, packet: np.ndarray) -> None:
         """Queue uint8 [n] for sending and return; the caller must not change it any more."""
         ...
 
     def recv(self) -> np.ndarray:
-        """The next message, uint8 [n].
+        """The next packet, uint8 [n].
 
         Raises LinkTimeoutError after the transport's time of silence, PeerLostError if the peer is gone.
         """
         ...
 
     def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        """Call `callback` with every message as it arrives, before `recv` hands it out, on another thread."""
+        """Call `callback` with every packet as it arrives, before `recv` hands it out, on another thread."""
         ...
 
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        """Call `record("send" or "receive", start, end, None, bytes)` for every message; times of perf_counter."""
+        """Call `record("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter."""
         ...
 
     def flush(self) -> None:

@@ -1,4 +1,5 @@
-"""Messages of images that random crops move: m covers more than one visit shows, and a visit changes its part of it.
+"""Cached activations of images that random crops move: m covers more than one visit shows, and a visit changes its part
+of it.
 
 A random crop shows an image moved by a few pixels, and what crosses a link is moved with it. So m lies in a canvas: the
 map that crosses the link with a margin on every side, in which the unmoved image has its fixed place. A visit takes
@@ -21,7 +22,7 @@ from pipecomp.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class CropCanvas:
-    """Where the messages of one link lie.
+    """Where the cached activations of one link lie.
 
     lines, columns: h and w. input_lines, input_columns: pixels of the input image. margin: how far in pixels a crop may
     move the image, in either direction.

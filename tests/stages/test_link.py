@@ -209,7 +209,7 @@ def test_a_delta_on_a_message_that_the_receiver_lacks_is_refused():
     down.store.drop([2])
     up.send_activation(torch.randn(B, S, H), layout(), Position(1, 0))
     before = held(down)
-    with pytest.raises(BaseMismatchError, match=r"link 0, step 1.*sample 2: delta on message version 2.*holds none"):
+    with pytest.raises(BaseMismatchError, match=r"link 0, step 1.*sample 2: delta on version 2.*holds none"):
         down.recv_activation(Position(1, 0))
     after = held(down)
     assert all(torch.equal(before[i].m_nH, after[i].m_nH) for i in before), "nothing may have changed"
@@ -220,7 +220,7 @@ def test_a_delta_on_another_version_is_refused():
     pass_over(up, down, torch.randn(B, S, H), layout(), 0)
     down.store.put(3, 77, torch.randn(S, H))
     up.send_activation(torch.randn(B, S, H), layout(), Position(1, 0))
-    with pytest.raises(BaseMismatchError, match="sample 3: delta on message version 3, this end holds version 77"):
+    with pytest.raises(BaseMismatchError, match="sample 3: delta on version 3, this end holds version 77"):
         down.recv_activation(Position(1, 0))
 
 
@@ -334,7 +334,7 @@ def test_damaged_bytes_change_nothing():
 
     up.transport.send = send
     up.send_activation(torch.randn(B, S, H), layout(), Position(0, 0))
-    with pytest.raises(WireError, match="link 0, from rank 0: message was changed on the way"):
+    with pytest.raises(WireError, match="link 0, from rank 0: packet was changed on the way"):
         down.recv_activation(Position(0, 0))
     assert down.store.inventory() == []
 
