@@ -86,14 +86,30 @@ def quantize(
     backend: str = "auto",
     name: str = "x",
 ) -> tuple[Tensor, Tensor]:
-    """Q_b(x) with b = `bits`, 1 to 8.
+    """Quantize rows of values, Q_b(x) (arXiv:2206.01299, section 4.1).
 
-    x: float32, float16 or bfloat16 [..., H]; not modified. scale: "max", or "rms" (clips; nearest rounding only).
-    rounding: "nearest" or "stochastic" (unbiased; random numbers by `seed` and element index, see `mix_seed`).
-    scale_dtype: bfloat16 rounds scales up to bfloat16 values, so that they can be sent in two bytes.
-    Returns codes uint8 [..., row_bytes(H, bits, group_size)] and the scale float32, [...] without groups,
-    [..., groups(H, group_size)] with.
-    Source: arXiv:2206.01299 (AQ-SGD), section 4.1.
+    Args:
+        x: float32, float16 or bfloat16 [..., H]; not modified.
+        bits: b, 1 to 8.
+        group_size: Values that share a scale; None for a whole row.
+        scale: "max", or "rms", which clips (nearest rounding only).
+        rounding: "nearest", or "stochastic", which is unbiased.
+        seed: Of the random numbers, which follow from it and the element's index; see `mix_seed`.
+        scale_dtype: bfloat16 rounds scales up to bfloat16 values, so that they can be sent in two bytes.
+        backend: "auto", "torch", "native" or "triton".
+        name: What errors call `x`.
+
+    Returns:
+        Codes, uint8 [..., row_bytes(H, bits, group_size)], and scales, float32: [...] without groups, else
+        [..., groups(H, group_size)].
+
+    Raises:
+        NonFiniteError: NaN, Inf or a value above 2**100.
+
+    Example:
+        >>> codes, scale = ops.quantize(torch.randn(2, 8), 4)
+        >>> ops.dequantize(codes, scale, 4, (2, 8)).shape
+        torch.Size([2, 8])
     """
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(x, name)
@@ -114,11 +130,23 @@ def dequantize(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Decode what `quantize` returned to float32 of `shape` ([..., H]); `rounding` as it was quantized.
+    """Decode what `quantize` returned.
 
-    add_to: float32 tensor of `shape`, changed in place to add_to + deq (one multiply and one add a value, each
-    rounded) and returned. out: float32 tensor of `shape` that is overwritten and returned; large results come several
-    times faster than in a new tensor, whose pages the system has to provide first.
+    Args:
+        codes: uint8, as returned.
+        scale: float32, as returned.
+        bits: As quantized.
+        shape: Of the result, [..., H].
+        group_size: As quantized.
+        rounding: As quantized.
+        add_to: float32 tensor of `shape`, changed in place to add_to + deq (one multiply and one add a value, each
+            rounded) and returned.
+        out: float32 tensor of `shape` that is overwritten and returned; large results come several times faster than
+            in a new tensor, whose pages the system has to provide first.
+        backend: As for `quantize`.
+
+    Returns:
+        float32 of `shape`.
     """
     size = tuple(int(n) for n in shape)
     options = layout.check_options(bits, group_size, "max", rounding)
@@ -151,11 +179,18 @@ def delta_quantize_(
     backend: str = "auto",
     name: str = "a - m",
 ) -> tuple[Tensor, Tensor]:
-    """Quantize the change since the last visit, Q_b(a - m), and move m to m + deq, in place.
+    """Quantize the change since the last visit, Q_b(a - m), and move m to m + deq (arXiv:2206.01299, Algorithm 1).
 
-    a: float32, float16 or bfloat16 [..., H]; not modified. m: float32 of the same shape. Options and returned codes
-    and scale as for `quantize`. With NonFiniteError m is as it was before the call.
-    Source: arXiv:2206.01299 (AQ-SGD), Algorithm 1.
+    Args:
+        a: Activations, float32, float16 or bfloat16 [..., H]; not modified.
+        m: What is cached of them, float32 of the same shape; changed in place.
+        bits: This and the other options as for `quantize`.
+
+    Returns:
+        Codes and scales, as `quantize`.
+
+    Raises:
+        NonFiniteError: As `quantize`; m is as it was before the call.
     """
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(a, name)
@@ -174,12 +209,18 @@ def check_message(m: Tensor, shape: tuple[int, ...], name: str) -> None:
 def top_k_select(
     x: Tensor, fraction: float, *, group_size: int | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of each group: max(1, floor(fraction * n + 1/2)) of a group's n values.
+    """Select the largest magnitudes of each group (arXiv:2206.01299, appendix H.6).
 
-    x: float32, float16 or bfloat16 [..., H]. Of equal magnitudes the lowest index is kept; NaN counts as largest.
-    Returns values float32 [..., K] and their positions in the row int32 [..., K], ascending, K = top_k_kept(...).
-    Quantize the values with group_size=top_k_group_size(...), so that each group keeps its own scale.
-    Source: arXiv:2206.01299 (AQ-SGD), appendix H.6.
+    Args:
+        x: float32, float16 or bfloat16 [..., H].
+        fraction: Of a group's n values max(1, floor(fraction * n + 1/2)) are kept; of equal magnitudes the lowest
+            index, and NaN counts as largest.
+        group_size: As for `quantize`.
+        backend: As for `quantize`.
+
+    Returns:
+        Values, float32 [..., K], and their positions in the row, int32 [..., K], ascending, K = top_k_kept(...).
+        Quantize the values with group_size=top_k_group_size(...), so that each group keeps its own scale.
     """
     layout.check_input(x, "x")
     layout.check_group_size(group_size)
