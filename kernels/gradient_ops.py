@@ -69,7 +69,7 @@ def linear_encode(
     a value.
     bits: width of a code, by default the least that holds 2 * min(levels) + 1 values.
     Returns uint8 [ceil(d * bits / 8)] holding l + min(levels).
-    Source: Global-QSGD section 3; multi-scale: QSGD-MN-TS, ALGORITHMS 2.4.
+    Source: Global-QSGD section 3; multi-scale: QSGD-MN-TS, docs/algorithms.md, 2.4.
     """
     choices = check_levels(levels, scale_index, g.numel())
     width = check_width(bits, choices)
@@ -87,7 +87,7 @@ def linear_reduce(
     """Sums of n workers' codes of `linear_encode`, exact (levels: the smallest s there).
 
     Returns uint8 [ceil(d * b / 8)], b = linear_bits(levels, n), holding the sum of l, plus n * s.
-    Source: ALGORITHMS 2.1.
+    Source: docs/algorithms.md, 2.1.
     """
     width = check_width(bits, check_levels(levels, None, 0))
     if not parts:

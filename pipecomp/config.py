@@ -47,7 +47,7 @@ def _require_bits(key: str, got: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What crosses the links between stages (ALGORITHMS: AQ-SGD, arXiv:2206.01299).
+    """What crosses the links between stages (AQ-SGD, arXiv:2206.01299; docs/algorithms.md, 1).
 
     method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
     "aqsgd" quantizes its change since the sample's last visit.

@@ -7,7 +7,7 @@ import pytest
 from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
 
-DESIGN_EXAMPLE = {
+EXAMPLE = {
     "activations": {
         "method": "aqsgd",
         "forward_bits": 4,
@@ -25,7 +25,7 @@ DESIGN_EXAMPLE = {
 
 
 def test_documented_example_is_accepted_and_read():
-    config = Config.from_dict(DESIGN_EXAMPLE)
+    config = Config.from_dict(EXAMPLE)
     assert config.activations == Activations(method="aqsgd")
     assert config.store.path == "messages"
     assert config.transport.checksum is True
@@ -125,8 +125,8 @@ def test_bits_of_each_link():
 
 
 def test_digest_differs_with_any_setting_but_the_stores_place():
-    base = Config.from_dict(DESIGN_EXAMPLE)
-    elsewhere = {**DESIGN_EXAMPLE, "store": {**DESIGN_EXAMPLE["store"], "path": "/other"}}
+    base = Config.from_dict(EXAMPLE)
+    elsewhere = {**EXAMPLE, "store": {**EXAMPLE["store"], "path": "/other"}}
     assert Config.from_dict(elsewhere).digest() == base.digest()
-    other = {**DESIGN_EXAMPLE, "activations": {**DESIGN_EXAMPLE["activations"], "forward_bits": 3}}
+    other = {**EXAMPLE, "activations": {**EXAMPLE["activations"], "forward_bits": 3}}
     assert Config.from_dict(other).digest() != base.digest()

@@ -168,7 +168,7 @@ def quantized(x: Tensor, bits: int, size: int) -> Tensor:
 
 
 class Reference:
-    """ALGORITHMS section 2 for one bucket of all parameters, all workers in one place."""
+    """docs/algorithms.md, 2.9, for one bucket of all parameters, all workers in one place."""
 
     def __init__(self, ps: list, n: int, *, freeze_step: int, bits: int, size: int, lr: float, decay: float) -> None:
         self.p = [p.detach().clone() for p in ps]

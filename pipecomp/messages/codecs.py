@@ -98,7 +98,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Q_b of ALGORITHMS §1.2: scales (float32) of all groups, then the packed codes."""
+    """Q_b (docs/algorithms.md, 1.2): scales (float32) of all groups, then the packed codes."""
 
     bits: int
     rounding: str = "nearest"

@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def arguments(name: str, description: str, *, text: bool = True) -> argparse.ArgumentParser:
-    """A parser with the arguments that every recipe has (DESIGN.md, §2); add the recipe's own to it.
+    """A parser with the arguments that every recipe has (recipes/README.md); add the recipe's own to it.
 
     text: with those of recipes whose samples are text, seen once an epoch and split over any number of stages.
     """

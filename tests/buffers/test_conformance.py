@@ -274,7 +274,7 @@ def test_any_thread_may_call(make):
 
 
 class Compared(RuleBasedStateMachine):
-    """A store against a dict. Budgets are compared with the rule of ALGORITHMS, written here a second time."""
+    """A store against a dict. Budgets are compared with their rule, written here a second time."""
 
     samples = st.integers(0, 9)
     lists = st.lists(samples, max_size=6)

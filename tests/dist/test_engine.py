@@ -81,7 +81,7 @@ def test_without_compression_every_loss_and_weight_is_stock_deepspeeds():
 
 
 def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """deq(Q_b(x)): ALGORITHMS §1.2, nearest, one group a row."""
+    """deq(Q_b(x)), docs/algorithms.md 1.2: nearest, one group a row."""
     scale = x.abs().amax(-1, keepdim=True)
     inverse = torch.where(scale < 2.0**-100, torch.zeros(()), 1 / scale)
     code = ((x * inverse + 1) * 2 ** (bits - 1)).floor().clamp(0, 2**bits - 1)

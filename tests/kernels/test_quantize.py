@@ -46,7 +46,7 @@ def plain_scale(values: list[np.float32], bits: int, scale: str) -> np.float32:
 
 
 def plain_quantize(row, bits, group, scale, rounding, seed, first):
-    """Code bytes, scales and decoded values of one row, from ALGORITHMS-style formulas."""
+    """Code bytes, scales and decoded values of one row, from the formulas of docs/algorithms.md, 1.2."""
     stream, scales, decoded = bytearray(), [], []
     for start in range(0, len(row), group):
         values = row[start : start + group]

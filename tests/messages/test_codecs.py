@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def quantize_reference(x_TH: torch.Tensor, bits: int) -> torch.Tensor:
-    """deq(Q_b(x)) per row, nearest, ALGORITHMS §1.2, one float32 operation at a time."""
+    """deq(Q_b(x)) per row, nearest, docs/algorithms.md 1.2, one float32 operation at a time."""
     out = np.zeros(x_TH.shape, dtype=np.float32)
     for row, x in enumerate(x_TH.numpy()):
         scale = np.float32(np.abs(x).max(initial=0))

@@ -79,7 +79,7 @@ class TestByHand:
 
     @pytest.mark.parametrize(("T", "slack", "each"), [(0.9, 1, 3 + 0.9), (0.9, 2, 3), (5.0, 9, 5 / ACKNOWLEDGED)])
     def test_steady_state_of_two_stages(self, T, slack, each):
-        """DESIGN: c + T with two micro-batches in flight, max(c, T) with more; T one way, both ways alike."""
+        """c + T with two micro-batches in flight, max(c, T) with more; T one way, both ways alike."""
         assert seconds(step(2, 200, V_f=T, V_b=T, slack=slack), 8) / 200 == pytest.approx(each, rel=0.03)
 
 
