@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Gradients:
     """What crosses data-parallel groups, and what tied weights exchange. None: the method's own default.
 
-    method: "none" is an uncompressed all-reduce; the others are those of ALGORITHMS section 2.
+    method: "none" is an uncompressed all-reduce; the others are those of docs/algorithms.md, section 2.
     bits: of a value; for the two-scale methods (*_ts) a list, the narrow scale first. levels: "linear" or
     "exponential" (4 or 8 bits). norm: "inf", a number p >= 1, or [q, p]: the p-norm over workers of each worker's
     q-norm. sparse: send only what is not zero (norm 2). k: coordinates that all workers pick, a number of them or a

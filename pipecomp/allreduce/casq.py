@@ -4,7 +4,7 @@ Every `interval` steps rank 0 makes centers by k-means on a tenth of its values 
 sends them to all. A value goes to the nearest center on its side of zero, in b bits; inside its cluster a hash of its
 coordinate picks one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the buckets
 by how many values they have and how those spread (entropy). What is left out stays in an error-feedback residual.
-Source: ALGORITHMS section 2.5, with the paper's line 8 corrected: the value *with* its memory is what is compressed.
+Source: docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its memory is what is compressed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The methods of ALGORITHMS section 2, composed of norm, levels, selection, collective and error-feedback residual."""
+"""The methods of docs/algorithms.md, section 2: each made of norm, levels, selection, collective and residual."""
 
 from __future__ import annotations
 
