@@ -14,7 +14,7 @@ from pipecomp.config import Config
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 NODE = re.compile(r"(tests/[\w/]+\.py)((?:::\w+)+)")
-COLUMNS = ("fault", "what happens", "within", "what is left", "test")
+COLUMNS = ("fault", "what happens", "within", "what remains", "test")
 
 
 def rows() -> list[list[str]]:
