@@ -1,7 +1,7 @@
 """The package as rooms (folders, and the modules at its root) and arrows (imports), read from the sources.
 
 python scripts/import_graph.py              rooms, levels, arrows, cycles
-python scripts/import_graph.py --mermaid    the drawing of docs/architecture.md
+python scripts/import_graph.py --mermaid    a drawing of them; docs/architecture.md has a more readable one
 python scripts/import_graph.py --modules    the same counted by single modules
 """
 
