@@ -26,13 +26,13 @@ import torch
 from throughput_report import summaries
 
 from pipecomp.config import Config
-from pipecomp.netlab.shape import MAX_DELAY_S, parse_time
 from pipecomp.plan.measured import measured_costs, measured_end
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
 from pipecomp.plan.network import TCP_SHARE, Network, uniform
 from pipecomp.plan.prediction import Job, Prediction, best_in_flight, predict
 from pipecomp.plan.profile import balanced, count, without_weights
 from pipecomp.plan.simulation import StageCosts, Step, play
+from pipecomp.rates import MAX_DELAY_S, parse_time
 from pipecomp.schedule.in_flight import numbers
 
 Row = dict[str, Any]

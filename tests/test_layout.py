@@ -20,7 +20,7 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
     {"errors", "files", "json_tree", "schedule", "stats"},
-    {"gradient_config", "kernels"},
+    {"gradient_config", "kernels", "rates"},
     {"allreduce", "buffers", "config", "data", "messages"},
     {"cluster", "optim"},
     {"netlab"},
@@ -35,6 +35,8 @@ LEVELS = [
 MAY_IMPORT = {
     "deepspeed": {"engine", "bench", "checkpoint", "cluster"},
     "lmdb": {"buffers"},
+    # the lab slows links down; what trains and what plans does without
+    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "engine", "stages/link"},
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
 }
@@ -55,10 +57,10 @@ def test_imports_point_one_way(module):
     for target in house.imported(modules[module]):
         if target in modules and target not in ("pipecomp", "pipecomp.stages"):
             assert house.room(target) == own or level(house.room(target)) < level(own), f"{module} imports {target}"
-        library = target.split(".")[0]
-        if library in MAY_IMPORT:
-            assert own in MAY_IMPORT[library], f"{module} imports {library}"
-        assert library not in FOLDERS, f"{module} imports the bare name {library}"
+        for library, rooms in MAY_IMPORT.items():
+            assert own in rooms or not f"{target}.".startswith(f"{library}."), f"{module} imports {target}"
+        bare = target.split(".")[0]
+        assert bare not in FOLDERS, f"{module} imports the bare name {bare}"
 
 
 def test_every_room_is_there():

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
 from pipecomp.doctor.measure import Measured
+from pipecomp.rates import bits_per_second, milliseconds
 
 _MOST_PAIRS = 28  # two seconds each
 _ALL_PAIRS_RANKS = 4
@@ -119,20 +120,3 @@ def _firewall(first: Identity, second: Identity) -> str:
         "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo "
         "interface), and all TCP ports must be open between the machines: gloo uses random ones."
     )
-
-
-def bits_per_second(rate: float) -> str:
-    """For people, with three digits."""
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if rate >= size:
-            return f"{_digits(rate / size)} {unit}"
-    return f"{_digits(rate / 1e3)} kbit/s"
-
-
-def milliseconds(seconds: float) -> str:
-    """For people: milliseconds, seconds from one on."""
-    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(1e3 * seconds)} ms"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

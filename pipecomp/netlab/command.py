@@ -11,7 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from pipecomp.netlab.lab import Finished, Lab
-from pipecomp.netlab.shape import Shape, rate_text
+from pipecomp.netlab.shape import Shape
+from pipecomp.rates import rate_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -20,8 +20,9 @@ from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
 from pipecomp.netlab.network import Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
-from pipecomp.netlab.shape import Shape, parse_rate, read_shape
+from pipecomp.netlab.shape import Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
+from pipecomp.rates import parse_rate
 
 LAUNCHERS = ("none", "deepspeed")
 _TICK_S = 0.02

@@ -10,18 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipecomp.errors import ConfigError
+from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
 
-RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-MIN_RATE, MAX_RATE = 10**4, 10**10
-MAX_DELAY_S, MAX_CUT_S = 10.0, 86400.0
+MAX_CUT_S = 86400.0
 MAX_NODES = 64
-_RATES = "a number and bit, kbit, mbit or gbit (per second, powers of 1000), 10kbit to 10gbit, as in 100mbit"
 _CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: a node, when it is cut off, for how long (without: for good)"
 
-FRAME = 14 + 1500  # bytes of a full frame as Linux counts it: Ethernet's header without the checksum, and the MTU
-FRAME_HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps
-SEGMENT = FRAME - FRAME_HEADERS  # content bytes of a full frame
 _BURST_S = 0.004  # what a token bucket may save up: with less, a busy machine's late timers cost rate (100 Mbit/s: 7 %)
 _QUEUE_S = 0.1
 _MIN_QUEUE = 1 << 17
@@ -92,25 +86,6 @@ def read_shape(
     )
 
 
-def parse_rate(key: str, text: str) -> int:
-    """Bits per second. ConfigError names `key`."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text) if isinstance(text, str) else None
-    if found is None or found[2] not in RATE_UNITS:
-        raise ConfigError(key, text, _RATES)
-    rate = round(float(found[1]) * RATE_UNITS[found[2]])
-    if not MIN_RATE <= rate <= MAX_RATE:
-        raise ConfigError(key, text, _RATES)
-    return rate
-
-
-def parse_time(key: str, text: str, most_s: float) -> float:
-    """Seconds. ConfigError names `key`."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text) if isinstance(text, str) else None
-    if found is None or found[2] not in TIME_UNITS or float(found[1]) * TIME_UNITS[found[2]] > most_s:
-        raise ConfigError(key, text, f"a number and us, ms or s, up to {most_s:g}s, as in 20ms")
-    return float(found[1]) * TIME_UNITS[found[2]]
-
-
 def _pair(text: str) -> tuple[int, int]:
     down, slash, up = text.partition("/")
     if not slash:
@@ -124,19 +99,6 @@ def _cut(text: str, nodes: int) -> Cut:
         raise ConfigError("cut", text, f"{_CUTS}; nodes 0 to {nodes - 1}")
     for_s = None if found[3] is None else parse_time("cut", found[3], MAX_CUT_S)
     return Cut(node=int(found[1]), at_s=parse_time("cut", found[2], MAX_CUT_S), for_s=for_s)
-
-
-def rate_text(rate: int | None) -> str:
-    """A rate for people."""
-    if rate is None:
-        return "unlimited"
-    unit = next(u for u in ("gbit", "mbit", "kbit", "bit") if rate >= RATE_UNITS[u])
-    return f"{rate / RATE_UNITS[unit]:g} {unit[0].upper() if unit != 'kbit' else 'k'}bit/s"
-
-
-def wire_bytes(size: int) -> int:
-    """Bytes on the wire for `size` bytes of a TCP connection, acknowledgements not counted."""
-    return size + FRAME_HEADERS * -(-size // SEGMENT)
 
 
 def burst_bytes(rate: int) -> int:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipecomp.errors import ConfigError, LinkError
-from pipecomp.netlab.shape import burst_bytes, wire_bytes
+from pipecomp.netlab.shape import burst_bytes
+from pipecomp.rates import wire_bytes
 
 VARIABLE = "PIPECOMP_NETLAB"
 _BEHIND_S = 0.05  # how far a sender may lag behind what it could have sent: what a socket's buffer would have held

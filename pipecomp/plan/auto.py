@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from pipecomp.config import Bits, Config, bits_text
 from pipecomp.doctor.measure import Measured
-from pipecomp.doctor.peers import bits_per_second
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import best_in_flight
@@ -19,6 +18,7 @@ from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.search import PAYS, choose_bits
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.plan.timing import time_link, time_stage
+from pipecomp.rates import bits_per_second
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.splitting import Stage
 

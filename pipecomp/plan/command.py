@@ -16,7 +16,6 @@ from rich.console import Console
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.errors import ConfigError
-from pipecomp.netlab.shape import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.plan.network import TCP_SHARE, Line, Network, chain
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
 from pipecomp.plan.profile import Profile, balanced, count, without_weights
@@ -32,6 +31,7 @@ from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layou
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
 from pipecomp.plan.wanted import FIRST_VISIT, Wanted, methods
+from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.stages.partition.planning import SplitPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipecomp.errors import ConfigError
-from pipecomp.netlab.shape import FRAME, FRAME_HEADERS, SEGMENT
+from pipecomp.rates import FRAME, FRAME_HEADERS, SEGMENT
 
 TCP_SHARE = SEGMENT / FRAME
 """Of a network's nominal rate, what TCP over Ethernet leaves for content: frames of 1,500 bytes, headers off."""

@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from pipecomp.config import bits_text
-from pipecomp.doctor.peers import bits_per_second, milliseconds
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Prediction
 from pipecomp.plan.search import Choice
+from pipecomp.rates import bits_per_second, milliseconds
 
 
 def stage_table(prediction: Prediction) -> Table:
@@ -47,8 +47,8 @@ def link_table(network: Network, prediction: Prediction, plain: Prediction) -> T
         sizes = (plain.forward_bytes, p.first_visit_bytes, p.forward_bytes, p.backward_bytes)
         table.add_row(
             f"{k}→{k + 1}",
-            rate(out.bits_per_s),
-            rate(back.bits_per_s),
+            bits_per_second(out.bits_per_s),
+            bits_per_second(back.bits_per_s),
             milliseconds(out.latency_s),
             *(f"{size[k] / 1e3:.1f}" for size in sizes),
             f"fw{forward} bw{backward}",
@@ -70,11 +70,6 @@ def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequen
 def _seconds(p: Prediction) -> str:
     text = f"{p.step_s:.3g}"
     return text if abs(p.first_epoch_s - p.step_s) < 0.005 * p.step_s else f"{text} ({p.first_epoch_s:.3g})"
-
-
-def rate(bits_per_s: float) -> str:
-    """For people."""
-    return "unlimited" if bits_per_s == float("inf") else bits_per_second(bits_per_s)
 
 
 def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:

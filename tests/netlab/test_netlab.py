@@ -21,47 +21,14 @@ from pipecomp.netlab import kernel as kernel_module
 from pipecomp.netlab.command import Stopped, describe, stopping
 from pipecomp.netlab.kernel import KernelNetwork
 from pipecomp.netlab.names import abandoned, folder_of, marked, new_name
-from pipecomp.netlab.shape import burst_bytes, parse_rate, parse_time, queue_bytes, rate_text, read_shape, wire_bytes
+from pipecomp.netlab.shape import burst_bytes, queue_bytes, read_shape
 from pipecomp.netlab.throttle import VARIABLE, SharedState, Throttle, ThrottleSettings, throttle_to
+from pipecomp.rates import wire_bytes
 from tests.dist.netlab_work import fails_on_rank_1, place
 
 pytestmark = pytest.mark.timeout(120)
 
 # -- options
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("10kbit", 10_000),
-        ("100mbit", 100_000_000),
-        ("1.5mbit", 1_500_000),
-        ("10gbit", 10**10),
-        ("20000bit", 20_000),
-    ],
-)
-def test_rates(text, rate):
-    assert parse_rate("bandwidth", text) == rate
-
-
-@pytest.mark.parametrize(
-    "text", ["100", "mbit", "100mbps", "100 mbit", "100Mbit", "-1mbit", "9kbit", "11gbit", "1e3mbit", "0mbit", "", 100]
-)
-def test_other_rates_are_refused(text):
-    with pytest.raises(ConfigError, match=r"^bandwidth: got .*100mbit") as error:
-        parse_rate("bandwidth", text)
-    assert error.value.got == text
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("20ms", 0.02), ("0ms", 0), ("500us", 0.0005), ("1.5s", 1.5)])
-def test_times(text, seconds):
-    assert parse_time("delay", text, 10) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["20", "ms", "20 ms", "-1ms", "11s", "20sec", "nan", "1m", 3])
-def test_other_times_are_refused(text):
-    with pytest.raises(ConfigError, match=r"^delay: got .*up to 10s, as in 20ms"):
-        parse_time("delay", text, 10)
 
 
 def test_asymmetric_rates_are_down_then_up():
@@ -106,14 +73,6 @@ def test_impossible_options_are_refused(options, key):
 def test_links_are_described():
     text = describe(read_shape(nodes=2, asymmetric=["100mbit/10mbit"], delay="20ms", jitter="1ms"), "kernel")
     assert text == "2 nodes, 100 Mbit/s down, 10 Mbit/s up, 20 ms one way (± 1 ms), shaped by the kernel"
-    assert rate_text(64_000) == "64 kbit/s"
-    assert rate_text(None) == "unlimited"
-
-
-@given(st.integers(0, 10**7))
-def test_bytes_on_the_wire(size):
-    full, rest = divmod(size, 1448)
-    assert wire_bytes(size) == full * 1514 + (66 + rest if rest else 0)
 
 
 # -- the throttle
