@@ -1,22 +1,22 @@
-"""Message stores: where both ends of a link keep the last message of every sample."""
+"""Message stores: where both ends of a link keep every sample's cached activation m."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from pipecomp.buffers.base import Held, Message, MessageStore, StoreEnvironment
+from pipecomp.buffers.base import CachedActivation, Held, MessageStore, StoreEnvironment
 from pipecomp.buffers.lmdb_store import LmdbEnvironment, LmdbStore
 from pipecomp.buffers.memory import MemoryEnvironment, MemoryStore
 from pipecomp.errors import ConfigError
 
 __all__ = [
+    "CachedActivation",
     "Held",
     "LmdbEnvironment",
     "LmdbStore",
     "MemoryEnvironment",
     "MemoryStore",
-    "Message",
     "MessageStore",
     "StoreEnvironment",
     "open_environment",
@@ -34,12 +34,32 @@ def open_environment(
     prefetch: int = 0,
     on_write_error: str = "stop",
 ) -> StoreEnvironment:
-    """All message stores of one rank, from the "store" section of the configuration.
+    """Open all message stores of one rank, as the configuration's "store" section asks.
 
-    backend: "lmdb" keeps them in `path`/rank-`rank`, "memory" in this process (path and rank are not used). bits: z of
-    2, 4, 8, 16, 32. group_size: the quantizer's, where z is 8 or less. max_bytes: budget of each link end. prefetch:
-    micro-batches loaded ahead, 0 for none. on_write_error: "stop" or "continue" (lmdb only). Raises
-    ConfigError for an option, StoreError for the folder.
+    Args:
+        backend: "lmdb" keeps them in `path`/rank-`rank`, "memory" in this process.
+        path: folder of the stores of all ranks; not used in memory.
+        rank: this process's; not used in memory.
+        bits: z, bits of a stored value: 2, 4, 8, 16 or 32.
+        group_size: elements that share a scale, where z is 8 or less; None for a token's whole row.
+        max_bytes: budget of each link's endpoint; None for no limit.
+        prefetch: micro-batches loaded ahead; 0 for none.
+        on_write_error: "stop", or "continue" without the disk while it refuses writes (lmdb only).
+
+    Returns:
+        The rank's stores; close them at the end.
+
+    Raises:
+        ConfigError: an option.
+        StoreError: the folder is in use, cannot be written, or lost data in a power cut.
+
+    Example::
+
+        with closing(open_environment("lmdb", "messages", rank=0, bits=8)) as environment:
+            store = environment.link("link-0", {"forward_bits": 4})
+            store.put(sample, version, m_nH)
+            environment.commit()
+            (cached,) = store.get([sample])
     """
     if backend == "memory":
         return MemoryEnvironment(bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch)

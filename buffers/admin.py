@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ _COPY_BYTES = 32 << 20  # values in one transaction while a file is copied
 class LinkInfo:
     """One link of one rank. sizes in bytes; versions: lowest and highest, None without samples; settings: as given.
 
-    run: the id of the run whose messages these are, None if no run has used the store; configuration: hash of settings.
+    run: the id of the run that the store belongs to, None if no run has used it; configuration: hash of settings.
     file_bytes is the size of the rank's file, which its links share.
     """
 
@@ -79,7 +79,7 @@ class PruneReport:
 
 
 def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
-    """The ranks' folders in `path`, by rank, or `path` itself if it is one."""
+    """List the ranks' folders in `path`, by rank, or `path` itself if it is one."""
     top = Path(path)
     if (top / DATA_FILE).is_file():
         match = _RANK.fullmatch(top.resolve().name)
@@ -93,13 +93,13 @@ def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
 
 
 def info(path: str | os.PathLike[str]) -> list[LinkInfo]:
-    """What is stored, by rank and link. Reads headers only."""
+    """List what is stored, by rank and link, from the values' headers alone."""
     found = []
     for rank, folder in rank_folders(path):
         with _opened(folder) as file:
             for name in file.table_names():
-                rows = file.scan(file.table(name, create=False))
-                headers = [read_header(row.head, f"store of {name}, sample {row.sample}") for row in rows]
+                table = file.table(name, create=False)
+                headers = [read_header(row.head, table.where(row.sample)) for row in file.scan(table)]
                 settings = json.loads(file.meta(link_key(name)) or b"{}")
                 versions = [header.version for header in headers]
                 found.append(
@@ -125,12 +125,12 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Check the structure of every file, then the CRC-32 of every value."""
     report = VerifyReport()
     for rank, folder in rank_folders(path):
-        with _held(folder, shared=True):
+        with Folder(folder, shared=True):
             problems = structure_problems(folder)
             if problems:
                 report.damaged += [Damaged(rank, None, None, problem) for problem in problems]
                 continue
-            with _readable(folder) as file:
+            with closing(ValueFile(folder, readonly=True)) as file:
                 for name in file.table_names():
                     for checked in check_values(file, file.table(name, create=False)):
                         report.checked += 1
@@ -149,10 +149,22 @@ def prune(
 ) -> PruneReport:
     """Remove samples and make the files small again. Damaged values always go; without options nothing else does.
 
-    link: remove this link's samples and settings. ids_below: keep only samples with ids below this, where a dataset
-    became shorter. max_samples: keep at most so many per link, those that `store.max_bytes` would prefer. everything:
-    remove the stores, whatever their state. The others copy what is kept beside the old file, and need room for it;
-    a run that goes on sends what is missing in full precision once.
+    What is kept is copied beside the old file, and needs room there. A run that goes on sends what is missing in full
+    precision once.
+
+    Args:
+        path: see the module.
+        link: remove this link's samples and settings.
+        ids_below: keep only samples with ids below this, where a dataset became shorter.
+        max_samples: keep at most so many per link, those that `store.max_bytes` would prefer.
+        everything: remove the stores, whatever their state.
+
+    Returns:
+        Samples kept and removed, and the files' bytes before and after.
+
+    Raises:
+        ConfigError: options that exclude each other.
+        StoreError: no store, one in use, no such link, or damaged pages.
     """
     for key, limit in (("ids_below", ids_below), ("max_samples", max_samples)):
         if limit is not None and limit < 0:
@@ -163,7 +175,7 @@ def prune(
     report = PruneReport()
     with ExitStack() as held:
         for folder in folders:  # all of them before any is changed
-            held.enter_context(_held(folder, shared=False))
+            held.enter_context(Folder(folder))
         if link is not None:
             names = sorted(set().union(*map(_links, folders)))
             if link not in names:
@@ -190,7 +202,7 @@ def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[l
     _remove(target)
     try:
         target.mkdir(exist_ok=True)
-        with _readable(folder) as old, _writable(target) as new:
+        with closing(ValueFile(folder, readonly=True)) as old, closing(ValueFile(target)) as new:
             for key in (FORMAT_KEY, RUN_KEY, *(link_key(name) for name in old.table_names() if name != link)):
                 remark = old.meta(key)
                 if remark is not None:
@@ -241,7 +253,7 @@ def _copy_link(
 
 def _links(folder: Path) -> set[str]:
     _require_structure(folder)
-    with _readable(folder) as file:
+    with closing(ValueFile(folder, readonly=True)) as file:
         return set(file.table_names())
 
 
@@ -249,7 +261,7 @@ def _require_structure(folder: Path) -> None:
     problems = structure_problems(folder)
     if problems:
         raise StoreError(
-            f"{folder}: the file's pages are damaged ({problems[0]}), so that its values cannot be told apart: "
+            f"{folder}: the file's pages are damaged ({problems[0]}), so its values cannot be told apart: "
             f"`pipecomp store prune {folder} --everything` removes it"
         )
 
@@ -263,38 +275,11 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def _held(folder: Path, *, shared: bool) -> Iterator[Folder]:
-    held = Folder(folder, shared=shared)
-    try:
-        yield held
-    finally:
-        held.release()
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[ValueFile]:
-    file = ValueFile(folder, readonly=True)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
-@contextmanager
-def _writable(folder: Path) -> Iterator[ValueFile]:
-    file = ValueFile(folder)
-    try:
-        yield file
-    finally:
-        file.close()
-
-
-@contextmanager
 def _opened(folder: Path) -> Iterator[ValueFile]:
     """A file to look at, after it was proved sound if the machine was started again since its last writes."""
-    with _held(folder, shared=True) as held:
+    with Folder(folder, shared=True) as held:
         problem = unsound(folder) if held.restarted() else None
         if problem is not None:
             raise StoreError(f"{folder}: damaged when the machine stopped: {problem}; see `pipecomp store verify`")
-        with _readable(folder) as file:
+        with closing(ValueFile(folder, readonly=True)) as file:
             yield file

@@ -1,7 +1,8 @@
 """The seams between links and message stores: no implementation here.
 
-One store serves one link end: it maps a sample id to the message `m` that both ends hold, with its version. One
-environment serves one rank: it makes the stores of all its links, and ends a training step for all of them together.
+One store serves one endpoint of a link: it maps a sample id to the cached activation m that both endpoints hold, with
+its version. One environment serves one rank: it makes the stores of all its links, and ends a training step for all of
+them together.
 Shapes: n tokens of the sample, H hidden size.
 """
 
@@ -14,15 +15,15 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 
-class Message(NamedTuple):
-    """What one link end holds for one sample. m_nH: float32 [n, H] on the CPU; the caller owns it and may change it."""
+class CachedActivation(NamedTuple):
+    """What an endpoint holds for a sample. m_nH: float32 [n, H] on the CPU; the caller owns it and may change it."""
 
     version: int
     m_nH: Tensor  # noqa: N815
 
 
 class Held(NamedTuple):
-    """One line of a store's inventory, compared by both ends of a link on resume."""
+    """One line of a store's inventory, compared by both endpoints of a link on resume."""
 
     sample: int
     version: int
@@ -30,24 +31,26 @@ class Held(NamedTuple):
 
 
 class MessageStore(Protocol):
-    """Messages of one link end, by sample id.
+    """Keeps the cached activations of one endpoint, by sample id.
 
     `put` is visible to `get` at once and durable after `commit`. What a store forgets for `max_bytes` it chooses at
-    `commit`, from ids, sizes and capacity alone: two ends whose steps put the same samples forget the same samples,
-    in whatever order the puts of a step came. Any method may be called from any thread.
+    `commit`, from ids, sizes and capacity alone: two endpoints whose steps put the same samples forget the same
+    samples, in whatever order the puts of a step came. Any method may be called from any thread.
 
-    Errors of every method: StoreError if the store is closed or a background write failed earlier.
+    Raises:
+        StoreError: from every method, if the store is closed or a background write failed earlier.
     """
 
-    def get(self, samples: Sequence[int]) -> list[Message | None]:
-        """The message of each sample, or None where it was never put or was forgotten. Waits for a running prefetch.
+    def get(self, samples: Sequence[int]) -> list[CachedActivation | None]:
+        """Read each sample's cached activation, None where it was never put or was forgotten.
 
-        With fewer than 32 bits it is what was decoded from the stored value, also before that value was written.
+        Waits for a running prefetch. With fewer than 32 bits it is what was decoded from the stored value, also before
+        that value was written.
         """
         ...
 
     def put(self, sample: int, version: int, m_nH: Tensor) -> None:
-        """Replace the message of a sample. The store owns `m_nH` (float32 [n, H], any device) from here on."""
+        """Replace a sample's cached activation. The store owns `m_nH` (float32 [n, H], any device) from here on."""
         ...
 
     def rounded(self, m_nH: Tensor) -> Tensor:
@@ -55,13 +58,13 @@ class MessageStore(Protocol):
         ...
 
     def keeps_new(self) -> bool:
-        """Whether samples that are not held may be put; False while a disk refuses writes and the run goes on."""
+        """Say whether samples that are not held may be put; False while a disk refuses writes and the run goes on."""
         ...
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Start loading a micro-batch in the background; a later `get` takes it from memory. Returns at once.
 
-        To ask for the same micro-batch again before it was taken does no harm and no work.
+        Asking for the same micro-batch again before it was taken does no harm and no work.
         """
         ...
 
@@ -78,19 +81,19 @@ class MessageStore(Protocol):
         ...
 
     def inventory(self) -> list[Held]:
-        """Every sample held, sorted by id."""
+        """List every sample held, sorted by id."""
         ...
 
     def held(self, samples: Sequence[int]) -> list[Held | None]:
-        """The inventory's line of each of these samples, None where it is not held."""
+        """Give the inventory's line of each of these samples, None where it is not held."""
         ...
 
     def drop(self, samples: Iterable[int]) -> None:
-        """Forget these samples; the next visit sends them whole."""
+        """Forget these samples; the next visit sends them in full precision."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """`samples`, `stored_bytes`, `hits`, `misses`, `evictions`, `declined`, `wait_seconds`.
+        """Count `samples`, `stored_bytes`, `hits`, `misses`, `evictions`, `declined` and `wait_seconds`.
 
         evictions: held samples that were forgotten for `max_bytes`; declined: samples that never fitted.
         wait_seconds: how long `get` and `commit` kept their callers.
@@ -103,15 +106,15 @@ class MessageStore(Protocol):
 
 
 class StoreEnvironment(Protocol):
-    """All message stores of one rank."""
+    """Holds all message stores of one rank."""
 
     @property
     def run(self) -> str | None:
-        """The id of the run whose messages these are; None if no run has used the store, or it is in memory."""
+        """The id of the run that the store belongs to; None if no run has used it, or it is in memory."""
         ...
 
     def bind(self, run: str) -> None:
-        """From now on the store belongs to this run."""
+        """Make the store this run's."""
         ...
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
@@ -124,7 +127,7 @@ class StoreEnvironment(Protocol):
         ...
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MessageStore:
-        """The store of one link end. StoreError if `settings` (JSON values) differ from what is kept there."""
+        """Open the store of one endpoint. StoreError if `settings` (JSON values) differ from what is kept there."""
         ...
 
     def commit(self) -> None:
@@ -140,5 +143,5 @@ class StoreEnvironment(Protocol):
         ...
 
     def size_bytes(self) -> int:
-        """What the stores of this rank take: bytes of the file, or of the stored values in memory."""
+        """Count what the stores of this rank take: bytes of the file, or of the stored values in memory."""
         ...

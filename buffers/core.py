@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from pipecomp.buffers.base import Held, Message
+from pipecomp.buffers.base import CachedActivation, Held
 from pipecomp.buffers.budget import Budget
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.prefetch import Prefetcher
@@ -20,7 +21,7 @@ from pipecomp.buffers.value import ValueFormat, read_header, unpack
 from pipecomp.errors import StoreError
 
 
-class LinkStore:
+class LinkStore(ABC):
     """A MessageStore but for its backend; see `buffers.base` for what the public methods promise."""
 
     def __init__(self, link: str, fmt: ValueFormat, *, max_bytes: int | None = None, prefetch: int = 0) -> None:
@@ -36,23 +37,23 @@ class LinkStore:
         self._wait_seconds = 0.0
         self._closed = False
 
-    def get(self, samples: Sequence[int]) -> list[Message | None]:
-        """The message of each sample, or None; see MessageStore."""
+    def get(self, samples: Sequence[int]) -> list[CachedActivation | None]:
+        """Read each sample's cached activation, or None; see MessageStore."""
         self._check()
         start = time.perf_counter()
-        messages = []
+        found = []
         for sample in samples:
-            found, message = self._prefetcher.take(sample)
-            messages.append(message if found else self._load(sample))
-        held = sum(message is not None for message in messages)
+            ahead, cached = self._prefetcher.take(sample)
+            found.append(cached if ahead else self._load(sample))
+        held = sum(cached is not None for cached in found)
         with self._lock:
             self._counts["hits"] += held
-            self._counts["misses"] += len(messages) - held
+            self._counts["misses"] += len(found) - held
             self._wait_seconds += time.perf_counter() - start
-        return messages
+        return found
 
     def put(self, sample: int, version: int, m_nH: Tensor) -> None:
-        """Replace the message of a sample; the store owns `m_nH` from here on. See MessageStore."""
+        """Replace a sample's cached activation; the store owns `m_nH` from here on. See MessageStore."""
         self._check()
         self._format.check(sample, version, m_nH, self.where(sample))
         entry = Entry(sample, version, self._format.size(*m_nH.shape), m_nH=m_nH.detach())
@@ -68,7 +69,7 @@ class LinkStore:
         return unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
 
     def keeps_new(self) -> bool:
-        """Whether samples that are not held may be put; see MessageStore."""
+        """Say whether samples that are not held may be put; see MessageStore."""
         return True
 
     def prefetch(self, samples: Sequence[int]) -> None:
@@ -77,7 +78,7 @@ class LinkStore:
         self._prefetcher.request(samples)
 
     def prefetched(self) -> bool:
-        """Whether everything that was requested, as far as `prefetch` allows, has been loaded."""
+        """Say whether everything that was requested, as far as `prefetch` allows, has been loaded."""
         return self._prefetcher.idle()
 
     def drop(self, samples: Iterable[int]) -> None:
@@ -90,40 +91,40 @@ class LinkStore:
             self._prefetcher.invalidate(sample)
 
     def inventory(self) -> list[Held]:
-        """Every sample held, sorted by id."""
+        """List every sample held, sorted by id."""
         self._check()
         with self._lock:
             entries = sorted(self._entries.values(), key=lambda entry: entry.sample)
         return [Held(entry.sample, entry.version, self._digest(entry)) for entry in entries]
 
     def held(self, samples: Sequence[int]) -> list[Held | None]:
-        """The inventory's lines of these samples; see MessageStore."""
+        """Give the inventory's lines of these samples; see MessageStore."""
         self._check()
         with self._lock:
             entries = [self._entries.get(sample) for sample in samples]
         return [None if e is None else Held(e.sample, e.version, self._digest(e)) for e in entries]
 
     def stats(self) -> dict[str, float]:
-        """Counters; see MessageStore."""
+        """Count what happened; see MessageStore."""
         with self._lock:
             held = {"samples": len(self._entries), "stored_bytes": self._stored_bytes}
             return {**held, **self._counts, "wait_seconds": self._wait_seconds}
 
     def where(self, sample: int) -> str:
-        """How errors name a sample of this store."""
+        """Name a sample of this store in an error."""
         return f"store of {self.link}, sample {sample}"
 
     # What backends use and fill in.
 
-    def _prepare(self, entry: Entry) -> None:
+    def _prepare(self, entry: Entry) -> None:  # noqa: B027
         """A new entry is about to enter the index."""
 
-    def _added(self, entry: Entry) -> None:
+    def _added(self, entry: Entry) -> None:  # noqa: B027
         """A new entry has entered the index."""
 
+    @abstractmethod
     def _load_value(self, entry: Entry) -> bytearray | None:
         """The bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
-        raise NotImplementedError
 
     def _check(self) -> None:
         """Raise StoreError if the store cannot be used."""
@@ -189,17 +190,17 @@ class LinkStore:
         assert entry.crc is not None
         return entry.crc
 
-    def _load(self, sample: int) -> Message | None:
+    def _load(self, sample: int) -> CachedActivation | None:
         while True:
             entry = self._entries.get(sample)
             if entry is None:
                 return None
-            message = self._decode(entry)
-            if message is not None:
-                return message
+            cached = self._decode(entry)
+            if cached is not None:
+                return cached
 
-    def _decode(self, entry: Entry) -> Message | None:
-        """The entry's message, or None if another entry or nothing took its place meanwhile."""
+    def _decode(self, entry: Entry) -> CachedActivation | None:
+        """The entry's cached activation, or None if another entry or nothing took its place meanwhile."""
         where = self.where(entry.sample)
         value = self._pack(entry)
         if value is not None:

@@ -11,7 +11,7 @@ from pipecomp.buffers.value import HEADER_BYTES, ValueFormat, read_header
 
 
 class _Unpacked:
-    """A message that was put but not packed. Packing happens once, by whoever needs the bytes first."""
+    """An activation that was put but not packed. Packing happens once, by whoever needs the bytes first."""
 
     __slots__ = ("guard", "m_nH", "ready")
 

@@ -1,7 +1,7 @@
-"""What a store on disk says about itself: its format, the run that it belongs to, and what each link's messages are of.
+"""What a store on disk says about itself: its format, its run, and what each link's activations depend on.
 
-A message is only good for the run that made it: another model, cut or number of bits has other activations, and the
-other end of the link does not hold it. So a store is refused where any of that differs.
+A cached activation is only good for the run that made it: another model, cut or number of bits has other activations,
+and the other endpoint does not hold it. So a store is refused where any of that differs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LINK = b"link:"
 
 
 def link_key(name: str) -> bytes:
-    """Where a link's settings are in the file's remarks."""
+    """Name the remark in which a file keeps a link's settings."""
     return _LINK + name.encode()
 
 
 def configuration(settings: Mapping[str, Any]) -> str:
-    """A short hash of what a link's messages depend on."""
+    """Hash, in short, what a link's activations depend on."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_run(file: ValueFile) -> str | None:
-    """The id of the run whose messages these are, None if no run has used the store."""
+    """Read the id of the run that a store belongs to, None if no run has used it."""
     found = file.meta(RUN_KEY)
     return None if found is None else found.decode(errors="replace")
 
@@ -66,7 +66,7 @@ def check_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> N
             if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
         ]
         raise StoreError(
-            f"{file.path}: the messages of {name} were made with other settings ({'; '.join(differs)}). Go on with "
-            f"the stored settings, give another store.path, or remove the messages with `pipecomp store prune "
+            f"{file.path}: {name} was stored with other settings ({'; '.join(differs)}). Keep them, give "
+            f"another store.path, or remove what is stored with `pipecomp store prune "
             f"{file.path} --link {name}`"
         )

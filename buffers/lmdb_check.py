@@ -7,6 +7,7 @@ that never hands the file to LMDB (`lmdb.verify`), and then every value by its C
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from pipecomp.errors import StoreError
 
 
 class Checked(NamedTuple):
-    """One stored value: `problem` is None if it is whole."""
+    """One stored value: `problem` is None if it is intact."""
 
     row: Row
     value: bytearray | None
@@ -28,7 +29,7 @@ class Checked(NamedTuple):
 
 
 def structure_problems(path: Path) -> list[str]:
-    """What is wrong with the pages of the LMDB file in folder `path`; empty if nothing is."""
+    """List what is wrong with the pages of the LMDB file in folder `path`."""
     try:
         return list(verify_structure(str(path / DATA_FILE), subdir=False))
     except (VerifyError, OSError) as error:
@@ -38,7 +39,7 @@ def structure_problems(path: Path) -> list[str]:
 def check_values(file: ValueFile, table: Table) -> Iterator[Checked]:
     """Read every value of a link and compare it with its header, its key and its CRC-32."""
     for row in file.scan(table):
-        where = f"store of {table.name}, sample {row.sample}"
+        where = table.where(row.sample)
         try:
             value = file.read_at(table, row.slot, row.sample)
             verify_value(value, where)
@@ -51,16 +52,10 @@ def check_values(file: ValueFile, table: Table) -> Iterator[Checked]:
 
 
 def unsound(path: Path) -> str | None:
-    """The first thing that is wrong with the store in folder `path`, or None if all of it can be trusted."""
+    """Find the first thing that is wrong with the store in folder `path`, None if all of it can be trusted."""
     problems = structure_problems(path)
     if problems:
         return f"its pages are damaged: {problems[0]}"
-    file = ValueFile(path, readonly=True)
-    try:
-        for name in file.table_names():
-            for checked in check_values(file, file.table(name, create=False)):
-                if checked.problem is not None:
-                    return checked.problem
-    finally:
-        file.close()
-    return None
+    with closing(ValueFile(path, readonly=True)) as file:
+        tables = (file.table(name, create=False) for name in file.table_names())
+        return next((c.problem for table in tables for c in check_values(file, table) if c.problem is not None), None)

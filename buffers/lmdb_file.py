@@ -70,6 +70,10 @@ class Table:
         self.free: list[int] = []
         self.end = 0
 
+    def where(self, sample: int) -> str:
+        """How errors name a sample of this link."""
+        return f"store of {self.name}, sample {sample}"
+
     def load(self, places: Mapping[int, Place]) -> None:
         """Start with what a scan found."""
         self.places = dict(places)
@@ -101,8 +105,8 @@ def _check_length(file: Path, size: int) -> None:
     expected = expected_bytes(file) if size else None
     if expected is not None and size < expected:
         raise StoreError(
-            f"{file}: is cut short: it has {size} of {expected} bytes. Put the whole file there, or remove it with "
-            f"`pipecomp store prune {file.parent} --everything`; messages are sent whole once then"
+            f"{file}: is cut short: it has {size} of {expected} bytes. Put a complete copy there, or remove it with "
+            f"`pipecomp store prune {file.parent} --everything`: then activations are sent in full precision once"
         )
 
 
@@ -193,7 +197,7 @@ class ValueFile:
                 more = cursor.next()
             total = sum(len(piece) for piece in pieces)
             if size is not None and total != size:
-                raise StoreError(f"store of {table.name}, sample {sample}: {total} of {size} bytes are there")
+                raise StoreError(f"{table.where(sample)}: {total} of {size} bytes are there")
             return bytearray().join(pieces)
 
     def write(self, changes: Mapping[Table, Mapping[int, bytearray | None]]) -> None:

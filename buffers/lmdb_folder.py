@@ -56,6 +56,12 @@ class Folder:
                 raise StoreError(f"{path}: no message store here")
             self._acquire(shared)
 
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
     def restarted(self) -> bool:
         """Whether the machine was started again since the last writes, which never were synced."""
         try:

@@ -6,7 +6,6 @@ import atexit
 import os
 import re
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ from pipecomp.buffers.core import LinkStore
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.identity import RUN_KEY, check_format, check_settings, read_run
 from pipecomp.buffers.lmdb_check import unsound
-from pipecomp.buffers.lmdb_errors import of_the_disk
 from pipecomp.buffers.lmdb_file import MAP_BYTES, META, Place, Table, ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, Folder
+from pipecomp.buffers.lmdb_steps import StepWriter
+from pipecomp.buffers.memory import MemoryStore
 from pipecomp.buffers.snapshot import copy_file
 from pipecomp.buffers.value import ValueFormat, read_header, stored_size
 from pipecomp.buffers.writer import Writer
 from pipecomp.errors import ConfigError, StoreError
 
-UNWRITTEN_BYTES = 1 << 30  # of refused values in memory, before a run that goes on without the disk stops
 LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -51,7 +50,7 @@ class LmdbStore(LinkStore):
 
     def keeps_new(self) -> bool:
         """Whether samples that are not held may be put; see MessageStore."""
-        return not self._environment.unwritten
+        return not self._environment.steps.refused
 
     def flush(self) -> None:
         """Wait until every commit so far, of any link of the rank, is on disk."""
@@ -100,16 +99,11 @@ class LmdbStore(LinkStore):
         return list(entries.values())
 
 
-Steps = Mapping[LmdbStore, Mapping[int, Entry | None]]  # by link, what became of each sample; None: deleted
-
-
 class LmdbEnvironment:
-    """The stores of one rank in `path`, a folder that no other process uses meanwhile.
+    """Holds the stores of one rank in `path`, a folder that no other process uses meanwhile.
 
-    bits, group_size: how values are stored; max_bytes: budget of each link end, None for no limit; prefetch:
-    micro-batches loaded ahead. map_bytes: address space to start with, grows by itself. on_write_error: "stop", or
-    "continue" where the disk refuses a write: see `_write`.
-    Raises StoreError if the folder is in use, cannot be written, or lost data in a power cut.
+    Options and errors as for `open_environment`. map_bytes: address space to start with, grows by itself.
+    on_write_error: see `lmdb_steps`.
     """
 
     def __init__(
@@ -123,15 +117,11 @@ class LmdbEnvironment:
         map_bytes: int = MAP_BYTES,
         on_write_error: str = "stop",
     ) -> None:
-        if on_write_error not in ("stop", "continue"):
-            raise ConfigError("store.on_write_error", on_write_error, "'stop' or 'continue'")
+        StepWriter.check(on_write_error)
         self.path = Path(path)
-        self.unwritten: Steps = {}  # what the disk refused; kept in memory, replaced by the writing thread only
-        self._goes_on = on_write_error == "continue"
-        self._warned = False
         self._format = ValueFormat(bits, group_size)
         self._options: dict[str, Any] = {"max_bytes": max_bytes, "prefetch": prefetch}
-        LinkStore("check", self._format, **self._options)  # a wrong option is an error before any file is made
+        MemoryStore(bits=bits, **self._options).close()  # a wrong option is an error before any file is made
         self._lock = threading.RLock()
         self._stores: dict[str, LmdbStore] = {}
         self._described: dict[str, dict[str, Any]] = {}
@@ -139,6 +129,7 @@ class LmdbEnvironment:
         self._pid = os.getpid()
         self._closed = False
         self._folder = Folder(self.path)
+        self.steps = StepWriter(self._folder, self._format, on_write_error)
         try:
             self._prove_sound()
             self.file = ValueFile(self.path, map_bytes=map_bytes)
@@ -155,21 +146,21 @@ class LmdbEnvironment:
 
     @property
     def run(self) -> str | None:
-        """The id of the run whose messages these are; None if no run has used the store."""
+        """The id of the run that the store belongs to; None if no run has used it."""
         self.check()
         return read_run(self.file)
 
     def bind(self, run: str) -> None:
-        """From now on the store belongs to this run."""
+        """Make the store this run's."""
         self.check()
         if read_run(self.file) != run:
             self.file.set_meta(RUN_KEY, run.encode())
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`, for `restore`; call it between steps. False, and no copy, while the
-        disk refuses some of it."""
+        """Copy everything committed into `folder`, for `restore`, between steps; False, and no copy, while the disk
+        refuses some of it."""
         self.flush()
-        if self.unwritten:
+        if self.steps.refused:
             return False
         copy_file(self.path / DATA_FILE, Path(folder) / DATA_FILE)
         return True
@@ -184,7 +175,7 @@ class LmdbEnvironment:
         with self._lock:
             self._ended = {}
             self.writer.drain()
-            self.unwritten = {}
+            self.steps.refused = {}
             self.file.close()
             self._folder.mark_unsynced()
             (self.path / LOCK_FILE).unlink(missing_ok=True)
@@ -198,9 +189,9 @@ class LmdbEnvironment:
         return True
 
     def link(self, name: str, settings: Mapping[str, Any]) -> LmdbStore:
-        """The store of one link end, kept in the named database `name`.
+        """Open the store of one endpoint, kept in the named database `name`.
 
-        settings: what its messages depend on, JSON values. StoreError if the stored ones were made with others.
+        settings: what its activations depend on, JSON values. StoreError if what is stored was made with others.
         """
         self.check()
         if not LINK_NAME.fullmatch(name) or name == META.decode():
@@ -238,14 +229,14 @@ class LmdbEnvironment:
         self.check()
         with self._lock:
             self._write_ended()
-        self.writer.submit(self._write_refused)
+        self.writer.submit(lambda: self.steps.retry(self.file))
         self.writer.submit(self.file.sync)
         self.writer.drain()
 
     def check(self) -> None:
         """Raise StoreError if the environment is closed or a background write failed."""
         if self._closed:
-            raise StoreError(f"{self.path}: message store used after close")
+            raise StoreError(f"{self.path}: message store: used after close")
         self.writer.check()
 
     def close(self) -> None:
@@ -257,7 +248,7 @@ class LmdbEnvironment:
                 store._stop()
             if not self.writer.failed:
                 self.flush()
-                self._say_unwritten()
+                self.steps.warn_of_the_rest()
                 self._folder.mark_synced()
         finally:
             self._closed = True
@@ -269,7 +260,7 @@ class LmdbEnvironment:
                 self._folder.release()
 
     def size_bytes(self) -> int:
-        """Size of the LMDB file."""
+        """Count the bytes of the LMDB file."""
         return self.file.size_bytes()
 
     def _end_step(self, store: LmdbStore) -> None:
@@ -282,72 +273,11 @@ class LmdbEnvironment:
     def _write_ended(self) -> None:
         if not self._ended:
             return
-        steps, self._ended = self._ended, {}
-        waited = self.writer.submit_step(lambda: self._write(steps))
-        for store in steps:
-            store._waited(waited / len(steps))
-
-    def _write(self, steps: Steps) -> None:
-        """Write one step, and what the disk refused of earlier ones.
-
-        With on_write_error "continue" a refused step stays in memory: first without its new samples, whose pages are
-        the ones that lack, then all of it. Both ends of a link go on alike, as reads find it there, and every later
-        step tries again; the file keeps what it last committed. Meanwhile `keeps_new` says that no new sample may come.
-        """
-        merged = {s: {**self.unwritten.get(s, {}), **steps.get(s, {})} for s in {**self.unwritten, **steps}}
-        try:
-            self._write_once(merged)
-        except StoreError as error:
-            if not (self._goes_on and of_the_disk(error)):
-                raise
-            self._go_on_without(merged, error)
-        else:
-            self.unwritten = {}
-
-    def _write_refused(self) -> None:
-        if self.unwritten:
-            self._write({})
-
-    def _say_unwritten(self) -> None:
-        count = sum(len(step) for step in self.unwritten.values())
-        if count:
-            warnings.warn(
-                f"{self.path}: the disk refused the last messages of {count} samples to the end. When the run goes on, "
-                "they are sent whole once",
-                stacklevel=3,
-            )
-
-    def _go_on_without(self, merged: Steps, error: StoreError) -> None:
-        known = {s: {i: e for i, e in step.items() if i in s._table.places} for s, step in merged.items()}
-        try:
-            self._write_once(known)
-            rest = {s: {i: e for i, e in step.items() if i not in known[s]} for s, step in merged.items()}
-            self.unwritten = {s: step for s, step in rest.items() if step}
-        except StoreError:
-            self.unwritten = merged
-        held = sum(entry.size for step in self.unwritten.values() for entry in step.values() if entry is not None)
-        if held > UNWRITTEN_BYTES:
-            raise StoreError(f"{error} ({held} bytes wait in memory, the limit is {UNWRITTEN_BYTES})") from error
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{error}. As store.on_write_error is 'continue', samples that are not stored yet are sent in full "
-                "precision until the disk takes writes again",
-                stacklevel=2,
-            )
-
-    def _write_once(self, steps: Steps) -> None:
-        changes: dict[Table, dict[int, bytearray | None]] = {}
-        for store, step in steps.items():
-            values = changes.setdefault(store._table, {})
-            for sample, entry in step.items():
-                values[sample] = store._pack(entry) if entry is not None else None
-        self._folder.mark_unsynced()
-        self.file.write(changes)
-        for step in steps.values():
-            for entry in step.values():
-                if entry is not None:
-                    entry.release()
+        ended, self._ended = self._ended, {}
+        steps = {store._table: step for store, step in ended.items()}
+        waited = self.writer.submit_step(lambda: self.steps.write(self.file, steps))
+        for store in ended:
+            store._waited(waited / len(ended))
 
     def _prove_sound(self) -> None:
         if not self._folder.restarted() or not (self.path / DATA_FILE).is_file():
@@ -356,6 +286,6 @@ class LmdbEnvironment:
         if problem is not None:
             raise StoreError(
                 f"{self.path}: the machine stopped before everything was on disk, and the message store is damaged: "
-                f"{problem}. `pipecomp store prune {self.path}` keeps what is whole, with --everything nothing; what "
+                f"{problem}. `pipecomp store prune {self.path}` keeps what is intact, with --everything nothing; what "
                 "is missing is sent in full precision once"
             )

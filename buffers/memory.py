@@ -1,4 +1,4 @@
-"""Messages in this process's memory: fast, gone when the process ends."""
+"""Cached activations in this process's memory: fast, gone when the process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipecomp.errors import StoreError
 
 
 class MemoryStore(LinkStore):
-    """A MessageStore that keeps packed values in memory: z bits a value, as on disk, with the same digests.
+    """Keeps packed values in memory: z bits a value, as on disk, with the same digests.
 
     Values are packed by `put` itself, so that memory holds z bits a value and not a queue of float32 tensors.
     """
@@ -35,7 +35,7 @@ class MemoryStore(LinkStore):
         self._end_step()
 
     def flush(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
         self._check()
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class MemoryStore(LinkStore):
 
 
 class MemoryEnvironment:
-    """The memory stores of one rank; options as for MemoryStore, for every link."""
+    """Holds the memory stores of one rank; options as for `open_environment`."""
 
     def __init__(
         self, *, bits: int = 32, group_size: int | None = None, max_bytes: int | None = None, prefetch: int = 0
@@ -67,18 +67,18 @@ class MemoryEnvironment:
         return None
 
     def bind(self, run: str) -> None:
-        """Nothing to remember."""
+        """Do nothing: what is in memory belongs to this process."""
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """False: messages in memory are not saved."""
+        """Save nothing, which False says."""
         return False
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """False: there is never anything to restore."""
+        """Restore nothing, which False says."""
         return False
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MemoryStore:
-        """The store of one link end. `settings` cannot differ from anything: nothing survives the process."""
+        """Open the store of one endpoint. `settings` cannot differ from anything: nothing survives the process."""
         if self._closed:
             raise StoreError("message stores in memory: used after close")
         if name in self._stores and not self._stores[name]._closed:
@@ -92,7 +92,7 @@ class MemoryEnvironment:
             store.commit()
 
     def flush(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def close(self) -> None:
         """Forget everything; safe to call twice."""
@@ -101,5 +101,5 @@ class MemoryEnvironment:
             store.close()
 
     def size_bytes(self) -> int:
-        """Bytes of all stored values."""
+        """Count the bytes of all stored values."""
         return sum(int(store.stats()["stored_bytes"]) for store in self._stores.values())

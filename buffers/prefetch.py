@@ -1,4 +1,4 @@
-"""Loading messages ahead of their use, in one background thread per link end.
+"""Loading cached activations ahead of their use, in one background thread per link end.
 
 A request is one micro-batch. Requests are expected to be used in the order they were made; at most `ahead` of them
 are loaded or being loaded at a time, the others wait as lists of ids, so memory stays bounded by `ahead` micro-batches.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from pipecomp.buffers.base import Message
+from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import ConfigError
 
 MAX_WAITING = 256  # requests; more than any pipeline has in flight, so older ones were given up
@@ -26,19 +26,19 @@ class _State(Enum):
 
 
 class _Slot:
-    __slots__ = ("message", "stale", "state")
+    __slots__ = ("cached", "stale", "state")
 
     def __init__(self) -> None:
         self.state = _State.WAITING
-        self.message: Message | None = None
+        self.cached: CachedActivation | None = None
         self.stale = False
 
 
 class Taken(NamedTuple):
-    """found: the sample was loaded ahead (message None: the store does not hold it)."""
+    """found: the sample was loaded ahead (cached None: the store does not hold it)."""
 
     found: bool
-    message: Message | None
+    cached: CachedActivation | None
 
 
 _NOT_FOUND = Taken(False, None)
@@ -47,7 +47,7 @@ _NOT_FOUND = Taken(False, None)
 class Prefetcher:
     """Loads requested samples with `load`; `ahead` is the number of micro-batches, 0 to load nothing ahead."""
 
-    def __init__(self, load: Callable[[int], Message | None], ahead: int, name: str) -> None:
+    def __init__(self, load: Callable[[int], CachedActivation | None], ahead: int, name: str) -> None:
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ConfigError("store.prefetch", ahead, "a whole number from 0")
         self._load, self._ahead, self._name = load, ahead, name
@@ -92,7 +92,7 @@ class Prefetcher:
             self._forget_empty()
             # What could not be loaded is loaded again by the caller, who then gets the error itself.
             usable = slot.state is _State.LOADED and not slot.stale
-            return Taken(True, slot.message) if usable else _NOT_FOUND
+            return Taken(True, slot.cached) if usable else _NOT_FOUND
 
     def invalidate(self, sample: int) -> None:
         """The sample was put or forgotten: what was loaded ahead of it is no longer true."""
@@ -139,14 +139,14 @@ class Prefetcher:
                     return
                 sample, slot = found
                 slot.state = _State.LOADING
-            message, state = None, _State.LOADED
+            cached, state = None, _State.LOADED
             try:
-                message = self._load(sample)
+                cached = self._load(sample)
             except Exception:
                 state = _State.FAILED
             with self._changed:
                 if not slot.stale:
-                    slot.message = message
+                    slot.cached = cached
                 slot.state = state
                 self._changed.notify_all()
-            del message, slot, found
+            del cached, slot, found

@@ -1,4 +1,4 @@
-"""The bytes of one stored message: a versioned header, then the message at z bits.
+"""The bytes of one cached activation: a versioned header, then m at z bits.
 
     offset  size  little-endian
     0       4     magic "PCMV"
@@ -6,7 +6,7 @@
     6       1     z: bits a value, one of 2, 4, 8, 16, 32
     7       1     0
     8       8     sample id
-    16      8     message version
+    16      8     version of m
     24      4     n: tokens
     28      4     H: hidden size
     32      4     group size of the quantizer, 0 for a token's whole row
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import Message
+from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, StoreError
 from pipecomp.kernels import ops
 
@@ -61,7 +61,7 @@ class ValueHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueFormat:
-    """How a link end stores messages: z = `bits`, and the quantizer's grouping where z is 8 or less."""
+    """How an endpoint stores m: z = `bits`, and the quantizer's grouping where z is 8 or less."""
 
     bits: int = 32
     group_size: int | None = None
@@ -87,7 +87,7 @@ class ValueFormat:
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_U64:
                 raise ConfigError(key, number, "a whole number from 0 to 2**64 - 1")
         if m_nH.dtype != torch.float32 or m_nH.dim() != 2 or m_nH.shape[1] < 1 or max(m_nH.shape) > MAX_U32:
-            raise ShapeError(f"{where}: message {m_nH.dtype} {tuple(m_nH.shape)}, allowed: float32 [n, H], H >= 1")
+            raise ShapeError(f"{where}: m_nH: got {m_nH.dtype} {tuple(m_nH.shape)}, allowed: float32 [n, H], H >= 1")
         if self.bits < 32 and m_nH.numel():
             low, high = (float(x) for x in torch.aminmax(m_nH.detach()))
             limit = FLOAT32_MAX if self.bits == 16 else QUANTIZER_MAX
@@ -127,13 +127,13 @@ def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeade
     """The header of a stored value, of which at least the first HEADER_BYTES are given. StoreError if it is none."""
     if len(value) < HEADER_BYTES:
         raise StoreError(f"{where}: {len(value)} bytes, a stored value has at least {HEADER_BYTES}")
-    magic, version, bits, reserved, sample, message_version, n, H, group_size = _FIELDS.unpack_from(value)
+    magic, version, bits, reserved, sample, m_version, n, H, group_size = _FIELDS.unpack_from(value)
     if magic != MAGIC:
         raise StoreError(f"{where}: begins with {magic.hex()}, a stored value with {MAGIC.hex()}")
     if version != FORMAT:
         raise StoreError(f"{where}: format version {version}, this program reads version {FORMAT}")
     crc: int = _CRC.unpack_from(value, _FIELDS.size)[0]
-    header = ValueHeader(sample, message_version, n, H, bits, group_size, crc)
+    header = ValueHeader(sample, m_version, n, H, bits, group_size, crc)
     if bits not in BITS or reserved or not header.H or (bits > 8 and header.group_size):
         raise StoreError(f"{where}: not a header of a stored value: {header}")
     return header
@@ -154,7 +154,7 @@ def verify_value(value: bytearray | memoryview, where: str, *, checksum: bool = 
     return header
 
 
-def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, alias: bool = False) -> Message:
+def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, alias: bool = False) -> CachedActivation:
     """Decode a stored value.
 
     check: compare the CRC-32 first; only values that never left this process's memory do without.
@@ -164,16 +164,16 @@ def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, ali
     header = verify_value(value, where, checksum=check)
     n, H, bits, grouping = header.n, header.H, header.bits, header.group_size or None
     if n == 0:
-        return Message(header.version, torch.empty(0, H))
+        return CachedActivation(header.version, torch.empty(0, H))
     if bits == 32:
         m_nH = _tensor(value, "<f4", n * H, HEADER_BYTES).view(n, H)
-        return Message(header.version, m_nH if alias else m_nH.clone())
+        return CachedActivation(header.version, m_nH if alias else m_nH.clone())
     if bits == 16:
-        return Message(header.version, _tensor(value, "<f2", n * H, HEADER_BYTES).view(n, H).float())
+        return CachedActivation(header.version, _tensor(value, "<f2", n * H, HEADER_BYTES).view(n, H).float())
     G, row = ops.groups(H, grouping), ops.row_bytes(H, bits, grouping)
     scale = _tensor(value, "<f4", n * G, HEADER_BYTES).view((n,) if grouping is None else (n, G))
     codes = _tensor(value, "|u1", n * row, HEADER_BYTES + 4 * n * G).view(n, row)
-    return Message(header.version, ops.dequantize(codes, scale, bits, (n, H), group_size=grouping))
+    return CachedActivation(header.version, ops.dequantize(codes, scale, bits, (n, H), group_size=grouping))
 
 
 def _tensor(value: bytearray | memoryview, dtype: str, count: int, start: int) -> Tensor:

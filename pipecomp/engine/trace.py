@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipecomp.buffers.base import Message, MessageStore
+from pipecomp.buffers.base import CachedActivation, MessageStore
 
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
 # The parts that the engine counts its seconds under, and the track that shows them.
@@ -107,7 +107,7 @@ class TracedStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def get(self, samples: Sequence[int]) -> list[Message | None]:
+    def get(self, samples: Sequence[int]) -> list[CachedActivation | None]:
         """See MessageStore."""
         began = time.perf_counter()
         found = self._store.get(samples)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from pipecomp.buffers.base import Message, MessageStore
+from pipecomp.buffers.base import CachedActivation, MessageStore
 
 
 class Changes:
@@ -20,9 +20,9 @@ class Changes:
         self._store = store
         self._to_come = Counter(samples)
         self._held = dict(zip(self._to_come, store.get(list(self._to_come)), strict=True))
-        self._new: dict[int, Message | None] = {}
+        self._new: dict[int, CachedActivation | None] = {}
 
-    def held(self, sample: int) -> Message | None:
+    def held(self, sample: int) -> CachedActivation | None:
         """What this end holds of a sample now; the caller may change its m and `put` it."""
         return self._held[sample]
 
@@ -32,17 +32,17 @@ class Changes:
 
     def put(self, sample: int, version: int, m_nH: Tensor) -> None:
         """Hold this of a sample."""
-        self._set(sample, Message(version, m_nH))
+        self._set(sample, CachedActivation(version, m_nH))
 
     def drop(self, sample: int) -> None:
         """Hold nothing of a sample."""
         self._set(sample, None)
 
-    def _set(self, sample: int, message: Message | None) -> None:
+    def _set(self, sample: int, message: CachedActivation | None) -> None:
         self._new[sample] = message
         self._to_come[sample] -= 1
         if self._to_come[sample]:
-            self._held[sample] = message and Message(message.version, self._store.rounded(message.m_nH))
+            self._held[sample] = message and CachedActivation(message.version, self._store.rounded(message.m_nH))
 
     def make(self, put: Callable[[int, int, Tensor], None]) -> None:
         """Change the store; `put(sample, version, m)` keeps one sample."""

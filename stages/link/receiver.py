@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import Message
+from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireError
 from pipecomp.messages.codecs import Cast, Codec, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
@@ -89,7 +89,7 @@ class LinkReceiver(Endpoint):
         codec: Codec = self._first or Cast(torch_dtype(header.dtype))
         return codec.payload_bytes(sample.count, header.hidden)
 
-    def _checked_base(self, sample: Sample, cached: Message | None, hidden: int, at: Position) -> Tensor:
+    def _checked_base(self, sample: Sample, cached: CachedActivation | None, hidden: int, at: Position) -> Tensor:
         if cached is None or cached.version != sample.base:
             holds = "holds none" if cached is None else f"holds version {cached.version}"
             raise BaseMismatchError(

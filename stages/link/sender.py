@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import Message
+from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import LinkError, NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
@@ -90,7 +90,7 @@ class LinkSender(Endpoint):
         return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
 
     def _encode_sample(
-        self, x_nH: Tensor, cached: Message | None, start: int, seed: int
+        self, x_nH: Tensor, cached: CachedActivation | None, start: int, seed: int
     ) -> tuple[Tensor, Tensor, list[np.ndarray]]:
         """What the other end computes with, what both ends hold afterwards, and the payload that says so."""
         if cached is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp.buffers import LmdbEnvironment, admin, lmdb_store
+from pipecomp.buffers import LmdbEnvironment, admin, lmdb_steps
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
 from pipecomp.stages.link.boundary import Layout
@@ -99,7 +99,7 @@ def test_a_full_disk_goes_on_without_new_samples(tmp_path, small_disk, full):
     stats = [ends.up.stats, ends.down.stats]
     assert stats[0].unstored_samples == stats[1].unstored_samples > 100
     assert stats[0].delta_samples == stats[1].delta_samples > 30, "what is stored is used"
-    with pytest.warns(UserWarning, match="refused the last messages of"):
+    with pytest.warns(UserWarning, match="refused the latest activations of"):
         ends.close()
     again = LmdbEnvironment(small_disk / "rank")
     found = again.link("link-0", {})
@@ -162,7 +162,7 @@ def test_what_is_refused_stays_readable_in_memory_and_is_written_later(tmp_path,
 
 
 def test_too_much_in_memory_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(lmdb_store, "UNWRITTEN_BYTES", 1000)
+    monkeypatch.setattr(lmdb_steps, "REFUSED_BYTES", 1000)
     environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
     store = environment.link("link-0", {})
     refuse(environment, monkeypatch)
@@ -281,7 +281,7 @@ def test_closing_tries_once_more_and_says_what_is_not_written(tmp_path, monkeypa
             environment.close()
         ends = [str(w.message) for w in said if "to the end" in str(w.message)]
         assert len(ends) == refused_to_the_end
-        assert all("last messages of 2 samples" in text for text in ends)
+        assert all("latest activations of 2 samples" in text for text in ends)
         assert held_at(tmp_path / name) == dict.fromkeys((4, 5), 1 if refused_to_the_end else 2)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.buffers.base import Message
+from pipecomp.buffers.base import CachedActivation
 from pipecomp.buffers.budget import Budget, sample_hash
 from pipecomp.buffers.prefetch import Prefetcher
 from pipecomp.buffers.writer import STEPS_BEHIND, Writer
@@ -127,7 +127,7 @@ class Source:
         assert self.gate.acquire(timeout=WAIT_S)
         if sample == 666:
             raise StoreError("damaged")
-        return None if sample < 0 else Message(len(self.loads), torch.full((1, 1), float(sample)))
+        return None if sample < 0 else CachedActivation(len(self.loads), torch.full((1, 1), float(sample)))
 
     def wait_started(self, count=1):
         for _ in range(count):
