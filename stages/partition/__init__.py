@@ -1,1 +1,1 @@
-"""A model cut into stages: which models, where to cut, how a stage is built, loaded and saved."""
+"""A model partitioned into stages: which models, where to cut, how a stage is built, loaded and saved."""

@@ -26,11 +26,13 @@ def _nothing(config: Any) -> tuple[str, ...]:
 class Head:
     """What the last stage computes after the blocks.
 
-    loss: makes the loss function from the config. per_token: the head multiplies every token (a vocabulary), which
-    counts for the balance of the stages. pools_last_token: the model picks the last real token by looking for
-    `pad_token_id` in input_ids; a last stage has none, so it takes the position from the attention mask, applies
-    `score` and picks. reads: from the config, the paths of modules among the architecture's `before` that the head
-    reads too (the word embeddings, as its output matrix); the last stage has a copy of them, tied to the first's.
+    Attributes:
+        loss: makes the loss function from the config.
+        per_token: the head multiplies every token (a vocabulary), which counts for the balance of the stages.
+        pools_last_token: the model picks the last real token by looking for `pad_token_id` in input_ids; a last stage
+            has none, so it takes the position from the attention mask, applies `score` and picks.
+        reads: from the config, the paths of modules among the architecture's `before` that the head reads too (the word
+            embeddings, as its output matrix); the last stage has a copy of them, tied to the first's.
     """
 
     loss: Callable[[Any], LossFn]
@@ -41,15 +43,22 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How to cut the models of one `config.model_type`.
+    """How to cut the models of one `config.model_type`. Paths are relative to the base model.
 
-    model_type: the config's. heads: the model classes that can be cut, by class name. default_head: the class for a
-    config that names none. blocks: path of the list of blocks. before: modules that only the first stage has, but for
-    what a head reads, with what replaces each of them later (a class without arguments; None leaves the place empty).
-    after: modules that only the last stage has. shared: modules that every stage has; their gradients are summed over
-    the stages. optional: those of `after` that a checkpoint of the plain encoder lacks, and that are then new, like a
-    head. block_returns_tuple: whether a block returns `(hidden_states, ...)` rather than `hidden_states`.
-    extra_inputs: inputs that only the embeddings use. forward_options: passed to every forward call.
+    Attributes:
+        model_type: the config's.
+        heads: the model classes that can be cut, by class name.
+        default_head: the class for a config that names none.
+        blocks: path of the list of blocks.
+        before: modules that only the first stage has, but for what a head reads, with what replaces each of them on
+            later stages (a class without arguments; None leaves the place empty).
+        after: modules that only the last stage has.
+        shared: modules that every stage has; their gradients are summed over the stages.
+        optional: those of `after` that a checkpoint of the plain encoder lacks, and that are then new, like a head.
+        block_returns_tuple: whether a block returns `(hidden_states, ...)` rather than `hidden_states`.
+        extra_inputs: inputs that only the embeddings use.
+        forward_options: passed to every forward call.
+        renamed: modules that checkpoints name differently, with the model's names for them.
     """
 
     model_type: str
@@ -63,6 +72,7 @@ class Architecture:
     block_returns_tuple: bool = False
     extra_inputs: tuple[str, ...] = ()
     forward_options: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": False, "return_dict": True})
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 class SkippedBlock(nn.Module):
@@ -103,7 +113,28 @@ _REGISTRY: dict[str, Architecture] = {}
 
 
 def register(architecture: Architecture) -> None:
-    """Make `split`, `plan` and `build_stage` know another architecture, or replace a known one."""
+    """Make `split`, `plan` and `build_stage` know another architecture, or replace a known one.
+
+    Args:
+        architecture: where its blocks, embeddings and head are.
+
+    Raises:
+        SplitError: its default head is not among its heads.
+
+    Example::
+
+        register(
+            Architecture(
+                model_type="gpt_neox",
+                heads={"GPTNeoXForCausalLM": Head(loss=losses.causal_lm, per_token=True)},
+                default_head="GPTNeoXForCausalLM",
+                blocks="layers",
+                before={"embed_in": nn.Identity, "emb_dropout": nn.Identity},
+                after=("final_layer_norm",),
+                renamed={"embed_out": "lm_head"},
+            )
+        )
+    """
     if architecture.default_head not in architecture.heads:
         raise SplitError(
             f"{architecture.model_type}: default_head {architecture.default_head!r} is not among its heads "
@@ -113,7 +144,7 @@ def register(architecture: Architecture) -> None:
 
 
 def architecture_of(config: Any) -> Architecture:
-    """The entry for `config.model_type`; SplitError says what to provide where there is none."""
+    """Find the entry for `config.model_type`; SplitError says what to provide where there is none."""
     model_type = getattr(config, "model_type", None)
     if model_type not in _REGISTRY:
         raise SplitError(
@@ -126,7 +157,7 @@ def architecture_of(config: Any) -> Architecture:
 
 
 def head_name(architecture: Architecture, model_class: type) -> str:
-    """The name among `architecture.heads` that `model_class` is or derives from."""
+    """Find the name among `architecture.heads` that `model_class` is or derives from."""
     for base in model_class.__mro__:
         if base.__name__ in architecture.heads:
             return base.__name__
@@ -137,7 +168,7 @@ def head_name(architecture: Architecture, model_class: type) -> str:
 
 
 def default_loss(config: Any) -> LossFn:
-    """`loss(logits, labels) -> scalar`: what the Hugging Face model that `config.architectures` names computes.
+    """Return `loss(logits, labels) -> scalar`: what the model that `config.architectures` names computes.
 
     Causal and masked language models ignore labels of -100; the causal loss shifts the labels itself.
     """

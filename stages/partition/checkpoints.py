@@ -130,14 +130,24 @@ def match_names(
     base: str,
     optional: Iterable[str],
     ignored: Iterable[str] = (),
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Which tensor of a checkpoint is which of the model's.
+    """Match the tensors of a checkpoint with the model's.
 
-    files: see Checkpoint. known: the model's names. base: the name of the base model (`transformer`), which names
-    lack in the checkpoint of a base model. optional: modules of the base model that this model may lack.
-    ignored: patterns of tensors that the model's class does not want.
-    Returns {model's name: checkpoint's name}, and the checkpoint's names that belong to another head. Raises
-    SplitError if the base model has no place for a tensor: then the checkpoint is of another model or size.
+    Args:
+        files: see Checkpoint.
+        known: the model's names.
+        source: where the checkpoint is, for errors.
+        base: the name of the base model (`transformer`), which names lack in the checkpoint of a base model.
+        optional: modules of the base model that this model may lack.
+        ignored: patterns of tensors that the model's class does not want.
+        renamed: modules that checkpoints name differently, with the model's names for them.
+
+    Returns:
+        {model's name: checkpoint's name}, and the checkpoint's names that belong to another head.
+
+    Raises:
+        SplitError: the base model has no place for a tensor: the checkpoint is of another model or size.
     """
     known = set(known)
     found: dict[str, str] = {}
@@ -146,6 +156,8 @@ def match_names(
         name = raw
         for old, new in OLD_NAMES:
             name = name.replace(old, new)
+        for old, new in (renamed or {}).items():
+            name = new + name[len(old) :] if name.startswith(f"{old}.") else name
         match = next((n for n in (name, f"{base}.{name}") if n in known), None)
         if match is None:
             strange[raw] = name

@@ -28,9 +28,12 @@ _log = logging.getLogger(__name__)
 class Source:
     """Where a model's weights come from; `pretrained` makes one.
 
-    config: the model's. model_class: Hugging Face's class. weights: a folder or hub name; None for random weights.
-    model: a model in memory, whose modules the stages take; then the other fields only describe it. adapter: a LoRA
-    adapter to put on the weights, which are frozen then.
+    Attributes:
+        config: the model's.
+        model_class: Hugging Face's class.
+        weights: a folder or hub name; None for random weights.
+        model: a model in memory, whose modules the stages take; then the other fields only describe it.
+        adapter: a LoRA adapter to put on the weights, which are frozen then.
     """
 
     config: Any
@@ -41,13 +44,25 @@ class Source:
 
 
 def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = None, **settings: Any) -> Source:
-    """A `from_pretrained` folder or hub name, with another head or other settings than its config says.
+    """Name a `from_pretrained` folder or hub name, with another head or other settings than its config says.
 
-    model_class: a class or its name, also an Auto class (`"AutoModelForSequenceClassification"`); default: the first
-    of `config.architectures`. lora: a `peft.LoraConfig`, or the folder of a saved adapter to go on with: only the
-    adapter is trained and saved; `path` may be the adapter's folder itself, if it says which model it is for.
-    settings: override the config (num_labels, attn_implementation, dropouts, ...).
-    Raises SplitError if there is no model, its config lacks one of the settings, or its class cannot be split.
+    Args:
+        path: the model's, or the folder of a saved adapter that says which model it is for.
+        model_class: a class or its name, also an Auto class; default: the first of `config.architectures`.
+        lora: a `peft.LoraConfig`, or the folder of a saved adapter to go on with: then only the adapter is trained and
+            saved.
+        settings: override the config (num_labels, attn_implementation, dropouts, ...).
+
+    Returns:
+        What `plan`, `build_stage` and `pipecomp.initialize` take in place of a path.
+
+    Raises:
+        SplitError: there is no model, its config lacks one of the settings, or its class cannot be split.
+
+    Example::
+
+        source = pretrained("bert-base-cased", model_class="AutoModelForSequenceClassification", num_labels=3)
+        stage = build_stage(source, plan(source, num_stages=2), index=0)
     """
     from transformers import AutoConfig
 
@@ -64,7 +79,7 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
 
 
 def resolve(source: Any) -> Source:
-    """A Source from what users give: a model (a PeftModel too), a config, a folder or hub name, or a Source."""
+    """Make a Source of what users give: a model (a PeftModel too), a config, a folder or hub name, or a Source."""
     if isinstance(source, Source):
         return source
     if isinstance(source, nn.Module):
@@ -85,14 +100,26 @@ def plan(
     *,
     tie: bool = True,
 ) -> SplitPlan:
-    """Plan a split without allocating the model: a model, a config, a `from_pretrained` folder or hub name, a Source.
+    """Plan a partition without allocating the model.
 
-    num_stages: K, cut so that the most expensive stage is as cheap as possible, by the multiply-adds of the blocks and
-    of a vocabulary-sized head, and a little for the embeddings. cuts: instead, the first block of each stage, with or
-    without the number of blocks at the end. block_seconds: measured seconds of each block (forward and backward),
-    used for the balance in place of its parameters. tie: False gives up tied weights.
-    A model of plain modules, made by `modules`, is balanced by its parameters alone.
-    Raises SplitError if the architecture is unknown or the cuts are impossible.
+    Args:
+        model_or_config_or_path: a Hugging Face model, a config, a `from_pretrained` folder or hub name, a Source, or
+            what `modules` made, which is balanced by its parameters alone.
+        num_stages: K, partitioned so that the most expensive stage is as cheap as possible, by the multiply-adds of the
+            blocks and of a vocabulary-sized head, and a little for the embeddings.
+        cuts: instead, the first block of each stage, with or without the number of blocks at the end.
+        block_seconds: measured seconds of each block (forward and backward), which then decide the balance.
+        tie: False gives up tied weights.
+
+    Returns:
+        The plan, which every rank computes alike.
+
+    Raises:
+        SplitError: the architecture is unknown or the cuts are impossible.
+
+    Example::
+
+        plan("gpt2", num_stages=2).cuts  # (0, 9, 12)
     """
     if isinstance(model_or_config_or_path, Modules):
         if block_seconds is not None:
@@ -104,27 +131,33 @@ def plan(
 
 
 def build_stage(
-    source: Any,
-    plan: SplitPlan,
-    index: int,
-    *,
-    dtype: torch.dtype | str | None = None,
-    tie: bool = True,
-    seed: int = 0,
+    source: Any, plan: SplitPlan, index: int, *, dtype: torch.dtype | str | None = None, tie: bool = True, seed: int = 0
 ) -> Stage | ModuleStage:
-    """Stage `index` of a plan, on the CPU.
+    """Build stage `index` of a plan, on the CPU.
 
-    source: as for `plan`, and the same one.
-    - A model in memory: the stage takes its modules and parameters (see `split`); copies are made of tied weights only,
-      and of what has another dtype. Drop the model afterwards, and the other stages' weights are freed.
-    - A folder or hub name: only the stage's own tensors are read. A head that the checkpoint lacks is initialized as
-      Hugging Face does, and named in `stage.newly_initialized`. The stage is in training mode.
-    - A config: random weights as Hugging Face initializes them. Each depends on `seed` and its module's name alone, so
-      they are the same for every number of stages; they are not those of the whole model built under that seed.
-    - A model of plain modules: the stage takes its blocks.
-    dtype: of the parameters; default: the model's, else the config's, else the checkpoint's. tie: False gives up tied
-    weights, as with a plan made so. seed: for what is initialized.
-    Raises SplitError naming tensor and file if one is missing, does not belong, or has another shape.
+    Args:
+        source: as for `plan`, and the same one.
+
+            - A model in memory: the stage takes its modules and parameters (see `split`); copies are made of tied
+              weights only, and of what has another dtype. Drop the model afterwards, and the other stages' weights are
+              freed.
+            - A folder or hub name: only the stage's own tensors are read. A head that the checkpoint lacks is
+              initialized as Hugging Face does, and named in `stage.newly_initialized`. The stage is in training mode.
+            - A config: random weights as Hugging Face initializes them. Each depends on `seed` and its module's name
+              alone, so they are the same for every number of stages; they are not those of the unsplit model built
+              under that seed.
+            - What `modules` made: the stage takes its blocks.
+        plan: of `plan`.
+        index: 0 to K - 1.
+        dtype: of the parameters; default: the model's, else the config's, else the checkpoint's.
+        tie: False gives up tied weights, as with a plan made so.
+        seed: of what is initialized.
+
+    Returns:
+        The stage, called with a micro-batch or with what the stage before it returned.
+
+    Raises:
+        SplitError: names tensor and file if one is missing, does not belong, or has another shape.
     """
     if plan.tie and not tie:
         plan = replace(plan, tied=(), tie=False)
@@ -154,7 +187,7 @@ def build_stage(
 
 
 def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
-    """The whole model on the meta device: names, shapes and settings, no memory."""
+    """Make the unsplit model on the meta device: names, shapes and settings, no memory."""
     config = copy.deepcopy(source.config)
     wanted = dtype or config.dtype or torch.float32
     with torch.device("meta"):
@@ -200,6 +233,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
         base=base,
         optional=architecture.optional,
         ignored=getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or (),
+        renamed=architecture.renamed,
     )
     found = {name: matched[plain] for name, plain in in_the_base.items() if plain in matched}
     adapted: dict[str, str] = {}
@@ -235,10 +269,10 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     lacking = sorted(new - set(adapted))
     if lacking:
         _log.warning(
-            "%s lacks %s: initialized anew%s",
+            "%s lacks %s, newly initialized%s",
             checkpoint.source,
             ", ".join(lacking),
-            f"; it has, of another head, {', '.join(sorted(others))}" if others else "",
+            f"; it also holds another head's {', '.join(sorted(others))}" if others else "",
         )
     return stage
 

@@ -1,6 +1,6 @@
 """Stages of plain torch modules, for models that are not Hugging Face's: an nn.Sequential, cut between its children.
 
-Messages carry rows, so what crosses a cut is laid out in rows: an image map [B, C, h, w] as its h lines of w × C
+Packets carry rows, so what crosses a cut is laid out in rows: an image map [B, C, h, w] as its h lines of w × C
 values, the channels of a place together; tokens [B, S, H] as they are; features [B, F] as one row. All samples have
 one shape.
 """
@@ -38,12 +38,19 @@ class Modules:
 
 
 def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0) -> Modules:
-    """An nn.Sequential as `pipecomp.initialize` and `plan` take it; its children are the blocks.
+    """Take an nn.Sequential as a model to partition between its children, the blocks.
 
-    input_shape: of one sample, what a batch's `pixel_values` have after B. margin: pixels by which random crops move an
-    image at most, with `shifts` in the batches; messages then move with the crop (arXiv:2206.01299, H.6). 0: a message
-    is what was sent last, wherever it was. Raises SplitError if the model does not run on that shape, or what a block
-    returns cannot be laid out in rows.
+    Args:
+        model: on any device.
+        input_shape: of one sample: what a batch's `pixel_values` have after B.
+        margin: pixels by which random crops move an image at most, with `shifts` in the batches; cached activations
+            then move with the crop (arXiv:2206.01299, H.6). 0: m is what was sent last, wherever it was.
+
+    Returns:
+        What `pipecomp.initialize`, `plan` and `build_stage` take.
+
+    Raises:
+        SplitError: the model does not run on that shape, or what a block returns cannot be laid out in rows.
     """
     if not isinstance(model, nn.Sequential):
         raise SplitError(f"model: got {type(model).__name__}, allowed: an nn.Sequential, whose children are the blocks")
@@ -126,11 +133,11 @@ class ModuleStage(nn.Module):
 
     @property
     def tied_groups(self) -> tuple[TiedGroup, ...]:
-        """None: plain modules share no weights over stages."""
+        """Empty: plain modules share no weights over stages."""
         return ()
 
     def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """None either."""
+        """Return nothing, for the same reason."""
         return {}
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:

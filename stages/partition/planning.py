@@ -1,4 +1,4 @@
-"""What each stage of a split holds, worked out from names and shapes alone: nothing here allocates a weight.
+"""What each stage of a partition holds, worked out from names and shapes alone: nothing here allocates a weight.
 
 n blocks, K stages.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,11 +19,14 @@ from pipecomp.stages.partition.balance import UPDATE_COST, balance, check_cuts
 
 @dataclass(frozen=True, kw_only=True)
 class TiedGroup:
-    """One weight that several stages hold a copy of: their gradients must be summed, so that the copies stay equal.
+    """A weight of which several stages hold a copy; their gradients must be summed, so that the copies stay equal.
 
-    name: Hugging Face's name of the original. stages: who holds it, rising; the first one saves it. parameters: its
-    name on each of these stages (`transformer.wte.weight` on the first, `lm_head.weight` on the last). trained: False
-    where it is frozen: then there are no gradients to sum.
+    Attributes:
+        name: Hugging Face's name of the original.
+        stages: who holds it, rising; the first one saves it.
+        parameters: its name on each of these stages (`transformer.wte.weight` on the first, `lm_head.weight` on the
+            last).
+        trained: False where it is frozen: then there are no gradients to sum.
     """
 
     name: str
@@ -34,13 +37,16 @@ class TiedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """How a model is cut.
+    """How a model is partitioned.
 
-    architecture: `config.model_type`. model_class: the Hugging Face class. cuts: K + 1 rising block numbers, 0 and
-    `blocks` included; stage i has blocks cuts[i] to cuts[i + 1] - 1. parameters: elements per stage, copies of tied
-    weights included; trained: those of them that are not frozen. costs: per stage, in multiply-adds per token, or in
-    seconds if the blocks were timed.
-    tied: weights with copies on several stages; empty with `tie=False`.
+    Attributes:
+        architecture: `config.model_type`.
+        model_class: the Hugging Face class.
+        cuts: K + 1 rising block numbers, 0 and `blocks` included; stage i has blocks cuts[i] to cuts[i + 1] - 1.
+        parameters: elements per stage, copies of tied weights included.
+        trained: those of them that are not frozen.
+        costs: per stage, in multiply-adds per token, or in seconds if the blocks were timed.
+        tied: weights with copies on several stages; empty with `tie=False`.
     """
 
     architecture: str
@@ -78,40 +84,14 @@ def plan_model(
     alike.
     """
     architecture = architecture_of(model.config)
-    head = head_name(architecture, type(model))
-    blocks = block_count(model, architecture)
-    base = model.base_model_prefix
-
     named = dict(model.named_parameters(remove_duplicate=False))
-    sizes = {name: p.numel() for name, p in named.items()}
-    per_block = [0.0] * blocks
-    for name, size in sizes.items():
-        block = block_of(architecture, base, name)
-        if block is not None:
-            per_block[block] += size
-    embeddings = UPDATE_COST * sum(n for name, n in sizes.items() if part_of(architecture, base, name) == "before")
-    per_token, reads = architecture.heads[head].per_token, modules_read(model, architecture)
-    in_head = (name for name in sizes if part_of(architecture, base, name) == "head" or _is_under(name, reads))
-    matrix = sum(sizes[name] for name in in_head if per_token)
-
-    if block_seconds is not None:
-        measured = [float(s) for s in block_seconds]
-        if len(measured) != blocks or not all(0 < s < float("inf") for s in measured):
-            raise SplitError(f"block_seconds: got {block_seconds!r}, allowed: {blocks} positive times, one per block")
-        rate = sum(measured) / sum(per_block)
-        per_block, embeddings, matrix = measured, embeddings * rate, matrix * rate
-
-    bounds = check_cuts(blocks, num_stages, cuts)
+    costs = _costs(model, architecture, block_seconds)
+    bounds = check_cuts(len(costs.blocks), num_stages, cuts)
     if bounds is None:
         assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(per_block, num_stages, first=embeddings, last=matrix, slowdowns=slowdowns)
-    stages = len(bounds) - 1
-
-    costs = [sum(per_block[lo:hi]) for lo, hi in pairwise(bounds)]
-    costs[0] += embeddings
-    costs[-1] += matrix
-
+        bounds = balance(costs.blocks, num_stages, first=costs.first, last=costs.last, slowdowns=slowdowns)
     tied, held = _tied_groups(model, architecture, bounds)
+    head = head_name(architecture, type(model))
     if not tie:
         one_name = [group.name for group in tied if len(set(group.parameters)) < len(group.stages)]
         if one_name:
@@ -120,18 +100,55 @@ def plan_model(
                 "not be saved as one Hugging Face model"
             )
         tied = []
-        held = [[n for n in sizes if stage in _owners(model, architecture, bounds, n)] for stage in range(stages)]
+        held = [[n for n in named if k in _owners(model, architecture, bounds, n)] for k in range(len(bounds) - 1)]
     return SplitPlan(
         architecture=architecture.model_type,
         model_class=head,
         cuts=tuple(bounds),
-        blocks=blocks,
-        parameters=tuple(sum(sizes[name] for name in names) for names in held),
-        trained=tuple(sum(sizes[name] for name in names if named[name].requires_grad) for names in held),
-        costs=tuple(costs),
+        blocks=len(costs.blocks),
+        parameters=tuple(sum(named[name].numel() for name in names) for names in held),
+        trained=tuple(sum(named[name].numel() for name in names if named[name].requires_grad) for names in held),
+        costs=costs.of_stages(bounds),
         tied=tuple(tied),
         tie=tie,
     )
+
+
+class _Costs(NamedTuple):
+    """Of each block, and of what the first and the last stage compute besides: multiply-adds per token, or seconds."""
+
+    blocks: list[float]
+    first: float
+    last: float
+
+    def of_stages(self, bounds: Sequence[int]) -> tuple[float, ...]:
+        found = [sum(self.blocks[lo:hi]) for lo, hi in pairwise(bounds)]
+        found[0] += self.first
+        found[-1] += self.last
+        return tuple(found)
+
+
+def _costs(model: Any, architecture: Architecture, block_seconds: Sequence[float] | None) -> _Costs:
+    """By the parameters of each part; scaled to measured seconds where there are any."""
+    base, blocks = model.base_model_prefix, block_count(model, architecture)
+    per_token = architecture.heads[head_name(architecture, type(model))].per_token
+    reads = modules_read(model, architecture)
+    per_block, embeddings, matrix = [0.0] * blocks, 0, 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part, size = part_of(architecture, base, name), parameter.numel()
+        if (block := block_of(architecture, base, name)) is not None:
+            per_block[block] += size
+        if part == "before":
+            embeddings += size
+        if per_token and (part == "head" or _is_under(name, reads)):
+            matrix += size
+    if block_seconds is None:
+        return _Costs(per_block, UPDATE_COST * embeddings, matrix)
+    measured = [float(s) for s in block_seconds]
+    if len(measured) != blocks or not all(0 < s < float("inf") for s in measured):
+        raise SplitError(f"block_seconds: got {block_seconds!r}, allowed: {blocks} positive times, one per block")
+    rate = sum(measured) / sum(per_block)
+    return _Costs(measured, UPDATE_COST * embeddings * rate, matrix * rate)
 
 
 def block_count(model: Any, architecture: Architecture) -> int:

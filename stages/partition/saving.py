@@ -38,11 +38,21 @@ _WEIGHTS = re.compile(
 
 
 def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor] | None = None) -> Path:
-    """Write a stage's tensors into `folder`, which every rank must see. Returns the file, still without its last name.
+    """Write a stage's tensors into a folder that every rank must see.
 
-    state: values by Hugging Face's names, in place of the stage's own (say, float32 masters of bfloat16 weights); it
-    must have every one of them. Tied weights are written by the first stage that has them, and there once.
-    Raises SplitError naming a tensor that `state` lacks or has too much of.
+    Tied weights are written by the first stage that has them, and there once.
+
+    Args:
+        stage: this rank's.
+        folder: where the model goes; made if it is missing.
+        state: values by Hugging Face's names, in place of the stage's own (say, float32 masters of bfloat16 weights);
+            all of them and no others.
+
+    Returns:
+        The file, still without its last name.
+
+    Raises:
+        SplitError: names a tensor that `state` lacks or has too much of.
     """
     from safetensors.torch import save_file
 
@@ -65,9 +75,18 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
 def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = None) -> Path:
     """Make one model of the shards that all stages have written; call it on one rank, after a barrier.
 
-    stage: any of them. generation_config: default, the one of the model that was split. Weights of an earlier save,
-    whatever their number of files, are removed. Returns the index, or an adapter's file.
-    Raises SplitError, before it changes anything, if a shard or tensor is missing or comes twice.
+    Weights of an earlier save, whatever their number of files, are removed.
+
+    Args:
+        stage: any of them.
+        folder: of `write_shard`.
+        generation_config: default: that of the model that was split.
+
+    Returns:
+        The index, or an adapter's file.
+
+    Raises:
+        SplitError: before anything changes, if a shard or tensor is missing or comes twice.
     """
     folder = Path(folder)
     shards = [shard_name(index, stage.num_stages) for index in range(stage.num_stages)]
@@ -121,7 +140,7 @@ def save_pretrained(stages: Sequence[Stage], folder: str | Path) -> None:
 
 
 def shard_name(index: int, num_stages: int) -> str:
-    """`model-00001-of-00004.safetensors` for stage 0 of 4."""
+    """Name a stage's file: `model-00001-of-00004.safetensors` for stage 0 of 4."""
     return f"model-{index + 1:05d}-of-{num_stages:05d}.safetensors"
 
 

@@ -24,9 +24,15 @@ class Stage(nn.Module):
     """One stage of a split model; make it with `split` or `build_stage`.
 
     Its parameters, buffers and state_dict have Hugging Face's names, without a prefix.
-    index, num_stages: its place. lo, hi: its blocks are lo to hi - 1. hidden_size: H. config: the whole model's
-    config, a copy of its own. plan: the split that it is part of. adapter: its LoRA adapter, None without.
-    newly_initialized: parameters that its checkpoint lacked (a new classification head).
+
+    Attributes:
+        index, num_stages: its place.
+        lo, hi: its blocks are lo to hi - 1.
+        hidden_size: H.
+        config: the unsplit model's config, a copy of its own.
+        plan: the partition that it is part of.
+        adapter: its LoRA adapter, None without.
+        newly_initialized: parameters that its checkpoint lacked (a new classification head).
     """
 
     _model: Any
@@ -131,11 +137,17 @@ class Stage(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's part of the model.
 
-        inputs: on the first stage `input_ids` int64 [B, S], perhaps `attention_mask` [B, S] (1 for real tokens, 0 for
-        padding) and inputs that only the embeddings use (`token_type_ids`); on later stages exactly what the stage
-        before returned.
-        Returns `{"hidden_states": [B, S, H], "attention_mask": the mask or None}`, on the last stage the logits,
-        [B, S, V] or [B, C]. Raises DataError on other inputs.
+        Args:
+            inputs: on the first stage `input_ids` int64 [B, S], perhaps `attention_mask` [B, S] (1 for real tokens, 0
+                for padding) and inputs that only the embeddings use (`token_type_ids`); on later stages exactly what
+                the stage before returned.
+
+        Returns:
+            `{"hidden_states": [B, S, H], "attention_mask": the mask or None}`, on the last stage the logits, [B, S, V]
+            or [B, C].
+
+        Raises:
+            DataError: other inputs.
         """
         given = self._checked(inputs)
         mask_BS = given.get("attention_mask")
@@ -169,7 +181,7 @@ class Stage(nn.Module):
         dims = 2 if self.is_first else 3
         if tensor is None or tensor.dim() != dims:
             got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-            raise DataError(f"stage {self.index}: {main} has {dims} dimensions, got {got}")
+            raise DataError(f"stage {self.index}: {main} needs {dims} dimensions, got {got}")
         for key, value in inputs.items():
             if key != main and value is not None and value.shape != tensor.shape[:2]:
                 raise DataError(
@@ -215,13 +227,26 @@ def split(
 ) -> list[Stage]:
     """Split a Hugging Face model into stages, each of which is called with what the one before it returned.
 
-    num_stages: K, cut where the stages are balanced (see `plan`). cuts: instead, the first block of each stage, with
-    or without the number of blocks at the end: [0, 2, 4]. block_seconds: measured time per block, for the balance.
-    tie: False gives up the tie of input and output embeddings. The model may have a LoRA adapter, or be a PeftModel.
-
     The stages hold the model's own parameters and modules, so training or moving them trains or moves the model's;
-    only the copies of tied weights are new. The model keeps its structure and still works as a whole.
-    Raises SplitError if the model's class is unknown or the cuts are impossible.
+    only the copies of tied weights are new. The model keeps its structure and still works unsplit.
+
+    Args:
+        model: of a known architecture; it may have a LoRA adapter, or be a PeftModel.
+        num_stages: K, cut where the stages are balanced (see `plan`).
+        cuts: instead, the first block of each stage, with or without the number of blocks at the end: [0, 2, 4].
+        block_seconds: measured seconds of each block, for the balance.
+        tie: False gives up the tie of input and output embeddings.
+
+    Returns:
+        K stages, the first one called with a batch's `input_ids` and `attention_mask`, the last one returning logits.
+
+    Raises:
+        SplitError: the model's class is unknown or the cuts are impossible.
+
+    Example::
+
+        first, last = split(GPT2LMHeadModel.from_pretrained("gpt2"), num_stages=2)
+        logits_BSV = last(first({"input_ids": ids_BS}))
     """
     model = without_peft(model)
     plan = plan_model(model, num_stages, cuts, block_seconds, tie=tie)

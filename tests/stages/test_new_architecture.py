@@ -1,0 +1,144 @@
+"""A family of models that pipecomp does not know becomes splittable by one `register` call: GPT-NeoX (Pythia).
+
+Its blocks add attention and MLP to the same input, its positions are rotary, and its embeddings, final norm and output
+matrix have names of their own. Nothing but the entry below is needed, here or in a user's script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecomp.errors import SplitError
+from pipecomp.stages import (
+    Architecture,
+    Head,
+    Stage,
+    build_stage,
+    default_loss,
+    plan,
+    register,
+    save_pretrained,
+    split,
+)
+from pipecomp.stages.partition import architectures
+from pipecomp.stages.partition.losses import causal_lm
+
+transformers = pytest.importorskip("transformers")
+
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    heads={"GPTNeoXForCausalLM": Head(loss=causal_lm, per_token=True)},
+    default_head="GPTNeoXForCausalLM",
+    blocks="layers",
+    before={"embed_in": nn.Identity, "emb_dropout": nn.Identity},
+    after=("final_layer_norm",),
+    renamed={"embed_out": "lm_head"},  # transformers itself renames it while it loads and saves
+)
+BLOCKS = 4
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The entry for these tests only; one thread, as the tensors are tiny."""
+    monkeypatch.setattr(architectures, "_REGISTRY", dict(architectures._REGISTRY))
+    register(GPT_NEOX)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(**settings: Any) -> Any:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        **settings,
+    )
+    torch.manual_seed(7)
+    model = transformers.GPTNeoXForCausalLM(config)
+    with torch.no_grad():  # a fresh model's biases are 0 and its norms 1: a stage could lose them unnoticed
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids_BS = torch.randint(0, 61, (3, 9), generator=torch.Generator().manual_seed(3))
+    mask_BS = torch.ones_like(ids_BS)
+    mask_BS[1, 5:] = 0
+    return {"input_ids": ids_BS, "attention_mask": mask_BS}
+
+
+def run(stages: list[Stage], inputs: dict[str, Tensor]) -> Tensor:
+    out: Any = inputs
+    for stage in stages:
+        out = stage(out)
+    return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_stages", range(1, BLOCKS + 1))
+def test_logits_and_gradients_are_the_unsplit_models(num_stages: int, tied: bool) -> None:
+    model, inputs = make_model(tie_word_embeddings=tied), batch()
+    labels_BS = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    expected = model(**inputs, labels=labels_BS)
+    expected.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    stages = split(model, num_stages=num_stages)
+    logits_BSV = run(stages, inputs)
+    assert torch.equal(logits_BSV, expected.logits)
+    loss = default_loss(model.config)(logits_BSV, labels_BS)
+    assert torch.equal(loss, expected.loss)
+    loss.backward()
+
+    found: dict[str, Tensor] = {}
+    copies = {group.parameters[1]: group.name for group in stages[0].plan.tied}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            original = copies.get(name, name) if stage.index else name
+            found[original] = found[original] + parameter.grad if original in found else parameter.grad
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        if name in copies.values():  # two sums of three terms each, added in another order
+            torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(found[name], gradient), name
+
+
+def test_each_stage_holds_its_own_part() -> None:
+    stages = split(make_model(), cuts=[0, 1, 3])
+    assert [stage.hi - stage.lo for stage in stages] == [1, 2, 1]
+    names = [set(stage.state_dict()) for stage in stages]
+    assert "gpt_neox.embed_in.weight" in names[0]
+    assert {"gpt_neox.final_layer_norm.bias", "lm_head.weight"} <= names[2]
+    assert all(name.startswith("gpt_neox.layers.") for name in names[1])
+
+
+def test_a_saved_model_is_loaded_stage_by_stage_and_saved_again(tmp_path: Path) -> None:
+    model, inputs = make_model(), batch()
+    model.save_pretrained(tmp_path / "model")
+    found = plan(tmp_path / "model", num_stages=3)
+    stages = [build_stage(tmp_path / "model", found, index) for index in range(3)]
+    assert not any(stage.newly_initialized for stage in stages)
+    assert torch.equal(run(stages, inputs), model(**inputs).logits)
+    save_pretrained(stages, tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+
+
+def test_what_an_entry_leaves_out_is_named() -> None:
+    register(Architecture(**{**vars(GPT_NEOX), "after": ()}))
+    with pytest.raises(SplitError, match=r"does not say which stages have gpt_neox\.final_layer_norm"):
+        split(make_model(), num_stages=2)
