@@ -1,9 +1,5 @@
 """Slow networks on one machine: nodes with addresses of their own, links of a stated rate and delay, bytes counted.
 
-with Lab(nodes=2, bandwidth="100mbit", delay="20ms") as lab:
-    lab.run(["python", "train.py"])
-    print(lab.bytes())
-
 The kernel does it (a network namespace for each node, tbf) where there is root and iproute2; otherwise, with
 `software=True`, pipecomp's own links slow themselves down.
 """

@@ -100,7 +100,7 @@ def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
 
 
 def describe(shape: Shape, form: str) -> str:
-    """The links in a sentence."""
+    """Describe the links in a sentence."""
     pairs = set(zip(shape.up, shape.down, strict=True))
     if len(pairs) > 1:
         rates = "links of different rates"
@@ -115,7 +115,7 @@ def describe(shape: Shape, form: str) -> str:
 
 
 def bytes_table(report: dict[str, Any]) -> Table:
-    """What each node sent and received, and its links' rates."""
+    """Tabulate what each node sent and received, and its links' rates."""
     title = "On the wire" if report["form"] == "kernel" else "Links between stages"
     table = Table(title=f"{title}, {report['seconds']:.1f} s", box=None, padding=(0, 2, 0, 0))
     for heading in ("node", "address", "up", "down", "sent", "received"):

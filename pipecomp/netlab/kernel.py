@@ -22,7 +22,7 @@ from pipecomp.netlab.network import NodeBytes
 from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
-WITHOUT = "--software (in Python software=True) needs none of this, but slows down pipecomp's own links only"
+WITHOUT = "--software (software=True in Python) needs none of this, but slows down only pipecomp's own links"
 CONFIGURATION = Path("/etc/netns")
 _PREFIX_BITS = 15  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks
 _COMMAND_S = 20.0
@@ -39,7 +39,7 @@ Run = Callable[[str], str]
 
 
 def command(text: str) -> str:
-    """Run ip or tc, which must not hang or be stopped half way; what it prints. NetlabError if it fails."""
+    """Run ip or tc, which must not hang or be stopped half way; return what it prints. NetlabError if it fails."""
     words = text.split()
     try:
         # A session of its own: Ctrl-C in a terminal would reach it too, in the middle of cleaning up.
@@ -52,7 +52,7 @@ def command(text: str) -> str:
 
 
 def missing() -> str | None:
-    """Why the kernel cannot make a network here, or None."""
+    """Say why the kernel cannot make a network here, None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if lacking := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -62,12 +62,12 @@ def missing() -> str | None:
             return f"no network namespaces here: {probe.problem}"
         for what, text in _KINDS.items():
             if problem := probe.fails(text):
-                return f"this kernel has not {what}: {problem}"
+                return f"this kernel lacks {what}: {problem}"
     return None
 
 
 def has_netem() -> bool:
-    """Whether the kernel can delay packets."""
+    """Say whether the kernel can delay packets."""
     with _Probe() as probe:
         return not (probe.problem or probe.fails(_KINDS["veth pairs"]) or probe.fails(_NETEM))
 
@@ -151,7 +151,7 @@ class KernelNetwork:
         (folder / "hosts").write_text(f"{hosts}\n")
 
     def _without_ipv6(self, namespace: str, interface: str) -> None:
-        # An IPv6 address announces itself: only the nodes' own bytes shall be counted.
+        # An IPv6 address announces itself: only the nodes' own bytes are to be counted.
         if Path("/proc/sys/net/ipv6").exists():
             self._run(f"ip -n {namespace} link set {interface} addrgenmode none")
 
@@ -217,8 +217,7 @@ class KernelNetwork:
 def queue_commands(
     verb: str, namespace: str, interface: str, rate: int | None, delay_s: float, delay: Shape | None
 ) -> list[str]:
-    """The tc commands that "add" an interface's queue or "change" it: netem if `delay` says one, tbf at `rate` bits per
-    second.
+    """Make the tc commands that "add" or "change" an interface's queue: netem for `delay`, tbf at `rate` bits/s.
 
     delay_s: seconds one way that the queue must be long enough for.
     """
@@ -240,7 +239,7 @@ def queue_commands(
 
 
 def processes_in(namespaces: Sequence[str], run: Run = command) -> set[int]:
-    """Ids of the processes in network namespaces, those that are gone left out."""
+    """List the ids of the processes in network namespaces that exist."""
     found: set[int] = set()
     for name in namespaces:
         try:
@@ -266,5 +265,5 @@ def delete_namespaces(namespaces: Sequence[str], run: Run = command) -> None:
 
 
 def namespace_names(run: Run = command) -> set[str]:
-    """All named network namespaces of this machine."""
+    """List all named network namespaces of this machine."""
     return {line.split()[0] for line in run("ip netns list").splitlines() if line.strip()}

@@ -43,12 +43,26 @@ class Finished:
 
 
 class Lab:
-    """Nodes 0, 1, … joined by links of the stated rate and delay; use it in a `with` statement.
+    """Join nodes 0, 1, … by links of a stated rate and delay; use it in a `with` statement.
 
-    bandwidth: both directions of every node ("100mbit"). asymmetric: instead, "DOWN/UP" for all nodes or one for each.
-    delay: seconds one way ("20ms"). jitter: how far the delay varies. cuts: lost connections, as in "1@30s+5s".
-    software: without the kernel: only pipecomp's own links between stages are slowed down.
-    Raises ConfigError for an option, NetlabError where the machine cannot do it.
+    Args:
+        nodes: 2 to 64.
+        bandwidth: rate of both directions of every node ("100mbit"); None for as fast as it goes.
+        asymmetric: instead, "DOWN/UP" once for all nodes or once for each.
+        delay: time one way ("20ms").
+        jitter: how far the delay varies ("2ms").
+        cuts: lost connections, "NODE@TIME" for good or "NODE@TIME+TIME" for a while ("1@30s+5s").
+        software: do without the kernel and slow down only pipecomp's own links between stages.
+
+    Raises:
+        ConfigError: an option.
+        NetlabError: on entering, where the machine cannot do it.
+
+    Example::
+
+        with Lab(nodes=2, bandwidth="100mbit", delay="20ms") as lab:
+            lab.run(["python", "train.py"])
+            print(lab.bytes())
     """
 
     def __init__(
@@ -103,14 +117,14 @@ class Lab:
     def network(self) -> Network:
         """What makes the links. NetlabError outside the `with` statement."""
         if self._network is None:
-            raise NetlabError("the lab is closed: use it within `with Lab(...) as lab:`")
+            raise NetlabError("the lab is not open: use it inside `with Lab(...) as lab:`")
         return self._network
 
     @property
     def notes(self) -> list[str]:
         """What people should know about this lab's links, a sentence each."""
         if self.network.form == "software":
-            return ["Only pipecomp's own links between stages are throttled and counted; everything else is not."]
+            return ["Only pipecomp's own links between stages are throttled and counted."]
         if self.network.delay_by == "software":
             return ["This kernel has no netem: only pipecomp's own links between stages are delayed."]
         return []
@@ -126,7 +140,7 @@ class Lab:
         """
         rate = parse_rate("bandwidth", bandwidth)
         if None in (*self.shape.up, *self.shape.down):
-            raise NetlabError("a lab without a limit at its beginning gets none later; begin with 10gbit, say")
+            raise NetlabError("a lab that starts without a limit cannot get one later; start with, say, 10gbit")
         self.network.set_rate(rate)
 
     def cut(self, node: int) -> None:
@@ -168,9 +182,40 @@ class Lab:
         threads: int = 1,
     ) -> dict[int, Any]: ...
 
-    def run(
+    def run(self, work: Sequence[str] | Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a command `procs_per_node` times on every node, or a function as `cluster.local_ranks.run_ranks` does.
+
+        Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
+        GLOO_SOCKET_IFNAME in its environment. Cuts count from the start of the run; processes that outlive it are
+        ended.
+
+        Args:
+            work: program and arguments as separate words; or a function of (rank, world, note, *args).
+            args: what a function gets besides.
+            procs_per_node: processes on each node, 1 to 64.
+            launcher: of a command: "deepspeed" runs DeepSpeed's launcher once on each node; `work` is its script.
+            timeout_s: seconds after which a run is ended as failed; None for any time.
+            grace_s: of a command: seconds that the others may go on after a process has failed.
+            environment: variables that every process gets besides.
+            on_line: called with (label, "stdout" or "stderr", line); by default lines are printed behind the label.
+            on_note: of a function: called with (rank, value) for what it passes to `note`.
+            threads: of a function: OMP_NUM_THREADS, which torch follows.
+
+        Returns:
+            Finished for a command, the results by rank for a function.
+
+        Raises:
+            ConfigError: an option.
+            NetlabError: the run took longer than `timeout_s`, or the lab failed.
+            RankFailedError: a function raised, or its process ended without a result.
+        """
+        if callable(work):
+            return self._run_function(work, *args, **options)
+        return self._run_command(work, *args, **options)
+
+    def _run_command(
         self,
-        work: Sequence[str] | Callable[..., Any],
+        work: Sequence[str],
         *args: Any,
         procs_per_node: int = 1,
         launcher: str = "none",
@@ -178,43 +223,39 @@ class Lab:
         grace_s: float = 10.0,
         environment: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
-        on_note: Callable[[int, Any], None] | None = None,
-        threads: int = 1,
-    ) -> Any:
-        """Run a command `procs_per_node` times on every node, or a function as `cluster.local_ranks.run_ranks` does.
-
-        Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
-        GLOO_SOCKET_IFNAME in its environment; `environment` adds to it. launcher: "deepspeed" runs DeepSpeed's launcher
-        once on each node, and `work` is its script with arguments. on_line(label, "stdout" or "stderr", line): takes
-        the output (default: print it behind the label). grace_s: how long the others may go on after a process has
-        failed. Cuts count from the start of the run; processes that outlive it are ended.
-
-        A function gets (rank, world, note, *args): what it returned on each rank is the result, what it passes to
-        `note` goes to on_note(rank, value); threads: OMP_NUM_THREADS, which torch follows.
-        Raises ConfigError, NetlabError (over `timeout_s` included), and RankFailedError for functions.
-        """
-        if not 1 <= procs_per_node <= 64:
-            raise ConfigError("procs_per_node", procs_per_node, "1 to 64")
-        base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
-        if callable(work):
-            base["OMP_NUM_THREADS"] = str(threads)
-            with Functions(work, args, self.shape.nodes * procs_per_node, on_note) as functions:
-                jobs = self._starter(procs_per_node, base).ranks(functions.words)
-                self._watch(jobs, on_line, timeout_s, 0.0, functions)
-            return functions.results
+    ) -> Finished:
+        starter = self._starter(procs_per_node, environment)
         if not work or isinstance(work, str) or args or (launcher == "none" and shutil.which(work[0]) is None):
-            raise ConfigError("COMMAND", work, "a program that can be found here, and its arguments, as separate words")
+            raise ConfigError("COMMAND", work, "a program that can be found here and its arguments, as separate words")
         if launcher not in LAUNCHERS:
             raise ConfigError("launcher", launcher, ", ".join(LAUNCHERS))
-        starter = self._starter(procs_per_node, base)
         if launcher == "deepspeed":
             jobs = starter.deepspeed(work, folder_of(self.name) / "hostfile")
         else:
             jobs = starter.ranks(lambda rank: (work, ()))
         return self._watch(jobs, on_line, timeout_s, grace_s, None)
 
-    def _starter(self, procs_per_node: int, environment: Mapping[str, str]) -> Starter:
-        return Starter(self.network, self.name, self.shape.nodes, procs_per_node, environment)
+    def _run_function(
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        procs_per_node: int = 1,
+        timeout_s: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+        on_note: Callable[[int, Any], None] | None = None,
+        threads: int = 1,
+    ) -> dict[int, Any]:
+        starter = self._starter(procs_per_node, {**(environment or {}), "OMP_NUM_THREADS": str(threads)})
+        with Functions(work, args, self.shape.nodes * procs_per_node, on_note) as functions:
+            self._watch(starter.ranks(functions.words), on_line, timeout_s, 0.0, functions)
+        return functions.results
+
+    def _starter(self, procs_per_node: int, environment: Mapping[str, str] | None) -> Starter:
+        if not 1 <= procs_per_node <= 64:
+            raise ConfigError("procs_per_node", procs_per_node, "1 to 64")
+        base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        return Starter(self.network, self.name, self.shape.nodes, procs_per_node, base)
 
     # -- while it runs
 
@@ -243,7 +284,7 @@ class Lab:
                     functions.listen(processes.statuses)
                 if deadline is not None and time.monotonic() > deadline:
                     if failed is None:
-                        raise NetlabError(f"the nodes took over {timeout_s:g} s")
+                        raise NetlabError(f"the run took more than {timeout_s:g} s")
                     break
                 time.sleep(_TICK_S)
             seconds = time.monotonic() - began

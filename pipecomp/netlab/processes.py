@@ -118,7 +118,7 @@ def kill(strays: Callable[[], Iterable[int]]) -> None:
     deadline = time.monotonic() + _KILL_S
     while left := set(strays()):
         if time.monotonic() > deadline:
-            raise NetlabError(f"processes {sorted(left)} do not end")
+            raise NetlabError(f"processes {sorted(left)} cannot be ended")
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

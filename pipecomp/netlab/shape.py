@@ -14,7 +14,7 @@ from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
 
 MAX_CUT_S = 86400.0
 MAX_NODES = 64
-_CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: a node, when it is cut off, for how long (without: for good)"
+_CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: which node is cut off, when, and for how long (else for good)"
 
 _BURST_S = 0.004  # what a token bucket may save up: with less, a busy machine's late timers cost rate (100 Mbit/s: 7 %)
 _QUEUE_S = 0.1
@@ -54,7 +54,7 @@ def read_shape(
     jitter: str | None = None,
     cuts: Sequence[str] = (),
 ) -> Shape:
-    """The shape that the options describe. ConfigError for what is not allowed or could not take effect.
+    """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect.
 
     bandwidth: both directions of every node. asymmetric: "DOWN/UP", as providers name it, for all nodes or one each.
     """
@@ -102,10 +102,10 @@ def _cut(text: str, nodes: int) -> Cut:
 
 
 def burst_bytes(rate: int) -> int:
-    """What a link may send at once after a pause."""
+    """Count the bytes that a link may send at once after a pause."""
     return max(2 * FRAME, round(rate / 8 * _BURST_S))
 
 
 def queue_bytes(rate: int, delay_s: float) -> int:
-    """What may wait before a link: enough for one TCP connection to fill it."""
+    """Count the bytes that may wait before a link: enough for one TCP connection to fill it."""
     return burst_bytes(rate) + max(_MIN_QUEUE, round(rate / 8 * (_QUEUE_S + 2 * delay_s)))

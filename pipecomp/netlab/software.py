@@ -50,7 +50,7 @@ class SoftwareNetwork:
         return [NodeBytes(node, int(state.sent), int(state.received)) for node, state in enumerate(states)]
 
     def set_rate(self, rate: int) -> None:
-        raise NetlabError("the rate of a software lab is that of its beginning: its links know no other")
+        raise NetlabError("a software lab keeps the rate that it started with")
 
     def cut(self, node: int) -> None:
         with self._state.change(node) as (state,):

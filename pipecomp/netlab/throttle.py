@@ -72,7 +72,7 @@ class SharedState:
         try:
             return open(self._path, "r+b", buffering=0)
         except OSError as error:
-            raise LinkError(f"{VARIABLE}: the network lab of this process is gone ({error})") from error
+            raise LinkError(f"{VARIABLE}: this process's network lab is gone ({error})") from error
 
 
 def _read(file: BinaryIO, node: int) -> NodeState:

@@ -185,7 +185,7 @@ def test_a_rate_that_changes():
         lab.set_bandwidth("3mbit")
         assert rates(lab) == [3_000_000] * 4
         assert lab.bytes()[1].sent >= sent > 100_000, "counters go on"
-    with Lab(nodes=2) as lab, pytest.raises(NetlabError, match="without a limit at its beginning"):
+    with Lab(nodes=2) as lab, pytest.raises(NetlabError, match="starts without a limit"):
         lab.set_bandwidth("3mbit")
     with Lab(nodes=2, bandwidth="3mbit", software=True) as lab, pytest.raises(NetlabError, match="software lab"):
         lab.set_bandwidth("4mbit")

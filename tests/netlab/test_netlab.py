@@ -284,7 +284,7 @@ def test_what_a_process_is_told(tmp_path):
     assert throttle_to(3, environment) is None  # ranks 2 and 3 are this node's
     assert throttle_to(0, {}) is None
     throttle = throttle_to(1, environment)
-    with pytest.raises(LinkError, match="the network lab of this process is gone"):
+    with pytest.raises(LinkError, match="this process's network lab is gone"):
         throttle.hold(10, 0.0)
 
 
@@ -395,8 +395,8 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        ("tbf", "this kernel has not the queue that limits rates, tbf (module sch_tbf): Error: qdisc kind is unknown."),
-        ("type bridge", "this kernel has not bridges (module bridge): Error: qdisc kind is unknown."),
+        ("tbf", "this kernel lacks the queue that limits rates, tbf (module sch_tbf): Error: qdisc kind is unknown."),
+        ("type bridge", "this kernel lacks bridges (module bridge): Error: qdisc kind is unknown."),
         ("netns add", "no network namespaces here: Error: qdisc kind is unknown."),
     ],
 )
@@ -474,7 +474,7 @@ def test_nothing_outlives_a_run():
         done = lab.run(shell("setsid sleep 300 & trap '' TERM; echo started"), on_line=lines, timeout_s=30)
         assert done.status == 0
         assert marked(lab.name) == set()
-        with pytest.raises(NetlabError, match="the nodes took over 1 s"):
+        with pytest.raises(NetlabError, match="the run took more than 1 s"):
             lab.run(shell("setsid sleep 300 & trap '' TERM; sleep 300"), on_line=lines, timeout_s=1)
         assert marked(lab.name) == set()
         folder = folder_of(lab.name)
@@ -489,9 +489,9 @@ def test_an_error_takes_the_lab_down():
         raise ZeroDivisionError
     folder = folder_of(lab.name)
     assert not folder.exists()
-    with pytest.raises(NetlabError, match="the lab is closed"):
+    with pytest.raises(NetlabError, match="the lab is not open"):
         lab.bytes()
-    with pytest.raises(NetlabError, match="the lab is closed"):
+    with pytest.raises(NetlabError, match="the lab is not open"):
         lab.run(["true"])
 
 
