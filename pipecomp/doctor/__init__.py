@@ -1,4 +1,4 @@
-"""`pipecomp doctor`: is this machine, and are the links between the machines, fit for training?
+"""`pipecomp doctor`: are this machine and the links between machines fit for training?
 
 Every check turns facts into a `Finding` and can be called with made-up facts; what gathers the facts stands beside it.
 """

@@ -59,10 +59,10 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     several = f"{ranks} ranks share {cores} cores" if ranks > 1 else f"1 rank has {cores} cores"
     if omp_num_threads is None:
         if ranks > 1:
-            found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, and they slow each other"
+            found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, which slow each other down"
             return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best}")
-        advice = "" if local_ranks else "With R ranks on this machine set it to the number of cores divided by R."
-        return Finding("threads", OK, f"OMP_NUM_THREADS is not set: a rank alone here uses all {cores} cores", advice)
+        advice = "" if local_ranks else "With R ranks on this machine, set it to the number of cores divided by R."
+        return Finding("threads", OK, f"OMP_NUM_THREADS is not set: a single rank here uses all {cores} cores", advice)
     first = omp_num_threads.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         found = f"OMP_NUM_THREADS={omp_num_threads} is not a number of threads and has no effect"
@@ -70,11 +70,13 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     threads = int(first)
     found = f"OMP_NUM_THREADS={threads}, and {several}"
     if ranks > cores:
-        return Finding("threads", WARNING, f"{found}: they take turns", f"Start at most {cores} ranks on this machine.")
+        return Finding(
+            "threads", WARNING, f"{found}: ranks take turns", f"Start at most {cores} ranks on this machine."
+        )
     if threads * ranks > cores:
         return Finding("threads", WARNING, f"{found}: more threads than cores", f"export OMP_NUM_THREADS={best}")
     if local_ranks and 2 * threads * ranks <= cores:
-        found = f"{found}: {cores - threads * ranks} of them idle (torchrun sets 1 where nothing is set)"
+        found = f"{found}: {cores - threads * ranks} of them idle (torchrun sets 1 by default)"
         return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best} before the launcher")
     return Finding("threads", OK, found)
 
@@ -84,7 +86,7 @@ def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
     check = f"kernels on {status.device}"
     if status.backend != "torch":
         return Finding(check, OK, f"{status.backend} ({status.reason})")
-    found = f"plain torch operations, tens of times slower: {status.reason}"
+    found = f"plain torch operations, dozens of times slower: {status.reason}"
     if status.device != "cpu":
         return Finding(check, WARNING, found, "pip install triton")
     if compiler is None:
@@ -98,10 +100,10 @@ def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | No
         if not driver:
             return [Finding("GPU", OK, "none: everything runs on the CPU")]
         if built_for is None:
-            advice = "Install the CUDA build of torch, as PyTorch's installation page says."
-            return [Finding("GPU", WARNING, "there is an NVIDIA GPU, but this torch is the CPU build", advice)]
+            advice = "Install the CUDA build of torch: see PyTorch's installation page."
+            return [Finding("GPU", WARNING, "there is an NVIDIA GPU, but the installed torch is the CPU build", advice)]
         found = f"there is an NVIDIA GPU, but torch (for CUDA {built_for}) cannot use it"
-        advice = "See what nvidia-smi says, and CUDA_VISIBLE_DEVICES; update the driver."
+        advice = "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver."
         return [Finding("GPU", WARNING, found, advice)]
     findings = []
     for gpu in gpus:
@@ -110,7 +112,7 @@ def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | No
             f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, torch for {built_for}"
         )
         if gpu.free_bytes < gpu.total_bytes / 2:
-            advice = "nvidia-smi shows who uses it; CUDA_VISIBLE_DEVICES chooses another one."
+            advice = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES selects another GPU."
             findings.append(Finding(f"GPU {gpu.number}", WARNING, f"{found}: something else uses it", advice))
         else:
             findings.append(Finding(f"GPU {gpu.number}", OK, found))
@@ -121,8 +123,8 @@ def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | No
 
 def shared_gpu(found: str) -> Finding:
     """Two ranks on one GPU."""
-    advice = "Start at most one rank for each GPU, or accept it: all data then travels over gloo, from host memory."
-    return Finding(GPU_SHARING, WARNING, f"{found}: they share memory and time, and NCCL refuses them", advice)
+    advice = "Start at most one rank per GPU, or accept that all data travels over gloo, through host memory."
+    return Finding(GPU_SHARING, WARNING, f"{found}: they share its memory and time, and NCCL refuses to run", advice)
 
 
 def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:

@@ -36,11 +36,24 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     limit_s: float = 30.0,
 ) -> bool:
-    """Examine, hand the findings to `report`, and return whether any of them is a problem.
+    """Examine this machine and the links between ranks, and report.
 
     Under a launcher every rank must call this; rank 0 reports for all (every rank for itself, if they do not meet).
-    store: folder of the message store, which need not be there. ranks: measure between ranks; None where a launcher
-    started several, True also without one, between two ranks of this machine. limit_s: how long ranks wait for others.
+
+    Args:
+        report: takes the findings.
+        store: folder of the message store, which need not exist.
+        ranks: whether to measure between ranks; None: if a launcher started several; True also without one, between
+            two ranks on this machine.
+        environ: the variables that launchers set.
+        limit_s: seconds that ranks wait for each other.
+
+    Returns:
+        Whether any finding is a problem.
+
+    Example::
+
+        examine(lambda findings: print(*findings, sep="\n"), store=Path("messages"))
     """
     try:
         launch = read_launch(environ)
@@ -100,15 +113,17 @@ def check_software_lab(environ: Mapping[str, str]) -> list[Finding]:
         return []
     lab = ThrottleSettings.read(text)
     slowed = "rates and delays" if any(rate is not None for rate in (*lab.up, *lab.down)) else "delays"
-    found = f"pipecomp netlab makes {slowed} in software, for training's messages alone: those above are this machine's"
-    return [Finding("netlab", WARNING, found, "See comm_stats() of a training run for what its links do.")]
+    found = (
+        f"pipecomp netlab simulates {slowed} in software, for training alone: the figures above are this machine's own"
+    )
+    return [Finding("netlab", WARNING, found, "comm_stats() of a training run shows what its links do.")]
 
 
 def _local_ranks() -> list[Finding]:
     try:
         found = run_ranks(_LOCAL_RANKS, _measure_here, timeout_s=_LOCAL_LIMIT_S)[0]
     except RankFailedError as error:
-        advice = "Two ranks of this machine could not talk over the loopback interface: see the lines above."
+        advice = "Two ranks on this machine could not talk over the loopback interface: see the lines above."
         return [Finding("ranks", PROBLEM, str(error).strip().splitlines()[-1], advice)]
     return [Finding(*values) for values in found]
 

@@ -30,18 +30,18 @@ def limit_findings(*, gpu: bool) -> list[Finding]:
 def check_open_files(limit: int | None) -> Finding:
     """limit: files that a process may open, None for any number."""
     if limit is None or limit >= _OPEN_FILES:
-        return Finding("open files", OK, f"{'no limit' if limit is None else limit} for each process")
-    found = f"{limit} for each process: too few for the sockets of many ranks and for data workers"
-    return Finding("open files", WARNING, found, f"ulimit -n {4 * _OPEN_FILES}, before the launcher")
+        return Finding("open files", OK, f"{'no limit' if limit is None else limit} per process")
+    found = f"{limit} per process: too few for the sockets of many ranks and for data workers"
+    return Finding("open files", WARNING, found, f"ulimit -n {4 * _OPEN_FILES}, before starting the launcher")
 
 
 def check_address_space(limit_bytes: int | None) -> Finding:
     """limit_bytes: what a process may map, None for any amount."""
     if limit_bytes is None or limit_bytes >= _ADDRESS_SPACE:
         size = "no limit" if limit_bytes is None else mib(limit_bytes)
-        return Finding("address space", OK, f"{size} for each process")
+        return Finding("address space", OK, f"{size} per process")
     verdict = PROBLEM if limit_bytes < _ADDRESS_SPACE_LEAST else WARNING
-    found = f"{mib(limit_bytes)} for each process: torch and the message store map files, and may fail to"
+    found = f"{mib(limit_bytes)} per process: torch and the message store map files, which may fail"
     return Finding("address space", verdict, found, "ulimit -v unlimited")
 
 
@@ -49,7 +49,7 @@ def check_locked_memory(limit_bytes: int | None, *, gpu: bool) -> Finding:
     """limit_bytes: what a process may keep from being swapped out, None for any amount; only GPU transfers need it."""
     size = "no limit" if limit_bytes is None else mib(limit_bytes)
     if not gpu or limit_bytes is None or limit_bytes >= _LOCKED:
-        return Finding("locked memory", OK, size if gpu else f"{size} (matters with GPUs only)")
+        return Finding("locked memory", OK, size if gpu else f"{size} (matters only with GPUs)")
     found = f"{size}: NCCL may fail where the network has RDMA"
     return Finding("locked memory", WARNING, found, "ulimit -l unlimited; in a container: --ulimit memlock=-1")
 
@@ -61,7 +61,7 @@ def check_shared_memory(free_bytes: int | None) -> Finding:
     if free_bytes >= _SHM_BYTES:
         return Finding("shared memory", OK, f"{mib(free_bytes)} free in /dev/shm")
     found = f"{mib(free_bytes)} free in /dev/shm: data workers and NCCL use it, and crash when it is full"
-    advice = "In a container: --shm-size=2g or --ipc=host; otherwise remove old files there."
+    advice = "In a container: --shm-size=2g or --ipc=host; elsewhere remove old files there."
     return Finding("shared memory", WARNING, found, advice)
 
 

@@ -31,7 +31,7 @@ _GLOO_S = 6.0  # gloo waits five times that for a connection
 _SILENCE_S = 10.0  # of a rank that is being measured
 _PAIR_S = 30.0  # that one measurement may take
 _MEASURE_S = 60.0  # no measurement begins after that
-_SAID_NOTHING = "it said nothing"
+_SAID_NOTHING = "it did not answer"
 
 
 class MeetingError(RuntimeError):
@@ -136,10 +136,10 @@ class Meeting:
             collected += [f._replace(found=f"{where}: {f.found}") for f in found if f.verdict != OK]
             well = sum(f.verdict == OK for f in found)
             if identity.rank in self._lost:
-                advice = "Look at what that rank printed, and whether its machine is still there."
-                collected.append(Finding(where, PROBLEM, f"{_SAID_NOTHING} any more", advice))
+                advice = "Look at what that rank printed, and whether its machine is still up."
+                collected.append(Finding(where, PROBLEM, "it no longer answers", advice))
             elif found:
-                collected.append(Finding(where, OK, f"{well} of {len(found)} checks of its machine are well"))
+                collected.append(Finding(where, OK, f"{well} of {len(found)} checks of its machine are ok"))
         return collected
 
     def finish(self, findings: Sequence[Finding], wait_s: float) -> bool:
@@ -177,8 +177,8 @@ class Meeting:
 
 def check_rank_0(launch: Launch) -> Finding:
     """Rank 0 met the others, and then was lost."""
-    found = f"rank 0 at {launch.master} {_SAID_NOTHING} any more, so this is rank {launch.rank}'s machine only"
-    return Finding("meeting", PROBLEM, found, "Look at what rank 0 printed, and whether its machine is still there.")
+    found = f"rank 0 at {launch.master} no longer answers, so this is only about rank {launch.rank}'s machine"
+    return Finding("meeting", PROBLEM, found, "Look at what rank 0 printed, and whether its machine is still up.")
 
 
 def check_met(launch: Launch, error: str, limit_s: float) -> Finding:
@@ -186,8 +186,8 @@ def check_met(launch: Launch, error: str, limit_s: float) -> Finding:
     port = os.environ.get("MASTER_PORT", "not set")
     found = f"the {launch.world} ranks did not meet at {launch.master} port {port} in {limit_s:.0f} s: {error}"
     advice = (
-        f"Start all ranks within {limit_s:.0f} s, with the same MASTER_ADDR and MASTER_PORT; rank 0's machine must let "
-        "that port in (see its firewall)."
+        f"Start all ranks within {limit_s:.0f} s, with the same MASTER_ADDR and MASTER_PORT; the firewall of rank 0's "
+        "machine must allow that port."
     )
     return Finding("meeting", PROBLEM, found, advice)
 

@@ -37,9 +37,9 @@ def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Fin
     if any(interface.usable for interface in interfaces.values()):
         return Finding("interfaces", OK, found)
     if launch.several_machines is not False and launch.started:
-        advice = "Bring a network interface up; in a container give it a network (docker run --network=host)."
+        advice = "Bring a network interface up; give a container a network (docker run --network=host)."
         return Finding("interfaces", WARNING, f"{found}: no way to another machine", advice)
-    return Finding("interfaces", OK, f"{found}: enough for ranks on this machine, no way to another one")
+    return Finding("interfaces", OK, f"{found}: enough for ranks on this machine, no way to another")
 
 
 def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice: Choice, launch: Launch) -> Finding:
@@ -52,7 +52,7 @@ def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice
             interface = interfaces.get(name)
             if interface is None or not interface.addresses or not interface.up:
                 what = "there is no such interface" if interface is None else "it is down or has no address"
-                return Finding(GLOO, PROBLEM, f"{VARIABLE}={variable}, but {name}: {what}. Every run fails", export)
+                return Finding(GLOO, PROBLEM, f"{VARIABLE}={variable}, but {name}: {what}. Every run will fail", export)
         addresses = [interfaces[name].addresses[0] for name in names]
         found = f"takes {', '.join(f'{n} ({a})' for n, a in zip(names, addresses, strict=True))}, as {VARIABLE} says"
     elif choice.address is None:
@@ -66,19 +66,21 @@ def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice
     if not all(is_loopback(address) for address in addresses):
         return Finding(GLOO, OK, found)
     if launch.several_machines:
-        advice = f"{export}, on every machine the interface that leads to the others"
+        advice = f"{export}, on every machine naming the interface that leads to the others"
         return Finding(GLOO, WARNING, f"{found}. Other machines cannot be reached there", advice)
     found = f"{found}. Enough for ranks on this machine"
     if launch.several_machines is False:
         return Finding(GLOO, OK, found)
-    return Finding(GLOO, OK, found, f"With several machines: {export}, the interface that leads to the others")
+    return Finding(GLOO, OK, found, f"With several machines: {export}, naming the interface that leads to the others")
 
 
 def check_master(master: str, address: str | None, launch: Launch) -> Finding:
     """Where ranks meet. address: what MASTER_ADDR resolves to here, None for nothing."""
     if address is None:
-        advice = "Give MASTER_ADDR as an IP address of rank 0's machine, or add the name to /etc/hosts."
-        return Finding("meeting point", PROBLEM, f"MASTER_ADDR={master} has no address here: ranks cannot meet", advice)
+        advice = "Set MASTER_ADDR to an IP address of rank 0's machine, or add the name to /etc/hosts."
+        return Finding(
+            "meeting point", PROBLEM, f"MASTER_ADDR={master} does not resolve here: ranks cannot meet", advice
+        )
     found = f"MASTER_ADDR={master}" + ("" if address == master else f" is {address}")
     if is_loopback(address) and launch.several_machines:
         advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."

@@ -64,7 +64,7 @@ def package_findings(*, gpu: bool) -> list[Finding]:
     installed, required = _installed()
     own = required.get("pipecomp")
     if own is None:
-        found = "not installed, it runs from a folder: nothing says which versions of other packages it needs"
+        found = "not installed but run from a folder: nothing says which versions of other packages it needs"
         findings = [Finding("pipecomp", WARNING, found, "pip install -e . in that folder, or make setup")]
     else:
         findings = check_versions(own, installed, gpu=gpu)
@@ -126,7 +126,7 @@ def check_pairs(installed: Mapping[str, str], required: Mapping[str, Sequence[st
                 advice.append(f"pip install -U {package}, or pip uninstall {package} if nothing needs it")
     if bad:
         return Finding("packages together", PROBLEM, "; ".join(bad), "; ".join(dict.fromkeys(advice)))
-    return Finding("packages together", OK, "no package here is known to break another one of pipecomp's")
+    return Finding("packages together", OK, "no installed package is known to break one that pipecomp needs")
 
 
 def check_imports(errors: Mapping[str, str] | None) -> Finding:
@@ -135,8 +135,8 @@ def check_imports(errors: Mapping[str, str] | None) -> Finding:
         return Finding(
             "imports",
             WARNING,
-            f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s; every run pays that",
-            "Look at the load of this machine, and at the disk that Python is on.",
+            f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s, which every run spends",
+            "Check this machine's load and the disk that Python is on.",
         )
     if errors:
         found = "; ".join(f"import {name} fails: {error}" for name, error in errors.items())

@@ -50,8 +50,8 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
     check = f"ranks {first.rank} and {second.rank}"
     where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
     if measured is None:
-        found = f"{where}: not measured, the ranks before them took too long"
-        return Finding(check, WARNING, found, "See the slow ranks; then measure again, with fewer of them.")
+        found = f"{where}: not measured, as earlier pairs took too long"
+        return Finding(check, WARNING, found, "Look at the slow ranks, then measure again with fewer ranks.")
     if isinstance(measured, str):
         found = f"{where}: no data came through: {measured}"
         return Finding(check, PROBLEM, found, _firewall(first, second))
@@ -62,7 +62,7 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
     )
     if min(out, back) < _SLOW_BIT_S:
         found = f"{found}: 1 MB takes {8e6 / min(out, back):.0f} s"
-        return Finding(check, WARNING, found, "Use few bits, large micro-batches, or look for a faster way.")
+        return Finding(check, WARNING, found, "Use few bits and large micro-batches, or look for a faster connection.")
     if max(out, back) > _LOPSIDED * min(out, back):
         slow, fast = (first, second) if out < back else (second, first)
         found = f"{found}: one direction is much slower"
@@ -82,7 +82,7 @@ def check_clocks(first: Identity, second: Identity, measured: Measured) -> Findi
     fast, slow = (second, first) if ahead > 0 else (first, second)
     found = f"rank {fast.rank}'s is {milliseconds(abs(ahead))} ahead of rank {slow.rank}'s (± {milliseconds(error)})"
     if abs(ahead) > _SKEW_S + error:
-        found = f"{found}: training does not need them, but times in logs cannot be compared"
+        found = f"{found}: training does not need clocks, but times in logs cannot be compared"
         return Finding("clocks", WARNING, found, "timedatectl set-ntp true, on both machines")
     return Finding("clocks", OK, found)
 
@@ -98,9 +98,9 @@ def check_same_versions(identities: Sequence[Identity]) -> Finding:
             parts = (f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
             differ.append(f"{name} {'; '.join(parts)}")
     if differ:
-        found = f"{'. '.join(differ)}. Checkpoints and messages may not fit together"
+        found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
         return Finding("same versions", WARNING, found, "Install the same versions on all machines.")
-    return Finding("same versions", OK, f"all {len(identities)} ranks have the same")
+    return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
 
 
 def check_joined(errors: Mapping[int, str], identities: Sequence[Identity]) -> Finding:

@@ -36,9 +36,9 @@ def summary(findings: Sequence[Finding]) -> str:
     count = Counter(finding.verdict for finding in findings)
     total = f"{count[OK]} checks ok, {_number(count[WARNING], WARNING)}, {_number(count[PROBLEM], PROBLEM)}."
     if count[PROBLEM]:
-        return f"{total} A problem makes runs fail or their results wrong: see the arrows (→) for what to do."
+        return f"{total} A problem makes runs fail or give wrong results; the arrows (→) say what to do."
     if count[WARNING]:
-        return f"{total} Training works; the arrows (→) say what would make it better."
+        return f"{total} Training works; the arrows (→) say how to make it better."
     return f"{total} Training can start."
 
 

@@ -45,7 +45,7 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 _FREE_LEAST, _FREE_WANTED = 256 << 20, 4 << 30
 _SLOW_BYTES_S = 30e6
 _CHUNK, _CHUNKS, _SECONDS = 4 << 20, 8, 2.0
-_ANOTHER_PATH = "Give store.path a folder on a local disk."
+_ANOTHER_PATH = "Set store.path to a folder on a local disk."
 
 
 class Speed(NamedTuple):
@@ -83,11 +83,11 @@ def storage_findings(path: Path) -> list[Finding]:
 def check_space(path: Path, free_bytes: int) -> Finding:
     """Free space for the store."""
     found = f"{mib(free_bytes)} free for {path}"
-    advice = "Free some space, set store.max_bytes, or give store.path a folder on another disk."
+    advice = "Free some space, set store.max_bytes, or set store.path to a folder on another disk."
     if free_bytes < _FREE_LEAST:
         return Finding("disk space", PROBLEM, f"{found}: a message store does not fit", advice)
     if free_bytes < _FREE_WANTED:
-        found = f"{found}: 4 bytes for each token and hidden unit of every sample may not fit"
+        found = f"{found}: 4 bytes per token and hidden unit of every sample may not fit"
         return Finding("disk space", WARNING, found, advice)
     return Finding("disk space", OK, found)
 
@@ -98,7 +98,7 @@ def check_file_system(path: Path, kind: str | None) -> Finding:
         found = f"{path} is on a network file system ({kind}): LMDB's locks and memory maps cannot be trusted there"
         return Finding("file system", WARNING, found, _ANOTHER_PATH)
     if kind in IN_MEMORY:
-        found = f"{path} is on {kind}, in memory: the store takes memory, and a restart of the machine empties it"
+        found = f"{path} is on {kind}, in memory: the store takes memory, and restarting the machine empties it"
         return Finding("file system", WARNING, found, _ANOTHER_PATH)
     return Finding("file system", OK, kind or "unknown")
 
@@ -107,8 +107,8 @@ def check_speed(speed: Speed) -> Finding:
     """How fast the disk is, without the system's cache."""
     found = f"writes {speed.write / 1e6:.0f} MB/s with fsync, reads {speed.read / 1e6:.0f} MB/s"
     if min(speed) < _SLOW_BYTES_S:
-        found = f"{found}: training waits when messages come faster than that for long"
-        return Finding("disk speed", WARNING, found, "Use another disk, or store.bits 8: a quarter of the bytes.")
+        found = f"{found}: training waits if activations keep coming faster than that"
+        return Finding("disk speed", WARNING, found, "Use another disk, or store.bits 8 for a quarter of the bytes.")
     return Finding("disk speed", OK, found)
 
 
@@ -242,7 +242,7 @@ def _store(folder: Path) -> str | None:
             (found,) = store.get([7])
             environment.close()
             if found is None or not torch.equal(found.m_nH, m_nH):
-                return "what was stored is not what was read"
+                return "what was read is not what was stored"
     except StoreError as error:
         return str(error).replace(str(folder), "…")
     return None

@@ -48,7 +48,7 @@ def test_rank_0_reports_for_all():
     assert lines["machine", "warning"].endswith(": of rank 1")
     assert lines["machine", "problem"].startswith("rank 2 on ")
     assert sum(f.check == "good" for f in findings) == 1  # of other machines only what is not well
-    assert sum("1 of 2 checks of its machine are well" in f.found for f in findings) == 2
+    assert sum("1 of 2 checks of its machine are ok" in f.found for f in findings) == 2
     assert lines["gloo connections", "ok"] == "all 3 ranks are connected"
     pairs = [f for f in findings if f.check.startswith("ranks ")]
     assert [f.check for f in pairs] == ["ranks 0 and 1", "ranks 0 and 2", "ranks 1 and 2"]
