@@ -52,7 +52,7 @@ class Line:
     against: str = STOCK
 
     def counts(self, step: int, engine: Any) -> bool:
-        """Whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends all whole."""
+        """Whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first sends full precision."""
         if self.engine == "deepspeed":
             return step >= 1
         return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)
@@ -103,7 +103,7 @@ def rates_of(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = (-1.0,)
     if any(not 0 <= r <= 1000 for r in rates):
-        raise ConfigError("rates", text, "numbers from 0 (unthrottled) to 1000 with commas between them")
+        raise ConfigError("rates", text, "numbers from 0 (unthrottled) to 1000, separated by commas")
     return rates
 
 

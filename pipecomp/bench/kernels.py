@@ -171,8 +171,8 @@ def measure(case: Case, seconds: float, device: str) -> Row:
 
 
 def kernels_table(rows: Sequence[Row]) -> Table:
-    """The rows for people."""
-    table = Table(title="Kernels beside memcpy of the bytes they must move")
+    """Tabulate the rows for people."""
+    table = Table(title="Kernels against memcpy of the bytes they must move")
     for heading in ("operation", "bits", "shape", "backend", "threads"):
         table.add_column(heading, justify="right" if heading in ("bits", "threads") else "left")
     for heading in ("ms", "memcpy ms", "GB/s", "memcpy GB/s", "ratio"):

@@ -3,7 +3,7 @@
 Stages run in network namespaces of a lab (root needed), one thread each. All lines of one rate run in turn; a line's
 steps are timed after some that are not counted: of stock DeepSpeed one, of pipecomp two and more, until it has settled
 how many micro-batches are in flight. Where the processor has no BF16 products, lines in BF16 compute them in float32
-and round (bf16_products.py), stock DeepSpeed's too.
+and round (bench/bf16.py), stock DeepSpeed's too.
 """
 
 from __future__ import annotations
@@ -218,22 +218,12 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
 
 
 def pipeline_table(rows: Sequence[Row]) -> Table:
-    """The rows for people, each beside stock DeepSpeed in float32 at the same link."""
+    """Tabulate the rows for people, each against stock DeepSpeed in float32 over the same link."""
     every = {(row["r"], row["line"]): row["seconds"] for row in rows}
     against = {line.name: line.against for line in LINES}
     free = {row["line"]: row["seconds"] for row in rows if row["r"] == UNTHROTTLED}
-    table = Table(title="Seconds of a training step")
-    for heading in (
-        "r",
-        "Mbit/s",
-        "line",
-        "seconds",
-        "least",
-        "most",
-        "× DeepSpeed",
-        "of unthrottled",
-        "in flight",
-    ):
+    table = Table(title="Seconds per training step")
+    for heading in ("r", "Mbit/s", "line", "seconds", "least", "most", "× DeepSpeed", "of unthrottled", "in flight"):
         table.add_column(heading, justify="left" if heading == "line" else "right")
     for row in rows:
         mbit = "" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"

@@ -32,9 +32,9 @@ class _Later(_First):
 
 
 def stock_engine(model: Any, num_stages: int, config: dict[str, Any]) -> Any:
-    """DeepSpeed's own PipelineEngine on `model` (a language model without padding), split as pipecomp splits it.
+    """Start DeepSpeed's own PipelineEngine on `model` (a language model without padding), split as pipecomp splits it.
 
-    Messages are whole and nothing overlaps. Batches are (input_ids, labels); parameters are named `*.stage.<name>`.
+    Packets are uncompressed, nothing overlaps. Batches are (input_ids, labels), parameters named `*.stage.<name>`.
     """
     join_processes()
     import deepspeed

@@ -67,8 +67,8 @@ def store_cells(row: Row) -> tuple[str, ...]:
 
 
 def store_table(rows: Sequence[Row]) -> Table:
-    """The rows as a table for people."""
-    table = Table(title="Message stores, microseconds a sample", box=None, padding=(0, 2, 0, 0))
+    """Tabulate the rows for people."""
+    table = Table(title="Message stores, microseconds per sample", box=None, padding=(0, 2, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "store" else "right", no_wrap=True)
     for row in rows:

@@ -6,22 +6,21 @@ from typing import Annotated
 
 import typer
 
-from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
-from pipecomp.errors import ConfigError
+from pipecomp.cli.common import JsonOption, console, plain_errors, whole_numbers, write_json
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
 @bench.command("kernels")
 def bench_kernel(
-    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be given again.")] = None,
-    backends: Annotated[str, typer.Option(help="Of auto, torch, native, triton.")] = "auto,torch",
-    threads: Annotated[int, typer.Option(help="For kernels and torch; memcpy uses one.")] = 1,
+    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
+    backends: Annotated[str, typer.Option(help="With commas: auto, torch, native, triton.")] = "auto,torch",
+    threads: Annotated[int, typer.Option(help="Of kernels and torch; memcpy uses one.")] = 1,
     seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json_file: JsonOption = None,
 ) -> None:
-    """Kernels: GB/s and the ratio to memcpy of the bytes that they must move, alternating in one run."""
+    """Kernels: GB/s, and the ratio to memcpy of the bytes that they must move, alternating in one run."""
     with plain_errors():
         from pipecomp.bench.kernels import bench_kernels, kernels_table
 
@@ -34,11 +33,13 @@ def bench_kernel(
 @bench.command("store")
 def bench_stores(
     samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
-    epochs: Annotated[int, typer.Option(help="How often each is rewritten.")] = 3,
-    folder: Annotated[str | None, typer.Option(help="On the disk to measure; by default a temporary folder.")] = None,
+    epochs: Annotated[int, typer.Option(help="How often each sample is rewritten.")] = 3,
+    folder: Annotated[
+        str | None, typer.Option(help="A folder on the disk to measure; by default a temporary one.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Message stores: put, get, prefetched get and background writes, beside memcpy and plain file writes."""
+    """Message stores: put, get, prefetched get and background writes, against memcpy and plain file access."""
     with plain_errors():
         from pipecomp.bench.store import bench_store, store_table
 
@@ -49,19 +50,19 @@ def bench_stores(
 
 @bench.command("allreduce")
 def bench_averages(
-    methods: Annotated[str | None, typer.Option(help="As in fp16,global_qsgd; by default all.")] = None,
-    sizes: Annotated[str, typer.Option(help="Values in a bucket, several with commas.")] = "65536,1048576,6553600",
-    ranks: Annotated[str, typer.Option(help="Processes, several numbers with commas.")] = "2",
+    methods: Annotated[str | None, typer.Option(help="With commas, as in fp16,global_qsgd; by default all.")] = None,
+    sizes: Annotated[str, typer.Option(help="Values in a bucket; several with commas.")] = "65536,1048576,6553600",
+    ranks: Annotated[str, typer.Option(help="Number of processes; several with commas.")] = "2",
     seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
     json_file: JsonOption = None,
 ) -> None:
-    """Averages of gradients over processes on this machine: time by part, bytes, error, beside float32 and PowerSGD."""
+    """Gradient averaging between processes on this machine: times, bytes and error, against float32 and PowerSGD."""
     with plain_errors():
         from pipecomp.bench.allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
 
         rows = bench_allreduce(
-            sizes=_whole_numbers("sizes", sizes),
-            ranks=_whole_numbers("ranks", ranks),
+            sizes=whole_numbers("sizes", sizes),
+            ranks=whole_numbers("ranks", ranks),
             seconds=seconds,
             variants=variants_of(methods) if methods else VARIANTS,
         )
@@ -70,25 +71,27 @@ def bench_averages(
             console.print(table)
             console.print()
         console.print(
-            "wait: for other ranks, on a machine that they share; in torch's own functions all is wait. ratio: bytes\n"
-            "raw over sent. error: of the mean; own: of what a rank sends. speedup: against gloo's float32.",
+            "wait: for other ranks, which share this machine; torch's own functions count as wait entirely.\n"
+            "ratio: raw over sent bytes. error: of the mean; own: of what a rank sends. speedup: over gloo's float32.",
             highlight=False,
         )
 
 
 @bench.command("pipeline")
 def bench_steps(
-    rates: Annotated[str, typer.Option(help="How slow links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
-    lines: Annotated[str | None, typer.Option(help="Parts of the names of lines, with commas; by default all.")] = None,
+    rates: Annotated[str, typer.Option(help="How slow the links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
+    lines: Annotated[
+        str | None, typer.Option(help="Parts of configurations' names, with commas; by default all.")
+    ] = None,
     stages: Annotated[int, typer.Option(help="Pipeline stages, a node each.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps of each line.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How often the lines take turns.")] = 1,
+    steps: Annotated[int, typer.Option(help="Timed steps of each configuration.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often the configurations take turns.")] = 1,
     delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Training steps over links of several rates, beside stock DeepSpeed (needs root: it makes network namespaces).
+    """Training steps over links of several rates, against stock DeepSpeed. Needs root, for network namespaces.
 
-    r is the time that one micro-batch's float32 messages take, both ways, over what a stage computes on it.
+    r is the time that one micro-batch's float32 packets take, both ways, over the time that a stage computes on it.
     """
     with plain_errors():
         from pipecomp.bench.configurations import lines_of, rates_of
@@ -105,10 +108,3 @@ def bench_steps(
         )
         write_json(json_file, rows)
         console.print(pipeline_table(rows))
-
-
-def _whole_numbers(key: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(key, text, "whole numbers with commas between them")
-    return [int(part) for part in parts]

@@ -1,4 +1,4 @@
-"""The command line: `pipecomp demo | doctor | netlab | plan | store | bench`. Errors are one line and exit status 1."""
+"""The command line: `pipecomp demo | doctor | netlab | plan | store | bench`. Errors are one line; exit status 1."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pipecomp.cli.bench import bench
-from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
+from pipecomp.cli.common import JsonOption, console, plain_errors, say, whole_numbers, write_json
 from pipecomp.cli.store import store
 
 app = typer.Typer(
@@ -26,20 +25,20 @@ app.add_typer(bench, name="bench")
 
 @app.command()
 def demo(
-    stages: Annotated[int, typer.Option(help="Processes and pipeline stages, 1 to 4.")] = 2,
-    methods: Annotated[str, typer.Option(help="Of none, fp16, bf16, direct, aqsgd.")] = "none,direct,aqsgd",
+    stages: Annotated[int, typer.Option(help="Pipeline stages, a process each; 1 to 4.")] = 2,
+    methods: Annotated[str, typer.Option(help="With commas: none, fp16, bf16, direct, aqsgd.")] = "none,direct,aqsgd",
     bits: Annotated[str, typer.Option(help="Forward and backward bits of direct and aqsgd.")] = "2,4",
-    seed: Annotated[int, typer.Option(help="For weights, data order and rounding.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and rounding.")] = 0,
     out: Annotated[str, typer.Option(help="Folder for demo.json, losses.png, stores and the model.")] = "demo-out",
     quick: Annotated[bool, typer.Option(help="A minute instead of four: a smaller model, fewer steps.")] = False,
 ) -> None:
-    """Fine-tune a small GPT-2 over pipeline stages with several methods; show what each reached and what it sent."""
+    """Fine-tune a small GPT-2 over pipeline stages with several methods; show the loss and the bytes sent by each."""
     with plain_errors():
         from pipecomp.demo.plot import tables
         from pipecomp.demo.run import Settings, run_demo
 
         smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
-        forward, backward = _bits(bits)
+        forward, backward = whole_numbers("bits", bits, 2)
         settings = Settings(
             stages=stages,
             methods=tuple(m.strip() for m in methods.split(",")),
@@ -61,10 +60,10 @@ def demo(
         for found in tables(results):
             console.print(found)
         console.print(
-            "Raw is float32. Seconds a step are predicted from the bytes and the compute that were measured here.\n"
-            "Input and output embeddings are not tied, so that only activations and their gradients are sent."
+            "Raw means float32. Seconds per step are predicted from the bytes and compute times measured here.\n"
+            "Input and output embeddings are untied, so that only activations and their gradients are sent."
         )
-        console.print(f"Written: {out}/demo.json, {out}/losses.png", highlight=False)
+        console.print(f"Wrote {out}/demo.json and {out}/losses.png", highlight=False)
 
 
 @app.command()
@@ -76,12 +75,12 @@ def doctor(
         typer.Option(
             "--ranks/--no-ranks",
             "--peers/--no-peers",
-            help="Measure between ranks: those of the launcher, otherwise two on this machine.",
+            help="Measure between ranks: the launcher's, or two on this machine without one.",
             show_default="with a launcher",
         ),
     ] = None,
 ) -> None:
-    """Check this machine, and the links between machines if a launcher starts this on each; exit status 1 for problems.
+    """Check this machine and, started by a launcher, the links between machines; exit status 1 if there is a problem.
 
     On each of two machines: torchrun --nnodes 2 --node-rank 0 (on the second: 1) --master-addr ADDRESS-OF-THE-FIRST
     -m pipecomp.cli doctor
@@ -103,15 +102,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _bits(text: str) -> tuple[int, int]:
-    from pipecomp.errors import ConfigError
-
-    parts = text.split(",")
-    if len(parts) != 2 or not all(p.strip().isdigit() for p in parts):
-        raise ConfigError("bits", text, "two numbers, forward and backward, as in 2,4")
-    return int(parts[0]), int(parts[1])
-
-
 def _progress() -> Progress:
     columns = (
         TextColumn("{task.description:<30}"),
@@ -126,32 +116,34 @@ def _progress() -> Progress:
 @app.command()
 def netlab(
     command: Annotated[list[str], typer.Argument(help="What each node runs: program and arguments, after --.")],
-    nodes: Annotated[int, typer.Option(help="How many.")] = 2,
-    bandwidth: Annotated[str | None, typer.Option(help="Each way, as in 100mbit; by default unlimited.")] = None,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 2,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of every link, each way, as in 100mbit; by default unlimited.")
+    ] = None,
     asymmetric: Annotated[
-        list[str] | None, typer.Option(help="Instead: DOWN/UP, as in 100mbit/10mbit, once or for each node.")
+        list[str] | None, typer.Option(help="Instead of --bandwidth: DOWN/UP, as in 100mbit/10mbit, once or per node.")
     ] = None,
     delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
-    jitter: Annotated[str | None, typer.Option(help="The delay varies by up to this.")] = None,
+    jitter: Annotated[str | None, typer.Option(help="How far the delay varies, as in 2ms.")] = None,
     cut: Annotated[
         list[str] | None,
         typer.Option(help="Lose a node's connection: NODE@TIME for good, NODE@TIME+TIME for a while, as in 1@30s+5s."),
     ] = None,
     software: Annotated[
-        bool, typer.Option("--software", help="Without root: slow down pipecomp's own links between stages only.")
+        bool, typer.Option("--software", help="Needs no root, but slows down only pipecomp's own links between stages.")
     ] = False,
     procs_per_node: Annotated[int, typer.Option(help="Processes on each node.")] = 1,
     launcher: Annotated[
-        str, typer.Option(help="none; or deepspeed: its launcher on each node, COMMAND is a script with arguments.")
+        str, typer.Option(help="none, or deepspeed: its launcher runs COMMAND, a script, on each node.")
     ] = "none",
     json_file: JsonOption = None,
 ) -> None:
-    """Run a command on several nodes behind slow links, all on this machine; count what they send.
+    """Run a command on several nodes behind slow links, all on this machine, and count what they send.
 
     pipecomp netlab --bandwidth 100mbit --delay 20ms -- python train.py
 
-    Each process finds RANK, WORLD_SIZE, MASTER_ADDR and the like in its environment. The exit status is that of the
-    process that failed first. Needs root and iproute2 on Linux; --software needs neither.
+    RANK, WORLD_SIZE, MASTER_ADDR and the like are set for each process. The exit status is that of the process that
+    failed first. Needs Linux, root and iproute2; --software needs neither root nor iproute2.
     """
     with plain_errors():
         from pipecomp.netlab import Lab
@@ -166,14 +158,7 @@ def netlab(
             cuts=cut or (),
             software=software,
         )
-        messages = Console(stderr=True)
-        report = run_in_lab(
-            lab,
-            command,
-            procs_per_node=procs_per_node,
-            launcher=launcher,
-            say=lambda text: messages.print(text, highlight=False, soft_wrap=True),
-        )
+        report = run_in_lab(lab, command, procs_per_node=procs_per_node, launcher=launcher, say=say)
         write_json(json_file, report)
         if "form" in report:
             console.print(bytes_table(report))
@@ -183,43 +168,47 @@ def netlab(
 @app.command("plan")
 def plan_run(
     model: Annotated[str, typer.Option(help="A folder with config.json, or a hub name. Weights are not read.")],
-    nodes: Annotated[int | None, typer.Option(help="Stages × replicas; by default the stages, or 2.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Pipeline stages; by default what is fastest.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples of a step, over all replicas.")] = 32,
-    micro_batch: Annotated[int | None, typer.Option(help="Its samples; by default what is fastest.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Of a sample; by default 1024.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Stages × replicas; by default the number of stages, or 2.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline stages; by default the fastest number.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples in a step, over all replicas.")] = 32,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples in a micro-batch; by default the fastest number.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in a sample; by default 1024.")] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(help="Each way: 100mbit or, link by link, 1gbit/100mbit; with commas, the plan is for the first."),
+        typer.Option(
+            help="100mbit or, link by link, 1gbit/100mbit; of several, with commas, the first is planned for."
+        ),
     ] = None,
     delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
     speed: Annotated[
-        str | None, typer.Option(help="TFLOP/s that nodes reach in training, as in 30 or, node by node, 30/10.")
+        str | None, typer.Option(help="TFLOP/s that each node reaches in training: 30 or, node by node, 30/10.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Instead: what --measure --json wrote before.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB of a node for the model; by default unlimited.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 training.")] = "fp32",
-    tie: Annotated[bool, typer.Option("--tie/--no-tie", help="Weights that the model ties stay tied.")] = True,
-    recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: activation checkpointing.")] = False,
+    profile: Annotated[Path | None, typer.Option(help="Instead of --speed: a file from --measure --json.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of each node for the model; by default unlimited.")] = None,
+    dtype: Annotated[str, typer.Option(help="Training precision: fp32, bf16 or fp16.")] = "fp32",
+    tie: Annotated[bool, typer.Option("--tie/--no-tie", help="Whether tied weights stay tied.")] = True,
+    recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: use activation checkpointing.")] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time blocks, kernels and the disk here; under a launcher the links too.")
+        bool, typer.Option("--measure", help="Time blocks, kernels and the disk; under a launcher the links too.")
     ] = False,
     store_path: Annotated[Path, typer.Option("--store", help="With --measure: the store's folder.")] = Path("messages"),
     json_file: JsonOption = None,
 ) -> None:
-    """Predict a step's time for each method and bandwidth; say how to cut, how many bits, or that they do not pay.
+    """Predict a step's time with each method and bandwidth; recommend cuts and bits, or no compression.
 
     pipecomp plan --model FOLDER --stages 4 --bandwidth 100mbit --delay 20ms --speed 30
 
-    With --model and --stages alone: where to cut, each stage's memory and the bytes on each link.
+    With --model and --stages alone: cuts, each stage's memory and the bytes on each link.
 
     On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
     with plain_errors():
         from pipecomp.plan.command import run_plan
+        from pipecomp.plan.options import PlanOptions
 
-        found = run_plan(
-            console,
+        options = PlanOptions(
             model=model,
             nodes=nodes,
             stages=stages,
@@ -237,5 +226,5 @@ def plan_run(
             measure=measure,
             store=store_path,
         )
-        if found is not None:
+        if (found := run_plan(console, options)) is not None:
             write_json(json_file, found)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pipecomp.errors import PipecompError
+from pipecomp.errors import ConfigError, PipecompError
 
 console = Console()
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
@@ -19,15 +19,28 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """An error that users can do something about ends the command with one line and status 1."""
+    """End the command with one line and status 1 on an error that users can do something about."""
     try:
         yield
     except PipecompError as error:
-        Console(stderr=True).print(f"[red]pipecomp:[/red] {error}", highlight=False, soft_wrap=True)
+        say(f"[red]pipecomp:[/red] {error}")
         raise typer.Exit(1) from error
 
 
+def say(text: str) -> None:
+    """Tell people something that is not the result: on standard error."""
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
+
 def write_json(file: Path | None, value: Any) -> None:
-    """Keep what a command found, if its `--json` named a file."""
+    """Write what a command found, if its `--json` named a file."""
     if file is not None:
         file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def whole_numbers(key: str, text: str, count: int | None = None) -> list[int]:
+    """Read numbers separated by commas, `count` of them. ConfigError names `key`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or count not in (None, len(parts)):
+        raise ConfigError(key, text, f"{'' if count is None else f'{count} '}whole numbers, separated by commas")
+    return [int(part) for part in parts]

@@ -15,7 +15,7 @@ store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a messa
 
 @store.command("info")
 def store_info(path: str, json_file: JsonOption = None) -> None:
-    """What is kept in a message store, for every rank and link: whose it is, samples, bytes, bits, versions."""
+    """Show what a message store holds for every rank and link: run, samples, bytes, bits, versions."""
     with plain_errors():
         from pipecomp.buffers.admin import info
 
@@ -40,7 +40,7 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
 
 @store.command("verify")
 def store_verify(path: str, json_file: JsonOption = None) -> None:
-    """Check every value's checksum; exit status 1 if any is damaged."""
+    """Check every stored value's checksum; exit status 1 if any is damaged."""
     with plain_errors():
         from pipecomp.buffers.admin import verify
 
@@ -57,13 +57,13 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
 @store.command("prune")
 def store_prune(
     path: str,
-    link: Annotated[str | None, typer.Option(help="Remove this link's messages and settings.")] = None,
+    link: Annotated[str | None, typer.Option(help="Remove this link's samples and settings.")] = None,
     ids_below: Annotated[int | None, typer.Option(help="Keep only samples with ids below this.")] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Keep at most this many samples of each link.")] = None,
-    everything: Annotated[bool, typer.Option("--everything", help="Remove all messages.")] = False,
+    max_samples: Annotated[int | None, typer.Option(help="Keep at most this many samples per link.")] = None,
+    everything: Annotated[bool, typer.Option("--everything", help="Remove the stores entirely.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Remove damaged values, and what the options name, and make the files as small as what is left."""
+    """Remove damaged values and whatever the options name, and shrink the files to what is left."""
     with plain_errors():
         from pipecomp.buffers.admin import prune
 

@@ -36,7 +36,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
         "store\nMB",
         "time\ns",
     )
-    rates = _table("Seconds a step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
+    rates = _table("Seconds per step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
     for r in results:
         raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
         sent = r["forward_bytes_sent"] + r["backward_bytes_sent"]

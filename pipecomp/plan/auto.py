@@ -55,7 +55,7 @@ class Decision(NamedTuple):
 
 
 def wants_auto(config: Config) -> bool:
-    """Whether bits are to be settled."""
+    """Say whether bits are to be settled."""
     return "auto" in (config.activations.forward_bits, config.activations.backward_bits)
 
 
@@ -73,7 +73,7 @@ def look(config: Config, stage: Stage, batch: Batch, to_previous: Transport | No
 def settle(
     config: Config, stage: Stage, batch: Batch, to_previous: Transport | None = None, to_next: Transport | None = None
 ) -> Config:
-    """The configuration with numbers in place of "auto": all ranks measure, rank 0 decides for all and says so."""
+    """Put numbers in place of "auto": all ranks measure, rank 0 decides for all and says so."""
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, look(config, stage, batch, to_previous, to_next))
     found: list[Any] = [None]
@@ -85,7 +85,7 @@ def settle(
 
 
 def sample_length(data: Any, stage: Stage) -> int:
-    """Tokens of the longest of the first samples. Without data 512: compute and bytes grow alike with the length."""
+    """Count the tokens of the longest of the first samples. Without data 512: compute and bytes grow alike."""
     try:
         return max(len(data[i]["input_ids"]) for i in range(min(_LOOKED_AT, len(data))))
     except (TypeError, KeyError, IndexError, ValueError):
@@ -93,7 +93,7 @@ def sample_length(data: Any, stage: Stage) -> int:
 
 
 def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtype: torch.dtype) -> Decision:
-    """The bits for what all ranks have seen; of replicas the slowest counts. Bits that are numbers stay."""
+    """Choose bits for what all ranks have seen; of replicas the slowest counts. Bits that are numbers stay."""
     K = 1 + max(s.stage for s in seen)
     by_stage = [[s for s in seen if s.stage == k] for k in range(K)]
     network = network_of([[s.link for s in by_stage[k] if s.link is not None] for k in range(K - 1)])
@@ -123,12 +123,12 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
 
 
 def _reason(f: Bits, b: Bits, fits: bool, step_s: float, plain_s: float, network: Network) -> str:
-    compared = f"predicted {step_s:.3g} s a step, {plain_s:.3g} s without compression"
+    compared = f"predicted {step_s:.3g} s per step, {plain_s:.3g} s uncompressed"
     slowest = bits_per_second(network.slowest)
     if plain_s <= PAYS * step_s:
-        why = "these links are so fast that method 'none' would do"
+        why = "links so fast that method 'none' would do as well"
     elif fits:
-        why = "the most that hide behind computing"
+        why = "the most that compute time hides"
     else:
-        why = "the fewest that are taken by themselves: the slowest link is the limit"
+        why = "the fewest that 'auto' takes: the slowest link is the limit"
     return f"bits 'auto': {bits_text(f)} forward, {bits_text(b)} back ({why}; {compared}; slowest link {slowest})"

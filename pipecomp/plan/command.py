@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
-from pipecomp.errors import ConfigError
-from pipecomp.plan.network import TCP_SHARE, Line, Network, chain
+from pipecomp.plan.network import Line, Network, chain
+from pipecomp.plan.options import PlanOptions, Rates
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
-from pipecomp.plan.profile import Profile, balanced, count, without_weights
-from pipecomp.plan.report import (
-    advice,
-    configuration,
-    configuration_text,
-    link_table,
-    method_table,
-    stage_table,
-)
+from pipecomp.plan.profile import Profile, balanced, without_weights
+from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, stage_table
 from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layouts, shares
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
 from pipecomp.plan.wanted import FIRST_VISIT, Wanted, methods
-from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.stages.partition.planning import SplitPlan
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,73 +33,32 @@ class Found:
     rows: list[tuple[str, list[Prediction]]]
 
 
-def run_plan(
-    console: Console,
-    *,
-    model: str,
-    nodes: int | None,
-    stages: int | None,
-    batch: int,
-    micro_batch: int | None,
-    tokens: int | None,
-    bandwidth: str | None,
-    delay: str | None,
-    speed: str | None,
-    profile: Path | None,
-    memory: float | None,
-    dtype: str,
-    tie: bool,
-    recompute: bool,
-    measure: bool,
-    store: Path,
-) -> dict[str, Any] | None:
-    """What the command does with its options; prints the plan and returns it for JSON; None on ranks other than 0.
+def run_plan(console: Console, options: PlanOptions) -> dict[str, Any] | None:
+    """Plan as `pipecomp plan` does, and print it.
 
-    A number of stages without speed, profile and measure: sizes alone. ConfigError for the options.
+    Args:
+        console: where to print.
+        options: what is asked for. A number of stages without `speed`, `profile` and `measure` gives sizes alone.
+
+    Returns:
+        The plan as JSON values (see `as_json` and `sizes.sizes_as_json`); None on a launcher's ranks other than 0.
+
+    Raises:
+        ConfigError: options that do not fit the model, the network or each other.
     """
-    _check(dtype in DTYPES, "dtype", dtype, ", ".join(DTYPES))
-    for key, number in (("nodes", nodes), ("stages", stages), ("batch", batch), ("micro-batch", micro_batch)):
-        _check(number is None or number >= 1, key, number, "a whole number of at least 1")
-    _check(memory is None or memory > 0, "memory", memory, "GB above 0")
-    launch = read_launch(os.environ) if measure else Launch()
-    if launch.started:
-        for key, value in (("nodes", nodes), ("bandwidth", bandwidth), ("delay", delay)):
-            _check(value is None, key, value, "nothing where a launcher's ranks are measured")
-    world = launch.world if launch.started and launch.world else None
-    networks = networks_of(bandwidth, delay)
-    drawn = stages_of(next(iter(networks.values())))
-    speeds = speeds_of(speed)
-    wanted = Wanted(
-        model=model,
-        nodes=world or nodes or (len(speeds) if len(speeds) > 1 else None) or stages or drawn or 2,
-        stages=stages or world or drawn,
-        batch=batch,
-        micro_batch=micro_batch,
-        tie=tie,
-        dtype=DTYPES[dtype],
-        memory_bytes=math.inf if memory is None else memory * 1e9,
-    )
-    if len(speeds) > 1:
-        _check(len(speeds) == wanted.nodes, "speed", speed, f"one number, or one for each of {wanted.nodes} nodes")
-        wanted = replace(wanted, slowdowns=tuple(min(speeds) / one for one in speeds))
-    if wanted.stages is not None and speed is None and profile is None and not measure:
-        _check(not recompute, "recompute", recompute, "nothing without --speed")
+    launch = read_launch(os.environ) if options.measure else Launch()
+    options.check_launch(launch)
+    networks = options.networks
+    wanted = options.wanted(launch.world if launch.started else None)
+    if options.without_seconds and wanted.stages is not None:
         for links in networks.values():
             chain(wanted.stages, *links)  # links that do not fit the stages are an error here too
-        sizes = sizes_of(wanted, count(model, tokens or 1024, wanted.dtype))
+        sizes = sizes_of(wanted, options.counted())
         show_sizes(sizes, console)
         return sizes_as_json(sizes)
-    if measure:
-        for key, option in (("speed", speed), ("profile", profile), ("recompute", recompute or None)):
-            _check(option is None, key, option, "nothing beside --measure")
-        size = (model, tokens or 1024, wanted.dtype, micro_batch or 1, store)
-        seen = survey_ranks(*size, stages) if launch.started else survey_machine(*size)
-        if seen is None:
-            return None
-    else:
-        slowest = min(speeds) if speeds else None
-        read = profile_of(model, tokens=tokens, dtype=wanted.dtype, speed=slowest, file=profile, recompute=recompute)
-        seen = Survey(profile=read, speeds=Speeds())
+    seen = _survey(options, launch)
+    if seen is None:
+        return None
     if launch.started:
         networks = {"measured": ((math.inf,), 0.0)}
         wanted = replace(wanted, slowdowns=seen.slowdowns)
@@ -124,56 +69,19 @@ def run_plan(
     return {**as_json(found, network, list(networks)), "speeds": speeds_as_dict(seen.speeds)}
 
 
-def _check(right: bool, key: str, got: object, allowed: str) -> None:
-    if not right:
-        raise ConfigError(key, got, allowed)
+def _survey(options: PlanOptions, launch: Launch) -> Survey | None:
+    """What is known of the machines, measured or not; None on a launcher's ranks other than 0."""
+    if not options.measure:
+        return Survey(profile=options.estimated(), speeds=Speeds())
+    measured = (*options.size, options.micro_batch or 1, options.store)
+    return survey_ranks(*measured, options.stages) if launch.started else survey_machine(*measured)
 
 
-def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, tuple[tuple[float, ...], float]]:
-    """By name: bits per second of content, of all links or of each, and seconds one way.
-
-    bandwidth: nominal rates; commas between networks, slashes between the links of one.
-    """
-    latency_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
-    found = {}
-    for name in bandwidth.split(",") if bandwidth is not None else RATES:
-        rates = [parse_rate("bandwidth", link.strip()) for link in name.split("/")]
-        found["/".join(map(rate_text, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
-    return found
-
-
-def stages_of(network: tuple[tuple[float, ...], float]) -> int | None:
-    """How many stages links that were given one by one connect."""
-    rates, _ = network
-    return len(rates) + 1 if len(rates) > 1 else None
-
-
-def speeds_of(speed: str | None) -> tuple[float, ...]:
-    """TFLOP/s of all nodes, or of each, with slashes between them; empty for None."""
-    try:
-        found = tuple(float(part) for part in speed.split("/")) if speed is not None else ()
-    except ValueError:
-        found = (0.0,)
-    _check(all(0 < one < math.inf for one in found), "speed", speed, "numbers above 0, with slashes between them")
-    return found
-
-
-def plan(
-    wanted: Wanted,
-    profile: Profile,
-    rates: Sequence[tuple[tuple[float, ...], float]],
-    speeds: Speeds,
-    measured: Network | None,
-) -> Found:
+def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:
     """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
-    activations = {
-        "method": "aqsgd",
-        "forward_bits": "auto",
-        "backward_bits": "auto",
-        "first_visit": FIRST_VISIT,
-    }
+    activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", "first_visit": FIRST_VISIT}
     config = Config.from_dict({"activations": activations, "tie": wanted.tie})
 
     def network(split: SplitPlan, index: int) -> Network:
@@ -211,7 +119,7 @@ def plan(
 
 
 def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networks: int) -> Found:
-    """What else to tell of a choice."""
+    """Add what else to tell of a choice."""
     job = choice.prediction.job
     first = network(job.plan, 0)
     rows = [
@@ -225,7 +133,7 @@ def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networ
 
 
 def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
-    """Print it."""
+    """Print a plan."""
     p = found.choice.prediction
     console.print(stage_table(p))
     if p.job.plan.num_stages > 1:
@@ -238,7 +146,7 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
 
 
 def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, Any]:
-    """All of it, for programs; without limits where bits per second are null."""
+    """Give all of it for programs; bits per second are null where there is no limit."""
     p = found.choice.prediction
     lines = [(_line(out), _line(back)) for out, back in zip(network.forward, network.backward, strict=True)]
     return {
@@ -263,21 +171,3 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
 
 def _line(line: Line) -> dict[str, float | None]:
     return {**asdict(line), "bits_per_s": None if math.isinf(line.bits_per_s) else line.bits_per_s}
-
-
-def profile_of(
-    model: Any, *, tokens: int | None, dtype: torch.dtype, speed: float | None, file: Path | None, recompute: bool
-) -> Profile:
-    """The model's profile: read from a file, or counted and given seconds by a speed in TFLOP/s."""
-    if file is not None:
-        for key, value in (("speed", speed), ("tokens", tokens), ("recompute", recompute or None)):
-            if value is not None:
-                raise ConfigError(key, value, "nothing beside a profile, which says it")
-        try:
-            return Profile.from_dict(json.loads(file.read_text()).get("profile"))
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError("profile", str(file), "a file that pipecomp plan --measure --json wrote") from error
-    if speed is None:
-        allowed = "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE; or --stages, for sizes alone"
-        raise ConfigError("speed", None, allowed)
-    return count(model, tokens or 1024, dtype).estimated(speed * 1e12, recompute=recompute)

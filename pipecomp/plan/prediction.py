@@ -75,7 +75,7 @@ class Job:
         """For people."""
         return (
             f"{self.plan.num_stages} stages × {self.replicas} replicas, {self.micro_batches} micro-batches of "
-            f"{self.samples} for {self.batch} samples a step, {self.profile.tokens} tokens each."
+            f"{self.samples} for {self.batch} samples per step, {self.profile.tokens} tokens each."
         )
 
 

@@ -17,7 +17,7 @@ from pipecomp.rates import bits_per_second, milliseconds
 
 
 def stage_table(prediction: Prediction) -> Table:
-    """What each stage holds and does."""
+    """Tabulate what each stage holds and does."""
     job = prediction.job
     table = Table(title=f"Stages ({job.profile.measured})")
     for heading in ("stage", "blocks", "M parameters", "forward ms", "backward ms", "memory GB"):
@@ -37,8 +37,8 @@ def stage_table(prediction: Prediction) -> Table:
 
 
 def link_table(network: Network, prediction: Prediction, plain: Prediction) -> Table:
-    """Each link's rates and what a micro-batch sends over it."""
-    table = Table(title="Links, for each micro-batch")
+    """Tabulate each link's rates and what a micro-batch sends over it."""
+    table = Table(title="Links, per micro-batch")
     for heading in ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits"):
         table.add_column(heading, justify="right")
     for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True)):
@@ -57,8 +57,8 @@ def link_table(network: Network, prediction: Prediction, plain: Prediction) -> T
 
 
 def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequence[str]) -> Table:
-    """Seconds of a step, and of one while all samples are new, by method and network; names: of the networks."""
-    table = Table(title="Predicted seconds of a step (in the first epoch)")
+    """Tabulate seconds of a step, and of one while all samples are new, by method and network (`names`)."""
+    table = Table(title="Predicted seconds per step (in the first epoch)")
     table.add_column("method")
     for name in names:
         table.add_column(name, justify="right")
@@ -73,7 +73,7 @@ def _seconds(p: Prediction) -> str:
 
 
 def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
-    """Sentences. averages: as `search.choose_average`, empty with one replica."""
+    """Say in sentences what to take. averages: as of `search.choose_average`, empty with one replica."""
     p, plain = choice.prediction, choice.plain
     said = []
     if p.job.plan.num_stages > 1:
@@ -81,29 +81,29 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
         bits = f"AQ-SGD with {bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
         if not choice.pays:
             said.append(
-                f"Compressing activations does not pay on these links: a step takes {plain.step_s:.3g} s without, "
+                f"Compressing activations does not pay on these links: a step takes {plain.step_s:.3g} s uncompressed, "
                 f"{p.step_s:.3g} s with {bits}."
             )
         else:
-            limit = "computing" if choice.fits else "the slowest link"
+            limit = "compute" if choice.fits else "the slowest link"
             said.append(
-                f"Take {bits}: {p.step_s:.3g} s a step instead of {plain.step_s:.3g} s ({gain:.2f}×), "
+                f"Take {bits}: {p.step_s:.3g} s per step instead of {plain.step_s:.3g} s ({gain:.2f}×), "
                 f"{p.samples_per_s:.3g} samples/s; the limit is {limit}."
             )
         if p.store_s >= p.step_s:
-            said.append(f"The message store's disk is what limits this: {p.store_s:.3g} s a step; store.bits 8 helps.")
+            said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step; store.bits 8 helps.")
     if averages:
         (method, seconds), *rest = averages
         plain_s = seconds if method == "none" else dict(rest)["none"]
         if method == "none":
-            said.append(f"Compressing gradients does not pay: averaging them takes {plain_s:.3g} s a step.")
+            said.append(f"Compressing gradients does not pay: averaging them takes {plain_s:.3g} s per step.")
         else:
-            said.append(f"Average gradients with {method}: {seconds:.3g} s a step instead of {plain_s:.3g} s.")
+            said.append(f"Average gradients with {method}: {seconds:.3g} s per step instead of {plain_s:.3g} s.")
     return said
 
 
 def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """What to write into DeepSpeed's configuration."""
+    """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
@@ -125,6 +125,6 @@ def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict
 
 
 def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:
-    """For people."""
+    """Write that for people."""
     call = f"pipecomp.initialize(..., cuts={list(prediction.job.plan.cuts)})"
     return f"{call}, with\n{json.dumps(found, indent=2)}"

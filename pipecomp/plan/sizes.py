@@ -16,7 +16,7 @@ from pipecomp.plan.search import layouts, shares
 from pipecomp.plan.wanted import Wanted, methods
 from pipecomp.schedule.in_flight import numbers
 
-LEFT_OUT = "Step times, bits and a configuration take --speed (or --profile, or --measure) and --bandwidth."
+LEFT_OUT = "For step times, bits and a configuration give --speed (or --profile, or --measure) and --bandwidth."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Sizes:
 
 
 def sizes_of(wanted: Wanted, profile: Profile) -> Sizes:
-    """For a number of stages; micro-batches have one sample where no number is wanted. Raises ConfigError."""
+    """Plan sizes for a number of stages, by default with one sample per micro-batch. Raises ConfigError."""
     [(K, replicas)] = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
     [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
     job = Job(
@@ -51,7 +51,7 @@ def sizes_of(wanted: Wanted, profile: Profile) -> Sizes:
 
 
 def show_sizes(sizes: Sizes, console: Console) -> None:
-    """Print them."""
+    """Print sizes as tables."""
     job = sizes.job
     table = Table(title="Stages")
     for heading in ("stage", "blocks", "M parameters", "in flight", "memory GB"):
@@ -74,7 +74,7 @@ def show_sizes(sizes: Sizes, console: Console) -> None:
 
 def _message_table(sizes: Sizes) -> Table:
     """All links carry the same: tokens of one width cross each of them."""
-    table = Table(title="KB on each link, for each micro-batch")
+    table = Table(title="KB on each link, per micro-batch")
     table.add_column("method")
     for heading in ("first visit", "forward", "back"):
         table.add_column(heading, justify="right")
@@ -85,7 +85,7 @@ def _message_table(sizes: Sizes) -> Table:
 
 
 def sizes_as_json(sizes: Sizes) -> dict[str, Any]:
-    """All of it, for programs; names and units are those of a whole plan."""
+    """Give all of it for programs; names and units are those of a full plan."""
     job, rows = sizes.job, []
     for name, config in sizes.methods:
         forward, first_visit, backward = message_bytes(job, config)

@@ -27,7 +27,7 @@ _METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def methods(stages: int, tie: bool) -> list[tuple[str, Config]]:
-    """What to compare, by name; one stage has no messages to compress."""
+    """List what to compare, by name; one stage has nothing to compress."""
     return [
         (name, Config.from_dict({"activations": activations, "tie": tie}))
         for name, activations in (_METHODS if stages > 1 else _METHODS[:1])
@@ -36,7 +36,7 @@ def methods(stages: int, tie: bool) -> list[tuple[str, Config]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the options say.
+    """What is to be planned.
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
     slowdowns: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are
@@ -54,7 +54,7 @@ class Wanted:
     slowdowns: tuple[float, ...] = ()
 
     def stage_slowdowns(self, K: int) -> tuple[float, ...]:
-        """Of each stage the slowest replica's."""
+        """Take the slowest replica's for each stage."""
         R = self.nodes // K
         return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
 

@@ -93,7 +93,7 @@ def test_an_error_ends_the_command_with_one_line():
     ("arguments", "message"),
     [
         (("demo", "--bits", "9,4"), "activations.forward_bits: got 9, allowed: a whole number from 1 to 8"),
-        (("demo", "--bits", "4"), "bits: got '4', allowed: two numbers"),
+        (("demo", "--bits", "4"), "bits: got '4', allowed: 2 whole numbers"),
         (("demo", "--methods", "none,zip"), "methods: got 'zip', allowed: none, fp16, bf16, direct, aqsgd"),
         (("demo", "--stages", "9"), "stages: got 9, allowed: 1 to 4"),
     ],

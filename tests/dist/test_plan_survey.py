@@ -12,14 +12,12 @@ from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-OPTIONS = {
-    "nodes": None, "stages": None, "batch": 4, "micro_batch": 1, "tokens": 16, "bandwidth": None, "delay": None,
-    "speed": None, "profile": None, "memory": None, "dtype": "fp32", "tie": True, "recompute": False, "measure": True,
-}
+OPTIONS = {"batch": 4, "micro_batch": 1, "tokens": 16, "measure": True}
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def planned(rank, world, note, model, options):
     out = io.StringIO()
     options = {**OPTIONS, "model": str(model), "store": model / "messages", **options}
     try:
-        return run_plan(Console(file=out, width=140), **options), out.getvalue()
+        return run_plan(Console(file=out, width=140), PlanOptions(**options)), out.getvalue()
     except ConfigError as error:
         return None, str(error)
 
@@ -63,7 +61,7 @@ def test_options_that_ranks_measure_are_refused(model):
     ranks = run_ranks(2, planned, model, {"bandwidth": "1gbit"}, timeout_s=200)
     assert "bandwidth: got '1gbit'" in ranks[0][1]
     ranks = run_ranks(1, planned, model, {"speed": "1"}, timeout_s=200)
-    assert "speed: got '1', allowed: nothing beside --measure" in ranks[0][1]
+    assert "speed: got '1', allowed: no value together with --measure" in ranks[0][1]
 
 
 def test_one_machine_and_its_profile_again(model, tmp_path):

@@ -17,9 +17,9 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, SplitError
-from pipecomp.plan.command import networks_of
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
+from pipecomp.plan.options import networks_of
 from pipecomp.plan.prediction import Job, Speeds, average_seconds, best_in_flight, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.search import choose, choose_average, choose_bits, layouts, shares
@@ -362,7 +362,7 @@ def test_the_command(folder):
     text = " ".join(done.stdout.split())
     assert "Stages (estimated for 0.05 TFLOP/s)" in text
     assert "AQ-SGD fw2 bw4" in text
-    assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples a step, 64 tokens each." in text
+    assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text
     found = json.loads(out.read_text())
     assert found["cuts"][0] == 0
     assert found["cuts"][-1] == 8
@@ -432,15 +432,15 @@ class TestWithoutASpeed:
 
     def test_a_bandwidth_alone_predicts_nothing(self, planned):
         text, found = planned("--bandwidth", "1gbit/100mbit/1gbit", "--delay", "1ms")
-        assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples a step, 64 tokens each." in text
-        assert text.endswith("take --speed (or --profile, or --measure) and --bandwidth.")
+        assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text
+        assert text.endswith("give --speed (or --profile, or --measure) and --bandwidth.")
         assert not {"stage_s", "bits", "chosen", "plain", "config", "profile"} & set(found)
         assert not any(word in text for word in ("seconds", " ms", "train_micro_batch_size_per_gpu"))
 
     def test_one_stage_has_no_links(self, planned):
         text, found = planned("--stages", "1")
         assert [row["name"] for row in found["methods"]] == ["none"]
-        assert "each micro-batch" not in text
+        assert "per micro-batch" not in text
 
 
 @pytest.mark.timeout(300)
@@ -448,7 +448,7 @@ class TestWithoutASpeed:
     ("arguments", "message"),
     [
         (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
-        (("--stages", "2", "--recompute"), "recompute: got True, allowed: nothing without --speed"),
+        (("--stages", "2", "--recompute"), "recompute: got True, allowed: no value without --speed"),
         (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.1 GB for each node"),
         (("--stages", "9"), "stages: got 9, allowed: a divisor of 9 nodes, at most the model's 8 blocks"),
         (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),

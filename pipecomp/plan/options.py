@@ -1,0 +1,176 @@
+"""The options of `pipecomp plan`, checked, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.doctor.launch import Launch
+from pipecomp.errors import ConfigError
+from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan.profile import Profile, count
+from pipecomp.plan.wanted import Wanted
+from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
+_TOKENS = 1024
+
+Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a plan is asked for, as on the command line. Raises ConfigError for what does not fit together.
+
+    Attributes:
+        model: a Hugging Face model, config, folder or hub name; of a folder only config.json is read.
+        nodes, stages, micro_batch: None to choose.
+        batch: samples of a step, over all replicas.
+        tokens: of a sample; None for 1024.
+        bandwidth: of the links, as in "100mbit" or, link by link, "1gbit/100mbit"; several networks with commas.
+        delay: one way, as in "20ms".
+        speed: TFLOP/s of the nodes, as in "30" or, node by node, "30/10".
+        profile: instead of `speed`, a file that a plan with `measure` wrote.
+        memory: GB of a node.
+        dtype: "fp32", "bf16" or "fp16".
+        tie: whether tied weights stay tied.
+        recompute: with `speed`: activation checkpointing.
+        measure: time this machine, or all of a launcher's with their links.
+        store: with `measure`: where the message store would be.
+    """
+
+    model: Any
+    nodes: int | None = None
+    stages: int | None = None
+    batch: int = 32
+    micro_batch: int | None = None
+    tokens: int | None = None
+    bandwidth: str | None = None
+    delay: str | None = None
+    speed: str | None = None
+    profile: Path | None = None
+    memory: float | None = None
+    dtype: str = "fp32"
+    tie: bool = True
+    recompute: bool = False
+    measure: bool = False
+    store: Path = Path("messages")
+
+    def __post_init__(self) -> None:
+        _check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        counts = {"nodes": self.nodes, "stages": self.stages, "batch": self.batch, "micro-batch": self.micro_batch}
+        for key, number in counts.items():
+            _check(number is None or number >= 1, key, number, "a whole number from 1")
+        _check(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
+        recompute = self.recompute or None
+        if self.measure:
+            _check_unset("together with --measure", speed=self.speed, profile=self.profile, recompute=recompute)
+        elif self.profile is not None:
+            states = "together with --profile, which states it"
+            _check_unset(states, speed=self.speed, tokens=self.tokens, recompute=recompute)
+        elif self.speed is None:
+            _check_unset("without --speed", recompute=recompute)
+
+    @cached_property
+    def networks(self) -> dict[str, Rates]:
+        """The networks to plan for, by name; the first one decides."""
+        return networks_of(self.bandwidth, self.delay)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """TFLOP/s of all nodes, or of each; empty where none was given."""
+        try:
+            found = tuple(float(part) for part in self.speed.split("/")) if self.speed is not None else ()
+        except ValueError:
+            found = (0.0,)
+        allowed = "numbers above 0, with slashes between them"
+        _check(all(0 < one < math.inf for one in found), "speed", self.speed, allowed)
+        return found
+
+    def check_launch(self, launch: Launch) -> None:
+        """Refuse what the ranks of a launcher measure or are."""
+        if launch.started:
+            with_ranks = "when a launcher's ranks are measured"
+            _check_unset(with_ranks, nodes=self.nodes, bandwidth=self.bandwidth, delay=self.delay)
+
+    def wanted(self, world: int | None) -> Wanted:
+        """What is to be planned. world: ranks of a launcher, None without one."""
+        rates, _ = next(iter(self.networks.values()))
+        drawn = len(rates) + 1 if len(rates) > 1 else None  # links given one by one say how many stages there are
+        several = len(self.speeds) > 1
+        nodes = world or self.nodes or (len(self.speeds) if several else None) or self.stages or drawn or 2
+        wanted = Wanted(
+            model=self.model,
+            nodes=nodes,
+            stages=self.stages or world or drawn,
+            batch=self.batch,
+            micro_batch=self.micro_batch,
+            tie=self.tie,
+            dtype=DTYPES[self.dtype],
+            memory_bytes=math.inf if self.memory is None else self.memory * 1e9,
+        )
+        if several:
+            _check(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")
+            wanted = replace(wanted, slowdowns=tuple(min(self.speeds) / one for one in self.speeds))
+        return wanted
+
+    @property
+    def without_seconds(self) -> bool:
+        """Whether nothing says how fast machines are: then sizes are all that can be planned."""
+        return self.speed is None and self.profile is None and not self.measure
+
+    @property
+    def size(self) -> tuple[Any, int, torch.dtype]:
+        """Model, tokens of a sample, dtype."""
+        return self.model, self.tokens or _TOKENS, DTYPES[self.dtype]
+
+    def counted(self) -> Profile:
+        """Count the model's operations and memory; no seconds."""
+        return count(*self.size)
+
+    def estimated(self) -> Profile:
+        """Read the model's profile from a file, or give its operations seconds by the slowest node's speed."""
+        if self.profile is not None:
+            try:
+                return Profile.from_dict(json.loads(self.profile.read_text()).get("profile"))
+            except (OSError, ValueError, AttributeError) as error:
+                written = "a file that pipecomp plan --measure --json wrote"
+                raise ConfigError("profile", str(self.profile), written) from error
+        if not self.speeds:
+            allowed = (
+                "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE; or --stages, for sizes alone"
+            )
+            raise ConfigError("speed", None, allowed)
+        return self.counted().estimated(min(self.speeds) * 1e12, recompute=self.recompute)
+
+
+def _check(right: bool, key: str, got: object, allowed: str) -> None:
+    if not right:
+        raise ConfigError(key, got, allowed)
+
+
+def _check_unset(where: str, **given: object) -> None:
+    for key, value in given.items():
+        _check(value is None, key, value, f"no value {where}")
+
+
+def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, Rates]:
+    """Read networks by name: content rates in bits per second, and seconds one way.
+
+    bandwidth: nominal rates; commas between networks, slashes between the links of one; None for RATES.
+    """
+    latency_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
+    names: Sequence[str] = bandwidth.split(",") if bandwidth is not None else RATES
+    found = {}
+    for name in names:
+        rates = [parse_rate("bandwidth", link.strip()) for link in name.split("/")]
+        found["/".join(map(rate_text, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
+    return found
