@@ -21,7 +21,8 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 LEVELS = [
     {"errors", "files", "json_tree", "schedule", "stats"},
     {"gradient_config", "kernels", "rates"},
-    {"allreduce", "buffers", "config", "data", "messages"},
+    {"allreduce", "buffers", "config", "data"},
+    {"messages"},
     {"cluster", "optim"},
     {"netlab"},
     {"doctor", "stages/link"},

@@ -11,11 +11,9 @@ from dataclasses import replace
 import torch
 
 from pipecomp.config import Bits, Config
-from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
-from pipecomp.messages.rotation import Rotated
+from pipecomp.messages.codecs import Codec
+from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import packet_bytes
-
-_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def activation_bytes(
@@ -25,28 +23,15 @@ def activation_bytes(
 
     first_visit: whether all of its samples are new to the link ("aqsgd" only; the others send the same every time).
     """
-    a = config.activations
-    how = (a.rounding, a.scale, a.group_size)
-    whole = Rotated if a.rotation else Quantized
-    codec: Codec = Cast(_CASTS.get(a.method, dtype))
-    if a.method == "direct":
-        codec = whole(a.bits(link)[0], *how)
-    elif a.method == "aqsgd" and not first_visit:
-        codec = Quantized(a.bits(link)[0], *how)
-    elif a.method == "aqsgd" and a.first_visit != "full":
-        codec = whole(int(a.first_visit), *how)
+    codecs = LinkCodecs(config.activations, link)
+    first_visit = first_visit and config.activations.method == "aqsgd"
+    codec = codecs.first_visit(dtype) if first_visit else codecs.activation(dtype)
     return _size(codec, counts, hidden)
 
 
 def gradient_bytes(config: Config, link: int, counts: Sequence[int], hidden: int, dtype: torch.dtype) -> int:
     """Of one micro-batch's gradients, on their way back."""
-    a = config.activations
-    codec: Codec = Cast(_CASTS.get(a.method, dtype))
-    if a.method in a.QUANTIZED:
-        codec = Quantized(a.bits(link)[1], a.rounding, a.scale, a.group_size)
-        if a.backward_top_k is not None:
-            codec = TopK(codec.bits, a.backward_top_k, a.rounding, a.scale, a.group_size)
-    return _size(codec, counts, hidden)
+    return _size(LinkCodecs(config.activations, link).gradient(dtype), counts, hidden)
 
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:

@@ -27,8 +27,8 @@ from pipecomp.buffers.base import MessageStore
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK, wire_dtype
-from pipecomp.messages.rotation import Rotated
+from pipecomp.messages.codecs import Codec, wire_dtype
+from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, decode, encode
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.transport import Transport
@@ -76,21 +76,12 @@ class Endpoint:
         self.changed: set[int] = set()  # samples put since the last drift check
         self.drifted = False  # whether that found a difference
         self._remember = config.store.drift_check is not None
-        self._method = a.method
-        self._eval = a.eval
         self._goes_on = store is not None and config.store.on_write_error == "continue"
         self._checksum = config.transport.checksum
         self._seed, self._replica = config.seed, replica
         self._pass_nonfinite = pass_nonfinite
-        how = (a.rounding, a.scale, a.group_size)
         self._group_size = a.group_size
-        whole = Rotated if a.rotation else Quantized  # for activations themselves
-        forward_bits, backward_bits = a.bits(index)
-        self._forward = (whole if a.method == "direct" else Quantized)(forward_bits, *how)
-        self._first = None if a.first_visit == "full" else whole(int(a.first_visit), *how)
-        self._backward: Codec = Quantized(backward_bits, *how)
-        if a.backward_top_k is not None:
-            self._backward = TopK(backward_bits, a.backward_top_k, *how)
+        self._codecs = LinkCodecs(a, index)
 
     def _keep(self, sample: int, version: int, m_nH: Tensor) -> None:
         assert self.store is not None
@@ -100,18 +91,10 @@ class Endpoint:
 
     # -- sending and receiving packets
 
-    def _codec(self, kind: Kind, dtype: torch.dtype) -> Codec:
-        """The codec of a packet without a store."""
-        method = self._method
-        if kind is Kind.EVAL_ACTIVATION:
-            method = "none" if self._eval == "full" else self._eval
-        if method == "fp16":
-            return Cast(torch.float16)
-        if method == "bf16":
-            return Cast(torch.bfloat16)
-        if method == "none":
-            return Cast(dtype)
-        return self._backward if kind is Kind.GRADIENT else self._forward
+    @property
+    def _first_bits(self) -> int:
+        """Bits of first visits; 0 where they are uncompressed."""
+        return 0 if self._codecs.first is None else self._codecs.first.bits
 
     def _draw(self, direction: int, at: Position, part: int = 0) -> int:
         return ops.mix_seed(self._seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
@@ -128,7 +111,7 @@ class Endpoint:
             dtype=wire_dtype(x.dtype),
             payload_dtype=codec.payload_dtype,
             bits=codec.bits,
-            first_bits=self._first.bits if self._first is not None and kind is Kind.ACTIVATION else 0,
+            first_bits=self._first_bits if kind is Kind.ACTIVATION else 0,
             tokens=layout.tokens,
             hidden=x.shape[-1],
             group_size=self._group_size or 0,

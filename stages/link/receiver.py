@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import BaseMismatchError, LinkError, NonFiniteError, WireError
-from pipecomp.messages.codecs import Cast, Codec, torch_dtype
+from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
 from pipecomp.stages.link.changes import Changes
@@ -35,10 +35,10 @@ class LinkReceiver(Endpoint):
         layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
         if training and self.store is not None:
-            self._check_codec(header, self._forward)
+            self._check_codec(header, self._codecs.forward)
             x_TH = self._decode_deltas(header, payload, layout, at).to(dtype)
         else:
-            codec = self._codec(kind, dtype)
+            codec = self._codecs.activation(dtype) if training else self._codecs.evaluation(dtype)
             self._check_codec(header, codec)
             x_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
         counters = self.stats.forward if training else self.stats.evaluation
@@ -47,7 +47,7 @@ class LinkReceiver(Endpoint):
 
     def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:
         assert self.store is not None
-        if header.first_bits != (self._first.bits if self._first is not None else 0):
+        if header.first_bits != self._first_bits:
             got = header.first_bits or "full"
             raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
         sizes = [self._sample_bytes(s, header) for s in header.samples]
@@ -62,12 +62,12 @@ class LinkReceiver(Endpoint):
             if sample.form is Form.DELTA:
                 held_nH = self._checked_base(sample, changes.held(sample.id), header.hidden, at)
                 m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, sample.start)
-                self._forward.decode_delta_(data, m_nH)
+                self._codecs.forward.decode_delta_(data, m_nH)
                 if self.canvas is not None:
                     self.canvas.put_(held_nH, sample.start, m_nH)
                 self.stats.delta_samples += 1
             elif sample.form in (Form.FULL, Form.NOT_KEPT):
-                codec: Codec = self._first or Cast(torch_dtype(header.dtype))
+                codec = self._codecs.first_visit(torch_dtype(header.dtype))
                 m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
                 held_nH = m_nH if self.canvas is None else self.canvas.spread(m_nH, sample.start)
                 self.stats.full_samples += 1
@@ -85,8 +85,8 @@ class LinkReceiver(Endpoint):
 
     def _sample_bytes(self, sample: Sample, header: Header) -> int:
         if sample.form is Form.DELTA:
-            return self._forward.payload_bytes(sample.count, header.hidden)
-        codec: Codec = self._first or Cast(torch_dtype(header.dtype))
+            return self._codecs.forward.payload_bytes(sample.count, header.hidden)
+        codec = self._codecs.first_visit(torch_dtype(header.dtype))
         return codec.payload_bytes(sample.count, header.hidden)
 
     def _checked_base(self, sample: Sample, cached: CachedActivation | None, hidden: int, at: Position) -> Tensor:
@@ -108,7 +108,7 @@ class LinkReceiver(Endpoint):
     def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position) -> None:
         """Send the gradient [B, S, H] of the activations received at `at`; returns once the packet is queued."""
         g_TH = gather(g_BSH.detach(), layout)
-        codec = self._codec(Kind.GRADIENT, g_TH.dtype)
+        codec = self._codecs.gradient(g_TH.dtype)
         try:
             parts = codec.encode(g_TH, self._draw(BACKWARD, at))
         except NonFiniteError as error:

@@ -39,7 +39,7 @@ class LinkSender(Endpoint):
         x_TH = gather(x_BSH.detach(), layout)
         raw = x_TH.numel() * x_TH.element_size()
         if not training:
-            codec = self._codec(Kind.EVAL_ACTIVATION, x_TH.dtype)
+            codec = self._codecs.evaluation(x_TH.dtype)
             header = self._header(Kind.EVAL_ACTIVATION, codec, x_TH, plain_samples(layout), layout, at)
             self.stats.evaluation.add(raw, self._send(header, codec.encode(x_TH, self._draw(FORWARD, at))))
             return
@@ -47,7 +47,7 @@ class LinkSender(Endpoint):
             if self.store is not None:
                 header, parts = self._encode_deltas(x_TH, layout, at)
             else:
-                codec = self._codec(Kind.ACTIVATION, x_TH.dtype)
+                codec = self._codecs.activation(x_TH.dtype)
                 header = self._header(Kind.ACTIVATION, codec, x_TH, plain_samples(layout), layout, at)
                 parts = codec.encode(x_TH, self._draw(FORWARD, at))
         except NonFiniteError as error:
@@ -87,7 +87,7 @@ class LinkSender(Endpoint):
         changes.make(self._keep)
         if self._goes_on:
             self._unanswered[at] = {s.id for s in samples if s.form is Form.FULL}
-        return self._header(Kind.ACTIVATION, self._forward, x_TH, samples, layout, at), parts
+        return self._header(Kind.ACTIVATION, self._codecs.forward, x_TH, samples, layout, at), parts
 
     def _encode_sample(
         self, x_nH: Tensor, cached: CachedActivation | None, start: int, seed: int
@@ -96,17 +96,17 @@ class LinkSender(Endpoint):
         if cached is not None:
             held_nH = cached.m_nH.to(x_nH.device)
             m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, start)
-            parts = self._forward.encode_delta_(x_nH, m_nH, seed)
+            parts = self._codecs.forward.encode_delta_(x_nH, m_nH, seed)
             if self.canvas is not None:
                 self.canvas.put_(held_nH, start, m_nH)
             return m_nH, held_nH, parts
-        if self._first is None:
+        if self._codecs.first is None:
             if not bool(torch.isfinite(x_nH).all()):
                 raise NonFiniteError("NaN or Inf")
             m_nH, parts = x_nH.to(torch.float32, copy=True), Cast(x_nH.dtype).encode(x_nH)
         else:
-            parts = self._first.encode(x_nH, seed)
-            m_nH = self._first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
+            parts = self._codecs.first.encode(x_nH, seed)
+            m_nH = self._codecs.first.decode(np.concatenate(parts), x_nH.shape[0], x_nH.shape[1], x_nH.device)
         return m_nH, m_nH if self.canvas is None else self.canvas.spread(m_nH, start), parts
 
     def _sample_error(self, x_nH: Tensor, m_nH: Tensor) -> None:
@@ -126,7 +126,7 @@ class LinkSender(Endpoint):
             self.stats.unstored_samples += len(not_kept & first_visits)
             self.store.drop(not_kept)
         dtype = torch_dtype(header.dtype)
-        codec = self._codec(Kind.GRADIENT, dtype)
+        codec = self._codecs.gradient(dtype)
         if self._pass_nonfinite and header.method is Cast.method:
             codec = Cast(dtype)
         self._check_codec(header, codec)

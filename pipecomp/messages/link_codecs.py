@@ -1,0 +1,50 @@
+"""Which codec a packet goes through: the one choice that both ends of a link, and the planner, go by."""
+
+from __future__ import annotations
+
+import torch
+
+from pipecomp.config import Activations
+from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
+from pipecomp.messages.rotation import Rotated
+
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class LinkCodecs:
+    """The codecs of one link.
+
+    forward: of activations themselves with "direct", of their changes with "aqsgd". first: of first visits; None where
+    they are uncompressed. backward: of gradients, where they are quantized.
+    """
+
+    def __init__(self, a: Activations, link: int) -> None:
+        self._method, self._eval = a.method, "none" if a.eval == "full" else a.eval
+        how = (a.rounding, a.scale, a.group_size)
+        forward_bits, backward_bits = a.bits(link)
+        of_themselves = Rotated if a.rotation else Quantized
+        self.forward = (of_themselves if a.method == "direct" else Quantized)(forward_bits, *how)
+        self.first = None if a.first_visit == "full" else of_themselves(int(a.first_visit), *how)
+        self.backward: Codec = Quantized(backward_bits, *how)
+        if a.backward_top_k is not None:
+            self.backward = TopK(backward_bits, a.backward_top_k, *how)
+
+    def activation(self, dtype: torch.dtype) -> Codec:
+        """Of a training packet forward; with "aqsgd" of a delta. dtype: the stages' own."""
+        return _chosen(self._method, self.forward, dtype)
+
+    def first_visit(self, dtype: torch.dtype) -> Codec:
+        """Of a sample's first visit with "aqsgd"."""
+        return self.first or Cast(dtype)
+
+    def gradient(self, dtype: torch.dtype) -> Codec:
+        """Of a packet backward."""
+        return _chosen(self._method, self.backward, dtype)
+
+    def evaluation(self, dtype: torch.dtype) -> Codec:
+        """Of a packet in evaluation."""
+        return _chosen(self._eval, self.forward, dtype)
+
+
+def _chosen(method: str, quantized: Codec, dtype: torch.dtype) -> Codec:
+    return quantized if method in Activations.QUANTIZED else Cast(_CASTS.get(method, dtype))
