@@ -357,7 +357,7 @@ def test_variables_that_cannot_be(environ, monkeypatch, tmp_path):
     assert told[0].check == "launcher"
 
 
-@pytest.mark.parametrize(("rate", "what"), [(10**6, "rates and delays"), (None, "makes delays")])
+@pytest.mark.parametrize(("rate", "what"), [(10**6, "rates and delays"), (None, "simulates delays")])
 def test_links_that_are_slow_for_training_alone(rate, what):
     lab = ThrottleSettings(
         state="file", node=0, procs_per_node=1, up=[rate] * 2, down=[rate] * 2, delay_s=0.01, jitter_s=0.0
@@ -464,7 +464,7 @@ def test_a_store_that_forgets(tmp_path, monkeypatch):
 
     forgetful = buffers.MemoryEnvironment
     monkeypatch.setattr(buffers, "open_environment", lambda *a, **k: forgetful())
-    assert storage._store(tmp_path) == "what was stored is not what was read"
+    assert storage._store(tmp_path) == "what was read is not what was stored"
 
 
 def test_a_store_that_cannot_be_opened(tmp_path):
