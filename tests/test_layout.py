@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "deepspeed": {"engine", "bench", "checkpoint", "cluster"},
     "lmdb": {"buffers"},
     # the lab slows links down; what trains and what plans does without
-    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "engine", "stages/link"},
+    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "engine"},
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
 }

@@ -205,6 +205,7 @@ def plan_run(
     On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
     with plain_errors():
+        from pipecomp.netlab.throttle import throttle_to
         from pipecomp.plan.command import run_plan
         from pipecomp.plan.options import PlanOptions
 
@@ -226,5 +227,5 @@ def plan_run(
             measure=measure,
             store=store_path,
         )
-        if (found := run_plan(console, options)) is not None:
+        if (found := run_plan(console, options, throttle_to)) is not None:
             write_json(json_file, found)

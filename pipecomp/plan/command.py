@@ -21,6 +21,7 @@ from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layou
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
 from pipecomp.plan.wanted import FIRST_VISIT, Wanted, methods
+from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.planning import SplitPlan
 
 
@@ -33,12 +34,13 @@ class Found:
     rows: list[tuple[str, list[Prediction]]]
 
 
-def run_plan(console: Console, options: PlanOptions) -> dict[str, Any] | None:
+def run_plan(console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced) -> dict[str, Any] | None:
     """Plan as `pipecomp plan` does, and print it.
 
     Args:
         console: where to print.
         options: what is asked for. A number of stages without `speed`, `profile` and `measure` gives sizes alone.
+        pacer_to: slows links down that are measured.
 
     Returns:
         The plan as JSON values (see `as_json` and `sizes.sizes_as_json`); None on a launcher's ranks other than 0.
@@ -56,7 +58,7 @@ def run_plan(console: Console, options: PlanOptions) -> dict[str, Any] | None:
         sizes = sizes_of(wanted, options.counted())
         show_sizes(sizes, console)
         return sizes_as_json(sizes)
-    seen = _survey(options, launch)
+    seen = _survey(options, launch, pacer_to)
     if seen is None:
         return None
     if launch.started:
@@ -69,12 +71,12 @@ def run_plan(console: Console, options: PlanOptions) -> dict[str, Any] | None:
     return {**as_json(found, network, list(networks)), "speeds": speeds_as_dict(seen.speeds)}
 
 
-def _survey(options: PlanOptions, launch: Launch) -> Survey | None:
+def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey | None:
     """What is known of the machines, measured or not; None on a launcher's ranks other than 0."""
     if not options.measure:
         return Survey(profile=options.estimated(), speeds=Speeds())
     measured = (*options.size, options.micro_batch or 1, options.store)
-    return survey_ranks(*measured, options.stages) if launch.started else survey_machine(*measured)
+    return survey_ranks(*measured, options.stages, pacer_to) if launch.started else survey_machine(*measured)
 
 
 def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:

@@ -27,6 +27,7 @@ from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile
 from pipecomp.plan.timing import time_average, time_link, time_model, time_update
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
+from pipecomp.stages.link.transport import PacerTo
 
 _TIMEOUT_S = 120.0
 
@@ -68,11 +69,11 @@ def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, st
 
 
 def survey_ranks(
-    model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, stages: int | None
+    model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, stages: int | None, pacer_to: PacerTo
 ) -> Survey | None:
     """All ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
-    stages: K, by default one for each rank. ConfigError if the ranks cannot make so many.
+    stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many.
     """
     launch = read_launch(os.environ)
     assert launch.rank is not None, "started by a launcher"
@@ -82,7 +83,7 @@ def survey_ranks(
         raise ConfigError("stages", K, f"a divisor of the {launch.world} processes of this run")
     dist.init_process_group("gloo")
     try:
-        mine = (_links(launch, K), survey_machine(model, tokens, dtype, samples, store))
+        mine = (_links(launch, K, pacer_to), survey_machine(model, tokens, dtype, samples, store))
         seen: list[Any] = [None] * launch.world
         dist.all_gather_object(seen, mine)
         dist.barrier()
@@ -103,7 +104,7 @@ def survey_ranks(
     )
 
 
-def _links(launch: Launch, K: int) -> Any:
+def _links(launch: Launch, K: int, pacer_to: PacerTo) -> Any:
     """This rank's link to the next stage, measured with all others."""
     rank, world = launch.rank, launch.world
     assert rank is not None, "started by a launcher"
@@ -111,8 +112,8 @@ def _links(launch: Launch, K: int) -> Any:
     R = world // K
     groups = neighbour_groups([[k * R + r for k in range(K)] for r in range(R)], _TIMEOUT_S)
     ends = [
-        GlooTransport(groups[pair], timeout_s=_TIMEOUT_S) if pair in groups else None
-        for pair in ((rank - R, rank), (rank, rank + R))
+        GlooTransport(groups[pair], timeout_s=_TIMEOUT_S, pacer=pacer_to(peer)) if pair in groups else None
+        for pair, peer in (((rank - R, rank), rank - R), ((rank, rank + R), rank + R))
     ]
     found = measure_links(rank // R, *ends)
     dist.barrier()

@@ -28,6 +28,13 @@ class Pacer(Protocol):
         ...
 
 
+PacerTo = Callable[[int], Pacer | None]  # from a rank to what slows down the link to it
+
+
+def unpaced(rank: int) -> None:
+    """A PacerTo that slows nothing down."""
+
+
 class Transport(Protocol):
     """One end of a connection between two ranks."""
 

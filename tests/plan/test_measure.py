@@ -136,7 +136,7 @@ class TestDecision:
     def test_a_link_that_compute_hides(self):
         found = self.decided(self.seen(21e6, 21e6))
         assert found[:2] == (3, 6)
-        assert "hide behind computing" in found.reason
+        assert "compute time hides" in found.reason
         assert "21 Mbit/s" in found.reason
 
     def test_a_link_that_nothing_hides(self):
