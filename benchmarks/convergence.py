@@ -1,27 +1,33 @@
-"""Does training converge with compressed links as it does without? Fine-tune a pre-trained GPT-2 and print the table.
+"""Does training converge with compressed links as it does without? Fine-tune a pre-trained GPT-2.
 
-    python benchmarks/convergence.py [--seeds 3] [--stages 4 2] [--only NAME ...] [--workers 2]
-                                     [--data FOLDER] [--cache FOLDER] [--out FOLDER]
+    python -m benchmarks convergence [--seeds 3] [--stages 4 2] [--only NAME ...] [--workers 2]
+                                     [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
 
 All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
-Finished runs are kept in --out, so that a benchmark that was stopped continues. Writes convergence.md
-beside them.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import math
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs import chosen, digest, finished, parser, work_off
+from benchmarks import page
+from benchmarks.page import Row, prose, spread, values
+from benchmarks.runner import Runs, arguments, chosen, digest
+from benchmarks.training import adamw, byte_columns, in_memory, in_order, train_epochs
+from benchmarks.wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
 
 EPOCHS, BATCH, MICRO_BATCH = 6, 16, 8
 LEARNING_RATE, WARM_UP = 5e-4, 24
 BITS = ((2, 4), (3, 6), (4, 8))
+SETUP = digest(
+    [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
+)
 
 
 @dataclass(frozen=True)
@@ -72,38 +78,19 @@ def _quantized(method: str, forward: int, backward: int) -> dict[str, Any]:
     return {"method": method, "forward_bits": forward, "backward_bits": backward}
 
 
-def ds_config(method: Method, seed: int, steps: int, warm_up: int = WARM_UP) -> dict[str, Any]:
-    """The configuration, as `pipecomp.initialize` would take it."""
-    section: dict[str, Any] = {"seed": seed, "activations": method.activations}
-    if method.activations["method"] == "aqsgd":
-        section["store"] = {"backend": "memory", **method.store}
-    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
-    schedule = {"total_num_steps": steps, "warmup_num_steps": warm_up, "warmup_max_lr": LEARNING_RATE}
-    return {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
-        "gradient_clipping": 1.0,
-        "pipecomp": section,
-        **(half if method.bf16 else {}),
-    }
-
-
-def train(name: str, stages: int, seed: int, data: Path, cache: Path) -> dict[str, Any]:
-    """One run of a method of the table; plain values."""
+def train(name: str, stages: int, seed: int, data: Path, cache: Path) -> Row:
+    """One run of a method of the table."""
     method = next(m for m in methods() if m.name == name)
     return fine_tune(method, stages, seed, EPOCHS, data, cache)
 
 
-def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, cache: Path) -> dict[str, Any]:
-    """One run; plain values. Loads what it needs, so that it can be a process of its own."""
+def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, cache: Path) -> Row:
+    """One run. Loads what it needs, so that it can be a process of its own."""
     import torch
 
     torch.set_num_threads(1)
-    from inprocess import InProcessPipeline
-    from wikitext import pretrained_model, wikitext_task
-
+    from benchmarks.inprocess import InProcessPipeline
+    from benchmarks.wikitext import pretrained_model, wikitext_task
     from pipecomp.bench.bf16 import products_in_float32
     from pipecomp.data import eval_batches
     from pipecomp.demo.task import Sequences
@@ -111,109 +98,143 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)
     training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
-    steps = epochs * (len(training) // BATCH)
-    config = ds_config(method, seed, steps, WARM_UP * epochs // EPOCHS)
+    config = adamw(
+        in_memory(method.activations, seed, **method.store),
+        samples=(BATCH, MICRO_BATCH),
+        lr=LEARNING_RATE,
+        steps=(epochs * (len(training) // BATCH), WARM_UP * epochs // EPOCHS),
+    )
+    if method.bf16:
+        half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config |= {**half, "zero_optimization": {"stage": 1}}
     pipeline = InProcessPipeline(model, stages, config, training)
     began = time.process_time()
-    losses_of: list[float] = []
-    evaluations: list[float] = []
-    first_epoch: dict[str, int] = {}
     with products_in_float32(method.bf16):
         before = float(pipeline.eval_batch(held_out))
-        for _ in range(epochs):
-            losses = [float(pipeline.train_batch()) for _ in range(pipeline.steps_per_epoch)]
-            losses_of.append(sum(losses) / len(losses))
-            evaluations.append(float(pipeline.eval_batch(held_out)))
-            first_epoch = first_epoch or _bytes(pipeline)
-    if not pipeline.same_messages():
-        raise AssertionError("the two ends of a link hold different messages")
-    total = _bytes(pipeline)
+        evaluations, trained = train_epochs(pipeline, epochs, lambda: float(pipeline.eval_batch(held_out)))
     return {
         "method": method.name,
         "stages": stages,
         "seed": seed,
-        "train_loss": losses_of[-1],
         "eval_loss": evaluations[-1],
         "eval_loss_before": before,
-        "train_losses": losses_of,
         "eval_losses": evaluations,
-        **total,
-        "forward_bytes_raw_after_first_epoch": total["forward_bytes_raw"] - first_epoch["forward_bytes_raw"],
-        "forward_bytes_sent_after_first_epoch": total["forward_bytes_sent"] - first_epoch["forward_bytes_sent"],
-        "store_bytes": pipeline.store_bytes(),
+        **trained,
         "cpu_seconds": time.process_time() - began,
         **report,
     }
 
 
-def _bytes(pipeline: Any) -> dict[str, int]:
-    """Bytes of training over all links so far."""
-    links = pipeline.comm_stats().values()
-    return {
-        f"{way}_{kind}": sum(link[way][kind] for link in links)
-        for way in ("forward", "backward")
-        for kind in ("bytes_raw", "bytes_sent")
-    }
-
-
-def setup_digest() -> str:
-    """What runs must have in common to stand in one table."""
-    from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
-
-    values = [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
-    return digest(values)
-
-
-def jobs(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
+def cases(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
     """(method, K, seed) in the order in which they are worth having."""
-    lines = methods()
-    names = chosen([m.name for m in lines], only)
-    lines = [m for m in lines if m.name in names]
-    main = [m for m in lines if m.main]
-    first = [(m.name, stages[0], seed) for seed in range(seeds) for m in main]
-    rest = [(m, stages[0]) for m in lines if m not in main and not m.bf16]
+    names = chosen([m.name for m in methods()], only)
+    lines = [m for m in methods() if m.name in names]
+    first = [(m.name, stages[0], seed) for seed in range(seeds) for m in lines if m.main]
+    rest = [(m, stages[0]) for m in lines if not m.main and not m.bf16]
     rest += [(m, k) for k in stages[1:] for m in lines if m.every_k]  # FP32 is the same, bit for bit, for every K
     rest += [(m, stages[0]) for m in lines if m.bf16]
     return first + [(m.name, k, seed) for seed in range(seeds) for m, k in rest]
 
 
-def main() -> None:
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    rows = in_order(rows, [m.name for m in methods()], "method", "-stages", "seed")
+    exact = _of(rows, "FP32")
+    text = f"""
+        # Convergence with compressed links
+
+        `python -m benchmarks convergence`, on {page.machine(rows)}; a run takes one thread and
+        {statistics.mean(values(rows, "cpu_seconds")):.0f} s of it.
+
+        GPT-2 with 8 layers, d = 128, 4 heads, {VOCABULARY} tokens (byte-level BPE) and no dropout, pre-trained once per
+        seed on {int(PRETRAINING["tokens"]) // 1000}k tokens of WikiText-2's training text, then fine-tuned {EPOCHS}
+        epochs on {TRAINING} sequences of {LENGTH} tokens from articles of its validation text. {HELD_OUT} more
+        sequences of these articles are held out; the loss on them before fine-tuning is
+        {spread(values(exact, "eval_loss_before"))} (random weights: {math.log(VOCABULARY):.2f}). AdamW, learning rate
+        {LEARNING_RATE:g} with {WARM_UP} steps of warm-up and linear decay, {BATCH} samples a step in micro-batches of
+        {MICRO_BATCH}, gradients clipped at norm 1. A seed sets initial weights, pre-training data and order; all else
+        is the same for all methods. The stages run in one process (`inprocess.py`) with the engine's losses, bit for
+        bit (`tests/benchmarks/test_inprocess.py`); after every run the two ends of every link held the same cached
+        activations.
+
+        Training loss: mean over the last epoch. ± is the standard deviation over seeds, most of which comes from the
+        seed's own pre-training; above FP32 is the mean of the differences to FP32 (to BF16 for BF16 training) with the
+        same seed.
+
+        ## The gap that AQ-SGD closes
+
+        (DirectQ − AQ-SGD) / (DirectQ − FP32) of the means over seeds; in brackets the single seeds.
+    """
+    more = """
+        ## All methods
+
+        Sent: bytes of packets, headers and scales included, as a share of the values' bytes in the training dtype;
+        forward over all epochs and without the first, in which samples are sent uncompressed. FP32 is the same, bit for
+        bit, for every K. Stores: both ends of all links together. Matrix products of BF16 training are computed in
+        float32 and rounded (`pipecomp/bench/bf16.py`).
+    """
+    return [*prose(text), *_gaps(rows), *prose(more), *_table(rows)]
+
+
+def _of(rows: list[Row], method: str, stages: int | None = None) -> list[Row]:
+    return [row for row in rows if row["method"] == method and stages in (None, row["stages"])]
+
+
+def _gaps(rows: list[Row]) -> list[str]:
+    """How much of what DirectQ loses AQ-SGD wins back."""
+    lines = []
+    for stages in sorted({row["stages"] for row in rows}, reverse=True):
+        for bits in (f"fw{forward} bw{backward}" for forward, backward in BITS):
+            three = (_of(rows, f"DirectQ {bits}", stages), _of(rows, f"AQ-SGD {bits}", stages), _of(rows, "FP32"))
+            by_seed = [{row["seed"]: row for row in found} for found in three]
+            seeds = sorted(set.intersection(*map(set, by_seed)))
+            if seeds:
+                losses = [
+                    [[found[seed][key] for seed in seeds] for found in by_seed] for key in ("train_loss", "eval_loss")
+                ]
+                lines.append([bits, stages, len(seeds), *(_closed(*found) for found in losses)])
+    return page.table(("bits", "K", "seeds", "training loss", "held-out loss"), lines)
+
+
+def _closed(direct: Sequence[float], delta: Sequence[float], exact: Sequence[float]) -> str:
+    single = ", ".join(f"{(x - y) / (x - z):.2f}" for x, y, z in zip(direct, delta, exact, strict=True))
+    return f"{(sum(direct) - sum(delta)) / (sum(direct) - sum(exact)):.3f} ({single})"
+
+
+def _table(rows: list[Row]) -> list[str]:
+    """One line per method and K. Bytes are those of training over all links."""
+
+    def above(group: list[Row]) -> str:
+        reference = "BF16" if group[0]["method"].startswith("BF16") else "FP32"
+        seeds = values(group, "seed")
+        base = [row for row in _of(rows, reference) if row["seed"] in seeds]
+        if group[0]["method"] == reference or not base:
+            return "–"
+        found = statistics.mean(page.above(group, base, "train_loss"))
+        return f"{found:+.4f} ({100 * found / statistics.mean(values(base, 'train_loss')):+.2f} %)"
+
+    cells = {
+        "method": lambda group: group[0]["method"],
+        "K": lambda group: "any" if group[0]["method"] == "FP32" else group[0]["stages"],
+        "seeds": len,
+        "training loss": lambda group: spread(values(group, "train_loss")),
+        "above FP32": above,
+        "held-out loss": lambda group: spread(values(group, "eval_loss")),
+        **byte_columns(),
+        "stores MB": lambda group: f"{group[0]['store_bytes'] / 1e6:.1f}",
+    }
+    return page.columns(cells, page.grouped(rows, "method", "stages"))
+
+
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    from convergence_report import write_report
-
-    arguments = _arguments()
-    setup, kept = setup_digest(), arguments.out / "convergence.jsonl"
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    runs = finished(kept, setup)
-    done = {(run["method"], run["stages"], run["seed"]) for run in runs}
-    todo = [job for job in jobs(arguments.stages, arguments.seeds, arguments.only) if job not in done]
-    report = functools.partial(write_report, arguments.out, order=[m.name for m in methods()])
-    work_off(
+    stages = ([4, 2], "K; variants are run for the first only")
+    given = arguments(argv, __doc__, "seeds", "only", "workers", "data", "cache", stages=stages)
+    Runs(given, "convergence", SETUP, ("method", "stages", "seed")).complete(
         train,
-        todo,
-        (arguments.data, arguments.cache),
-        runs,
-        workers=arguments.workers,
-        kept=kept,
-        setup=setup,
-        line=_line,
-        report=report,
+        cases(given.stages, given.seeds, given.only),
+        given.data,
+        given.cache,
+        line=lambda row: f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}  {row['cpu_seconds']:.0f} s",
+        page=results,
     )
-
-
-def _line(run: dict[str, Any]) -> str:
-    return (
-        f"{run['method']:<40} K={run['stages']} seed {run['seed']}  train {run['train_loss']:.4f}  "
-        f"held out {run['eval_loss']:.4f}  {run['cpu_seconds']:.0f} s"
-    )
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__, "--seeds", "--only", "--workers", "--data", "--cache")
-    add = options.add_argument
-    add("--stages", type=int, nargs="+", default=[4, 2], help="K; variants are run for the first only (4 2)")
-    return options.parse_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A DDP training step over a slow link: does communication begin before the backward pass ends?
 
-    python benchmarks/ddp_overlap.py [--bandwidth 100mbit] [--method double_squeeze] [--picture FILE] [--json FILE]
+    python -m benchmarks ddp_overlap [--bandwidth 100mbit] [--method double_squeeze] [--out FOLDER] [--redraw]
 
 Two ranks in two network namespaces train an MLP with a hook of `pipecomp.allreduce`. Every bucket's averaging is timed
 from the hook's call to its end, beside the backward pass; the picture shows one step of both ranks.
@@ -8,19 +8,21 @@ from the hook's call to its end, beside the backward pass; the picture shows one
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import Runs, arguments, digest
 
 STEPS, WIDTH, LAYERS, BATCH = 6, 768, 12, 512
 
 
 def train(rank: int, world: int, note: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Begin and end of the last step's backward pass and of every bucket, seconds from the step's begin."""
+    import torch
     import torch.distributed as dist
 
     from pipecomp.allreduce import State, ddp_hook
@@ -75,73 +77,77 @@ def train(rank: int, world: int, note: Any, options: dict[str, Any]) -> dict[str
         "backward": (backward - step, ended - step),
         "buckets": [(a - step, b - step) for a, b in buckets],
         "step": stepped - step,
-        "forward and backward without communication": compute,
+        "alone": compute,  # forward and backward without communication
     }
 
 
-def draw(found: dict[int, dict[str, Any]], title: str, path: Path) -> None:
-    """A row for each rank's compute and one for each bucket."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 5))
-    labels = []
-    for rank, times in sorted(found.items()):
-        y = len(labels)
-        labels.append(f"rank {rank}  compute")
-        compute = times["forward and backward without communication"]
-        begin = times["backward"][0]
-        axes.barh(y, begin, left=0, color="#4c72b0", label="forward" if rank == 0 else None)
-        # Until backward() returns it also waits for the last buckets; alone it takes what it takes without them.
-        own = max(0.0, compute - begin)
-        axes.barh(y, own, left=begin, color="#2a4d80", label="backward" if rank == 0 else None)
-        rest = times["backward"][1] - begin - own
-        axes.barh(y, max(0.0, rest), left=begin + own, color="#d9d9d9", label="waiting" if rank == 0 else None)
-        for number, (a, b) in enumerate(sorted(times["buckets"])):
-            labels.append(f"rank {rank}  bucket {number}")
-            name = "averaging" if rank == number == 0 else None
-            axes.barh(len(labels) - 1, b - a, left=a, color="#55a868", label=name)
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-def main() -> None:
-    """Run from the command line."""
-    import ddp_overlap as this  # processes of the lab import it by name
-
+def measure(method: str, bandwidth: str) -> Row:
+    """The last step of both ranks."""
     from pipecomp.netlab.lab import Lab
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", default="100mbit")
-    parser.add_argument("--method", default="double_squeeze")
-    parser.add_argument("--picture", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args()
-    results = {}
-    with Lab(nodes=2, bandwidth=arguments.bandwidth) as lab:
-        for method in ("gloo", arguments.method):
-            results[method] = lab.run(this.train, {"method": method}, timeout_s=300)
-    for method, found in results.items():
-        for rank, times in sorted(found.items()):
-            first, last = min(a for a, _ in times["buckets"]), max(b for _, b in times["buckets"])
-            own = times["forward and backward without communication"]
-            print(
-                f"{method:16} rank {rank}: step {times['step']:.3f} s; compute alone {own:.3f} s; "
-                f"first bucket begins at {first:.3f} s, last ends at {last:.3f} s"
-            )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
-    if arguments.picture:
-        title = f"One DDP step, {arguments.method}, over {arguments.bandwidth}"
-        draw(results[arguments.method], title, arguments.picture)
+    with Lab(nodes=2, bandwidth=bandwidth) as lab:
+        ranks = lab.run(train, {"method": method}, timeout_s=300)
+    return {"method": method, "bandwidth": bandwidth, "ranks": [ranks[rank] for rank in sorted(ranks)]}
 
 
-if __name__ == "__main__":
-    main()
+def draw(row: Row, file: Path) -> None:
+    """A bar for each rank's compute and one for each bucket."""
+    labels = []
+    with page.picture(file, size=(11, 5)) as (axis,):
+        for rank, times in enumerate(row["ranks"]):
+            y = len(labels)
+            labels.append(f"rank {rank}  compute")
+            begin, end = times["backward"]
+            axis.barh(y, begin, left=0, color="#4c72b0", label=None if rank else "forward")
+            # Until backward() returns it also waits for the last buckets; alone it takes what it takes without them.
+            own = max(0.0, times["alone"] - begin)
+            axis.barh(y, own, left=begin, color="#2a4d80", label=None if rank else "backward")
+            rest = max(0.0, end - begin - own)
+            axis.barh(y, rest, left=begin + own, color="#d9d9d9", label=None if rank else "waiting")
+            for number, (a, b) in enumerate(sorted(times["buckets"])):
+                labels.append(f"rank {rank}  bucket {number}")
+                name = "averaging" if rank == number == 0 else None
+                axis.barh(len(labels) - 1, b - a, left=a, color="#55a868", label=name)
+        axis.set_yticks(range(len(labels)), labels, fontsize=7)
+        axis.invert_yaxis()
+        axis.set_xlabel("seconds")
+        axis.set_title(f"One DDP step, {row['method']}, over {row['bandwidth']}", fontsize=10)
+        axis.legend(fontsize=8)
+
+
+def results(rows: list[Row], picture: Path) -> list[str]:
+    """The page, and its picture beside it."""
+    text = f"""
+        # When a DDP step communicates
+
+        `python -m benchmarks ddp_overlap`, on {page.machine(rows)}.
+
+        Two ranks over {rows[0]["bandwidth"]}. Seconds of the last of {STEPS} steps; compute alone: forward and backward
+        without communication.
+
+        ![one step](ddp_overlap.png)
+    """
+    draw(rows[-1], picture)
+    cells = {
+        "method": lambda found: found["method"],
+        "rank": lambda found: found["rank"],
+        "step": lambda found: f"{found['step']:.3f}",
+        "compute alone": lambda found: f"{found['alone']:.3f}",
+        "first bucket begins": lambda found: f"{min(a for a, _ in found['buckets']):.3f}",
+        "last bucket ends": lambda found: f"{max(b for _, b in found['buckets']):.3f}",
+    }
+    ranks = [{"method": row["method"], "rank": i, **rank} for row in rows for i, rank in enumerate(row["ranks"])]
+    return [*prose(text), *page.columns(cells, ranks)]
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    method = ("double_squeeze", "what is compared with gloo")
+    given = arguments(argv, __doc__, bandwidth=("100mbit", "of the link"), method=method)
+    setup = digest([STEPS, WIDTH, LAYERS, BATCH, given.bandwidth])
+    Runs(given, "ddp_overlap", setup, ("method", "bandwidth")).complete(
+        measure,
+        [(method, given.bandwidth) for method in ("gloo", given.method)],
+        line=lambda row: "  ".join(f"step {rank['step']:.3f} s" for rank in row["ranks"]),
+        page=lambda rows: results(rows, given.out / "ddp_overlap.png"),
+    )

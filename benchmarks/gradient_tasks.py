@@ -88,7 +88,7 @@ class Gpt2Task:
     """The convergence benchmark's pre-trained GPT-2, fine-tuned on 512 sequences of WikiText-2; AdamW."""
 
     def __init__(self, data: Path, cache: Path, seed: int) -> None:
-        from wikitext import pretrained_model, wikitext_task
+        from benchmarks.wikitext import pretrained_model, wikitext_task
 
         task = wikitext_task(data / "wikitext-2", cache)
         self.model, _ = pretrained_model(task, cache, seed)

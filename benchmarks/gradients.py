@@ -1,23 +1,22 @@
 """Does data-parallel training converge with compressed gradients? A ResNet on CIFAR-10 and a GPT-2 on WikiText-2.
 
-    python benchmarks/gradients.py [--seeds 3] [--workers-per-run 2 4] [--tasks resnet gpt2] [--only NAME ...]
-                                   [--jobs 2] [--data FOLDER] [--cache FOLDER] [--out FOLDER]
+    python -m benchmarks gradients [--seeds 3] [--workers-per-run 2 4] [--tasks resnet gpt2] [--only NAME ...]
+                                   [--jobs 2] [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
 
 All n workers of a run are in one process on one thread: each computes the gradient of its part of the batch, and the
 product's own methods average them (PowerSGD and fp16, which are torch's, over real processes). The batch of all workers
-together is the same for every n. Finished runs are kept in --out. Writes gradients.md.
+together is the same for every n.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs import SHARED, chosen, digest, finished, parser, work_off
+from benchmarks.gradient_report import results
+from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 
 METHODS: dict[str, dict[str, Any]] = {
     "FP32": {"method": "none"},
@@ -51,9 +50,7 @@ def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path)
 
     began = time.process_time()
     if METHODS[name]["method"] in TORCHS:
-        import gradients as this  # processes import it by name
-
-        ranks = run_ranks(n, this.one_rank, task_name, name, n, seed, str(data), str(cache), timeout_s=3000)
+        ranks = run_ranks(n, one_rank, task_name, name, n, seed, str(data), str(cache), timeout_s=3000)
         # the others' models are the same, but each has seen its own part of the batches
         result = {**ranks[0], "train_loss": sum(r["train_loss"] for r in ranks.values()) / n}
     else:
@@ -84,7 +81,8 @@ def one_rank(
 def run(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path, ranks: list[int]) -> dict[str, Any]:
     """Train with the gradients of all n workers, of which `ranks` are computed here."""
     import torch
-    from gradient_tasks import TASKS
+
+    from benchmarks.gradient_tasks import TASKS
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -149,60 +147,38 @@ def averager(
 
 def setup_digest() -> str:
     """Marks the settings of both tasks."""
-    from gradient_tasks import BATCH, EPOCHS, RATE
-    from wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
+    from benchmarks.gradient_tasks import BATCH, EPOCHS, RATE
+    from benchmarks.wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
 
     return digest([BATCH, EPOCHS, RATE, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY])
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    from gradient_report import write_report
-
-    arguments = _arguments()
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    kept = arguments.out / "gradients.jsonl"
-    setup = setup_digest()
-    runs = [run for run in finished(kept, setup) if run["options"] == METHODS.get(run["method"])]
-    done = {(r["task"], r["method"], r["n"], r["seed"]) for r in runs}
-    every = [
+    given = arguments(
+        argv,
+        __doc__,
+        *("seeds", "only", "cache"),
+        workers_per_run=([2, 4], "n"),
+        tasks=(["resnet", "gpt2"], "one or both", ("resnet", "gpt2")),
+        jobs=(2, "runs at the same time, one thread each"),
+        data=(SHARED, "folder with cifar10 and wikitext-2"),
+    )
+    keys = ("task", "method", "n", "seed")
+    runs = Runs(given, "gradients", setup_digest(), keys, current=lambda x: x["options"] == METHODS.get(x["method"]))
+    cases = [
         (task, method, n, seed)
-        for seed in range(arguments.seeds)
-        for n in arguments.workers_per_run
-        for task in arguments.tasks
-        for method in chosen(METHODS, arguments.only)
+        for seed in range(given.seeds)
+        for n in given.workers_per_run
+        for task in given.tasks
+        for method in chosen(METHODS, given.only)
     ]
-    todo = [job for job in every if job not in done]
-    report = functools.partial(write_report, arguments.out, order=list(METHODS))
-    work_off(
+    runs.complete(
         train,
-        todo,
-        (arguments.data, arguments.cache),
-        runs,
-        workers=arguments.jobs,
-        kept=kept,
-        setup=setup,
-        line=_line,
-        report=report,
+        cases,
+        given.data,
+        given.cache,
+        line=lambda row: f"train {row['train_loss']:.4f}  {row['cpu_seconds']:.0f} s",
+        page=lambda rows: results(rows, list(METHODS)),
+        workers=given.jobs,
     )
-
-
-def _line(run: dict[str, Any]) -> str:
-    return (
-        f"{run['task']:<7} {run['method']:<48} n={run['n']} seed {run['seed']}  train {run['train_loss']:.4f}  "
-        f"{run['cpu_seconds']:.0f} s"
-    )
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__, "--seeds", "--only", "--cache")
-    add = options.add_argument
-    add("--workers-per-run", type=int, nargs="+", default=[2, 4], metavar="N", help="n (2 4)")
-    add("--tasks", nargs="+", default=["resnet", "gpt2"], choices=["resnet", "gpt2"])
-    add("--jobs", type=int, default=2, help="runs at the same time, one thread each (2)")
-    add("--data", type=Path, default=SHARED, help="folder with cifar10 and wikitext-2")
-    return options.parse_args()
-
-
-if __name__ == "__main__":
-    main()

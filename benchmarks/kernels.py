@@ -1,6 +1,6 @@
-"""Measure the kernels several times over and print the medians; `--markdown FILE` writes them where results are kept.
+"""How near is quantizing to memcpy? The kernels measured several times over, and the medians.
 
-    python benchmarks/kernels.py [--rounds N] [--seconds S] [--threads N] [--torch] [--json FILE] [--markdown FILE]
+    python -m benchmarks kernels [--rounds N] [--seconds S] [--threads N] [--torch] [--out FOLDER] [--redraw]
 
 `pipecomp bench kernels` measures once. This takes every case in each of several rounds, minutes apart from each other,
 because on a machine that others use too one minute is not like the next.
@@ -8,101 +8,80 @@ because on a machine that others use too one minute is not like the next.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import sys
-from collections import defaultdict
-from pathlib import Path
+from collections.abc import Sequence
 
-import torch
-from rich.console import Console
-
-from pipecomp.bench.kernels import Row, bench_kernels, kernels_table
+from benchmarks import page
+from benchmarks.page import Row, prose, values
+from benchmarks.runner import Runs, arguments, digest
+from pipecomp.bench.kernels import bench_kernels
 from pipecomp.kernels import dispatch
 
 KEY = ("operation", "bits", "shape", "backend", "threads")
-HEADINGS = ("operation", "bits", "shape", "backend", "ms", "GB/s", "memcpy GB/s", "ratio", "of rounds")
+
+
+def measure(backend: str, turn: int, seconds: float, threads: int) -> Row:
+    """One round of all cases."""
+    cases = bench_kernels(backends=(backend,), seconds=seconds, threads=threads)
+    return {"backend": backend, "round": turn, "code": dispatch.status()[0].reason, "cases": cases}
 
 
 def medians(rounds: list[list[Row]]) -> list[Row]:
     """One row per case: medians over the rounds, and the least and largest ratio."""
-    cases: dict[tuple[object, ...], list[Row]] = defaultdict(list)
-    for rows in rounds:
-        for row in rows:
-            cases[tuple(row[k] for k in KEY)].append(row)
     merged = []
-    for key, rows in cases.items():
-        ratios = [row["ratio"] for row in rows]
-        middle = {name: statistics.median(r[name] for r in rows) for name in rows[0] if name not in KEY}
-        merged.append(dict(zip(KEY, key, strict=True)) | middle | {"least": min(ratios), "most": max(ratios)})
+    for rows in page.grouped((row for one in rounds for row in one), *KEY):
+        middle = {name: statistics.median(values(rows, name)) for name in rows[0] if name not in KEY}
+        ratios = values(rows, "ratio")
+        merged.append({key: rows[0][key] for key in KEY} | middle | {"least": min(ratios), "most": max(ratios)})
     return merged
 
 
-def processor() -> str:
-    """The CPU's name, where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    rows = sorted(rows, key=lambda row: (row["backend"], row["round"]))
+    rounds = sum(row["backend"] == "auto" for row in rows)
+    text = f"""
+        # Kernels
+
+        `python -m benchmarks kernels`, {rounds} rounds, on {page.machine(rows)}, {rows[0]["code"]}, threads:
+        {rows[0]["cases"][0]["threads"]}.
+
+        GB/s: bytes that must move (inputs read once, outputs written once) by the second. memcpy: as many bytes, half
+        of them read and half written, in turn with the kernel in the same process. ratio: memcpy's time over the
+        kernel's, the median of neighbouring pairs, and of the rounds; the last column has the least and largest round.
+        Activations, and the cached ones, are float32.
+    """
+    cells = {
+        "operation": lambda row: row["operation"],
+        "bits": lambda row: "" if row["bits"] is None else row["bits"],
+        "shape": lambda row: row["shape"],
+        "backend": lambda row: row["backend"],
+        "ms": lambda row: f"{row['ms']:.3f}",
+        "GB/s": lambda row: f"{row['gb_per_s']:.1f}",
+        "memcpy GB/s": lambda row: f"{row['memcpy_gb_per_s']:.1f}",
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+        "of rounds": lambda row: f"{row['least']:.2f}–{row['most']:.2f}",
+    }
+    return [*prose(text), *page.columns(cells, medians(values(rows, "cases")))]
 
 
-def markdown(rows: list[Row], rounds: int, command: str) -> str:
-    """The table with what it was measured on and what its columns mean."""
-    lines = [
-        "# Kernels",
-        "",
-        f"`{command}`, on {os.cpu_count()} cores ({processor()}), {dispatch.status()[0].reason}, torch "
-        f"{torch.__version__}, threads: {rows[0]['threads']}.",
-        "",
-        "GB/s: bytes that must move (inputs read once, outputs written once) by the second. memcpy: as many bytes, "
-        "half of them read and half written, in turn with the kernel in the same process. ratio: memcpy's time over "
-        f"the kernel's, the median of neighbouring pairs, and of {rounds} rounds; the last column has the least and "
-        "largest round. Activations and messages are float32.",
-        "",
-        f"| {' | '.join(HEADINGS)} |",
-        "|" + "---|" * len(HEADINGS),
-    ]
-    for row in rows:
-        cells = [
-            row["operation"],
-            "" if row["bits"] is None else str(row["bits"]),
-            row["shape"],
-            row["backend"],
-            f"{row['ms']:.3f}",
-            f"{row['gb_per_s']:.1f}",
-            f"{row['memcpy_gb_per_s']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['least']:.2f}–{row['most']:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="for one case in one round")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--torch", action="store_true", help="plain torch operations too, in one round")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--markdown", type=Path, default=None)
-    options = parser.parse_args()
-    measured = {"seconds": options.seconds, "threads": options.threads}
-    rounds = [bench_kernels(backends=("auto",), **measured) for _ in range(options.rounds)]
-    if options.torch:
-        rounds.append(bench_kernels(backends=("torch",), **measured))
-    rows = medians(rounds)
-    Console().print(kernels_table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        command = "python benchmarks/kernels.py " + " ".join(sys.argv[1:])
-        options.markdown.write_text(markdown(rows, options.rounds, command))
-
-
-if __name__ == "__main__":
-    main()
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    given = arguments(
+        argv,
+        __doc__,
+        rounds=(5, "how often each case is taken"),
+        seconds=(0.3, "for one case in one round"),
+        threads=(1, "of torch and the kernels"),
+        torch=(False, "plain torch operations too, in one round"),
+    )
+    cases = [*(("auto", turn) for turn in range(given.rounds)), *([("torch", 0)] if given.torch else [])]
+    Runs(given, "kernels", digest([given.seconds, given.threads]), ("backend", "round")).complete(
+        measure,
+        cases,
+        given.seconds,
+        given.threads,
+        line=lambda row: f"median ratio {statistics.median(values(row['cases'], 'ratio')):.2f}",
+        page=results,
+        workers=0,
+    )

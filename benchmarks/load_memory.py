@@ -1,6 +1,6 @@
 """Peak memory of each rank that loads its stage of a Llama with a billion random weights from disk.
 
-    python benchmarks/load_memory.py [--stages 4] [--layers 20] [--folder /tmp] [--markdown FILE] [--json FILE]
+    python -m benchmarks load_memory [--stages 4] [--layers 20] [--folder /tmp] [--out FOLDER] [--redraw]
 
 Writes a checkpoint of 4 GB in three files into a new folder below --folder, and deletes it at the end. Then every rank,
 a process of its own, all at the same time, loads its stage from there; once the stage alone, once with `initialize`.
@@ -10,38 +10,23 @@ needed for a small model before.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import Runs, arguments, digest
 from pipecomp.cluster.local_ranks import run_ranks
 
 TARGET = 1.25
 GB = 1e9
 FILES = 3  # of the checkpoint, which has no reason to be cut as the stages are
-HEADINGS = ("loaded by", "rank", "own weights, GB", "interpreter, GB", "peak, GB", "(peak − interpreter) / own weights")
-SIZES = {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-}
+SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32}
+SIZES |= {"num_key_value_heads": 4, "vocab_size": 32000}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 1, "vocab_size": 64}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -103,63 +88,60 @@ def _bytes(stage: Any) -> int:
     return sum(p.numel() * p.element_size() for p in stage.parameters())
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    gigabytes = [f"{row[key] / GB:.3f}" for key in ("own", "interpreter", "peak")]
-    return [row["by"], str(row["rank"]), *gigabytes, f"{(row['peak'] - row['interpreter']) / row['own']:.3f}"]
-
-
-def markdown(rows: list[dict[str, Any]], parameters: int, command: str) -> str:
-    """The table, with what it was measured on."""
-    worst = max((row["peak"] - row["interpreter"]) / row["own"] for row in rows)
-    lines = [
-        "# Memory of loading",
-        "",
-        f"`{command}`, {platform.system()} on {platform.machine()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}.",
-        "",
-        f"A Llama of {parameters:,} random weights, {4 * parameters / GB:.2f} GB in float32, in {FILES} files. "
-        "All ranks load at the same time, each its stage. Peak: VmHWM of the process; interpreter: the same after a "
-        "small model was loaded in the same way.",
-        "",
-        f"Target: peak within {TARGET} × own weights + interpreter. Reached: {worst:.3f} × at most"
-        f"{'' if worst <= TARGET else ', which misses the target'}.",
-        "",
-        f"| {' | '.join(HEADINGS)} |",
-        "|" + "---|" * len(HEADINGS),
-    ]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    """Run from the command line; exit status 1 if the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=20, help="44 million weights each")
-    parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--markdown", type=Path, default=None)
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        small, large = f"{folder}/small", f"{folder}/large"
-        run_ranks(1, write, small, FILES, max(FILES, options.stages), SMALL, timeout_s=600)
-        parameters = run_ranks(1, write, large, FILES, options.layers, SIZES, timeout_s=1800)[0]
+def measure(stages: int, layers: int, folder: Path) -> Row:
+    """Both ways to load, each by all ranks at the same time."""
+    ranks: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        small, large = f"{made}/small", f"{made}/large"
+        run_ranks(1, write, small, FILES, max(FILES, stages), SMALL, timeout_s=600)
+        parameters = run_ranks(1, write, large, FILES, layers, SIZES, timeout_s=1800)[0]
         for name, load in (("build_stage", stage_alone), ("initialize", engine)):
-            ranks = run_ranks(options.stages, load, small, large, timeout_s=1800)
-            rows += [{"by": name, "rank": rank, **ranks[rank]} for rank in sorted(ranks)]
-    table = Table(*HEADINGS)
-    for row in rows:
-        table.add_row(*cells(row))
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps({"parameters": parameters, "rows": rows}, indent=1) + "\n")
-    if options.markdown:
-        command = " ".join(["python benchmarks/load_memory.py", *sys.argv[1:]])
-        options.markdown.write_text(markdown(rows, parameters, command))
-    return int(any(row["peak"] - row["interpreter"] > TARGET * row["own"] for row in rows))
+            found = run_ranks(stages, load, small, large, timeout_s=1800)
+            ranks += [{"by": name, "rank": rank, **found[rank]} for rank in sorted(found)]
+    return {"stages": stages, "layers": layers, "parameters": parameters, "ranks": ranks}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def ratio(rank: Row) -> float:
+    """What loading needed beyond the interpreter, over the stage's own weights."""
+    return (rank["peak"] - rank["interpreter"]) / rank["own"]
+
+
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    (row,) = rows
+    worst = max(map(ratio, row["ranks"]))
+    text = f"""
+        # Memory of loading
+
+        `python -m benchmarks load_memory`, on {page.machine(rows)}.
+
+        A Llama of {row["parameters"]:,} random weights, {4 * row["parameters"] / GB:.2f} GB in float32, in {FILES}
+        files. All ranks load at the same time, each its stage. Peak: VmHWM of the process; interpreter: the same after
+        a small model was loaded in the same way.
+
+        Target: peak within {TARGET} × own weights + interpreter. Reached: {worst:.3f} × at
+        most{"" if worst <= TARGET else ", which misses the target"}.
+    """
+    cells = {
+        "loaded by": lambda rank: rank["by"],
+        "rank": lambda rank: rank["rank"],
+        "own weights, GB": lambda rank: f"{rank['own'] / GB:.3f}",
+        "interpreter, GB": lambda rank: f"{rank['interpreter'] / GB:.3f}",
+        "peak, GB": lambda rank: f"{rank['peak'] / GB:.3f}",
+        "(peak − interpreter) / own weights": lambda rank: f"{ratio(rank):.3f}",
+    }
+    return [*prose(text), *page.columns(cells, row["ranks"])]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Exit status 1 if the target is missed."""
+    own = {"stages": (4, "ranks"), "layers": (20, "of 44 million weights each")}
+    folder = (Path(tempfile.gettempdir()), "where the checkpoint is written for a while")
+    given = arguments(argv, __doc__, **own, folder=folder)
+    setup = digest([given.stages, given.layers, FILES, SIZES])
+    runs = Runs(given, "load_memory", setup, ("stages", "layers"))
+    case = (given.stages, given.layers)
+    runs.complete(
+        measure, [case], given.folder, line=lambda row: f"{max(map(ratio, row['ranks'])):.3f} ×", page=results
+    )
+    raise SystemExit(any(ratio(rank) > TARGET for row in runs.rows for rank in row["ranks"]))

@@ -1,37 +1,35 @@
 """Differences of a few percent: steps of two engines in turn, in the same processes.
 
-    python benchmarks/paired.py [--pairs 8] [--only NAME ...] [--out FOLDER]
+    python -m benchmarks paired [--pairs 8] [--only NAME ...] [--out FOLDER] [--redraw]
 
 A shared machine's speed changes by more from run to run than what is to be shown. Here two engines with the model of
 `throughput.py` live in the same processes; one makes a step, then the other, and what counts is the ratio of two steps
-that follow each other. Where they differ in the link's rate, it is set before each step. Needs root. Finished
-comparisons are kept in --out. Writes paired.md.
+that follow each other. Where they differ in the link's rate, it is set before each step. Needs root.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import digest, finished, parser, work_off
-
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
 from pipecomp.bench.pipeline import reference_compute, start_engine
 
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
 STAGES, REFERENCES = 2, 5  # runs from which a stage's seconds for a micro-batch come, which r counts in
-WARM_UP = 8  # steps of an engine that do not count: samples go whole, the number in flight is found
+WARM_UP = 8  # steps of an engine that do not count: samples go uncompressed, the number in flight is found
 NO_LIMIT = "10gbit"  # where the other engine's link is slow
 DELAY = "20ms"
-HEADINGS = ("what", "against", "ratio of step times", "a quarter below", "a quarter above", "aim", "s a step")
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,8 @@ COMPARISONS = (
 BY_COMPARISON = {comparison.name: comparison for comparison in COMPARISONS}
 
 
-def run(name: str, compute_s: float, pairs: int) -> dict[str, Any]:
+def run(name: str, compute_s: float, pairs: int) -> Row:
     """One comparison: seconds of both steps of each pair. compute_s: of a micro-batch on a stage, which r counts in."""
-    import paired as this  # the nodes import it by name
-
     from pipecomp.netlab import Lab
 
     comparison = BY_COMPARISON[name]
@@ -94,7 +90,7 @@ def run(name: str, compute_s: float, pairs: int) -> dict[str, Any]:
             lab.set_bandwidth(rates[side])
             _set(folder).write_text(f"{number}.")
 
-        ranks = lab.run(this.one_rank, name, pairs, limited, folder, on_note=set_rate, timeout_s=3600)
+        ranks = lab.run(one_rank, name, pairs, limited, folder, on_note=set_rate, timeout_s=3600)
     steps = [[max(end) for end in zip(*both, strict=True)] for both in zip(*ranks.values(), strict=True)]
     return {"name": name, "pairs": steps, "compute_s": compute_s, "rates": rates if limited else None}
 
@@ -150,67 +146,50 @@ def one_rank(rank: int, world: int, note: Any, name: str, pairs: int, limited: b
     return found
 
 
-def write_report(folder: Path, runs: list[dict[str, Any]]) -> None:
-    """Write paired.md."""
-    page = [
-        "# Differences of a few percent",
-        "",
-        f"`python benchmarks/paired.py`, on {os.cpu_count()} cores ({platform.machine()}, no GPU). Two engines in the "
-        "same processes make a step in turn; the ratio is the median over pairs of steps that follow each other, with "
-        "the quarters of pairs below and above. The model and the meaning of r are those of "
-        f"[throughput.md](throughput.md); a stage computes {1000 * runs[0]['compute_s']:.0f} ms on a micro-batch, the "
-        f"median of {REFERENCES} runs before. The first {WARM_UP} steps of each do not count (of stock DeepSpeed, "
-        f'whose steps are all alike, one). "No limit" is {NO_LIMIT} where the other one\'s link is slow.',
-        "",
-        f"| {' | '.join(HEADINGS)} |",
-        "|" + "---|" * len(HEADINGS),
-    ]
-    by_name = {run["name"]: run for run in runs}
-    for c in COMPARISONS:
-        if c.name in by_name:
-            pairs = by_name[c.name]["pairs"]
-            low, middle, high = statistics.quantiles([one / other for one, other in pairs], n=4)
-            seconds = " and ".join(f"{statistics.median(side):.2f}" for side in zip(*pairs, strict=True))
-            page.append(
-                f"| {c.one} | {c.other} | **{middle:.3f}** | {low:.3f} | {high:.3f} | {c.aim:.3f} | {seconds} |"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "paired.md").write_text("\n".join(page) + "\n")
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    text = f"""
+        # Differences of a few percent
+
+        `python -m benchmarks paired`, on {page.machine(rows)}. Two engines in the same processes make a step in turn;
+        the ratio is the median over pairs of steps that follow each other, with the quarters of pairs below and above.
+        The model and the meaning of r are those of [throughput.md](throughput.md); a stage computes
+        {1000 * rows[0]["compute_s"]:.0f} ms on a micro-batch, the median of {REFERENCES} runs before. The first
+        {WARM_UP} steps of each do not count (of stock DeepSpeed, whose steps are all alike, one). "No limit" is
+        {NO_LIMIT} where the other one's link is slow.
+    """
+    pairs = {row["name"]: row["pairs"] for row in rows}
+
+    def quarter(c: Comparison, number: int) -> str:
+        return f"{statistics.quantiles([one / other for one, other in pairs[c.name]], n=4)[number]:.3f}"
+
+    def seconds(c: Comparison) -> str:
+        return " and ".join(f"{statistics.median(side):.2f}" for side in zip(*pairs[c.name], strict=True))
+
+    cells = {
+        "what": lambda c: c.one,
+        "against": lambda c: c.other,
+        "ratio of step times": lambda c: f"**{quarter(c, 1)}**",
+        "a quarter below": lambda c: quarter(c, 0),
+        "a quarter above": lambda c: quarter(c, 2),
+        "aim": lambda c: f"{c.aim:.3f}",
+        "s a step": seconds,
+    }
+    return [*prose(text), *page.columns(cells, [c for c in COMPARISONS if c.name in pairs])]
 
 
-def main() -> None:
+def _line(row: Row) -> str:
+    ratio = statistics.median(one / other for one, other in row["pairs"])
+    return f"{ratio:.3f}  {' '.join(f'{one:.2f}/{other:.2f}' for one, other in row['pairs'])} s"
+
+
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    arguments = _arguments()
-    kept = arguments.out / "paired.jsonl"
+    given = arguments(argv, __doc__, "only", pairs=(8, "of steps"))
     setup = digest([asdict(MODEL), [asdict(line) for line in LINES], [asdict(c) for c in COMPARISONS], WARM_UP])
-    runs = finished(kept, setup)
-    done = {run["name"] for run in runs}
-    chosen = [c.name for c in COMPARISONS if any(part in c.name for part in arguments.only or [""])]
-    todo = [name for name in chosen if name not in done]
-    compute_s = runs[0]["compute_s"] if runs else reference_compute(MODEL, STAGES, REFERENCES) if todo else 0.0
-    work_off(
-        run,
-        [(name,) for name in todo],
-        (compute_s, arguments.pairs),
-        runs,
-        workers=1,
-        kept=kept,
-        setup=setup,
-        line=_line,
-        report=lambda found: write_report(arguments.out, found),
-    )
-
-
-def _line(found: dict[str, Any]) -> str:
-    ratio = statistics.median(one / other for one, other in found["pairs"])
-    return f"{found['name']:<20} {ratio:.3f}  {' '.join(f'{one:.2f}/{other:.2f}' for one, other in found['pairs'])} s"
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__, "--only")
-    options.add_argument("--pairs", type=int, default=8, help="of steps (8)")
-    return options.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    runs = Runs(given, "paired", setup, ("name",))
+    cases = [(name,) for name in chosen(BY_COMPARISON, given.only)]
+    compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0
+    if not compute_s and runs.missing(cases):
+        compute_s = reference_compute(MODEL, STAGES, REFERENCES)
+    runs.complete(run, cases, compute_s, given.pairs, line=_line, page=results)

@@ -1,28 +1,28 @@
 """The recipes as their READMEs start them on a machine without a GPU: what they reach, what they send, how long.
 
-    python benchmarks/recipes.py [--only RECIPE ...] [--methods FP32 AQ-SGD DirectQ] [--data FOLDER] [--work FOLDER]
-                                 [--out FOLDER]
+    python -m benchmarks recipes [--only RECIPE ...] [--methods FP32 AQ-SGD DirectQ] [--data FOLDER] [--work FOLDER]
+                                 [--out FOLDER] [--redraw]
 
 DeepSpeed's launcher with two processes (three for resnet_split) of one thread each. Models are pre-trained first, with
 the recipes' own commands, and kept in --work. FP32 and DirectQ have the recipe's configuration with another method.
-Finished runs are kept in --out. Writes recipes.md, and continuations.md when all three GPT-2s are there.
+Writes continuations.md too when all three GPT-2s are there.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from jobs import ROOT, SHARED, digest, finished, parser, work_off
+from benchmarks import page
+from benchmarks.page import Row, prose, share
+from benchmarks.runner import ROOT, SHARED, Runs, arguments, digest
 
 SETUP = "1"  # of the kept runs' keys
 METHODS = ("FP32", "AQ-SGD", "DirectQ")
@@ -152,24 +152,15 @@ def with_method(recipe: str, method: str, work: Path) -> str:
     return "ds_config.json"
 
 
-def run(recipe: str, method: str, setup: str, work: Path) -> dict[str, Any]:
-    """One run; plain values. setup: `_setup` of the recipe, kept with it."""
+def run(recipe: str, method: str, setup: str, work: Path) -> Row:
+    """One run. setup: `_setup` of the recipe, kept with it."""
     chosen = RECIPES[recipe]
     before_s = pretrained(work, chosen.before)
     config = with_method(recipe, method, work)
     saved = work / f"{recipe}-{method}"
     shutil.rmtree(saved, ignore_errors=True)
-    seconds = launched(
-        work,
-        chosen.processes,
-        recipe,
-        config,
-        *chosen.arguments.split(),
-        "--metrics",
-        "metrics.jsonl",
-        "--save",
-        saved.name,
-    )
+    given = [*chosen.arguments.split(), "--metrics", "metrics.jsonl", "--save", saved.name]
+    seconds = launched(work, chosen.processes, recipe, config, *given)
     lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     ends = [line for line in lines if "eval" in line]
     sent = {
@@ -190,41 +181,35 @@ def run(recipe: str, method: str, setup: str, work: Path) -> dict[str, Any]:
     }
 
 
-def write_report(out: Path, runs: list[dict[str, Any]]) -> None:
-    """Write recipes.md."""
-    lines = [
-        "# The recipes on a machine without a GPU",
-        "",
-        f"`python benchmarks/recipes.py`, on {os.cpu_count()} cores that other work may have shared: the seconds, of "
-        "the whole command, are rough and say nothing about which method is faster. One run each, seed 1; benchmarks "
-        "over several seeds are beside this page.",
-        "",
-        "Each recipe's own CPU-sized command and configuration on WikiText-2, CoLA, 10,000 pairs of QNLI and 4,000 "
-        "images of CIFAR-10 (2,000 to start from, 2,000 for the clients); gpt2_arxiv has paragraphs of WikiText-2 in "
-        "place of abstracts. DirectQ and FP32: the same with another method. Training loss: mean over the last epoch. "
-        "Held out: evaluated after the last epoch with uncompressed messages. Bytes: of all links and the whole run, "
-        "first visits included, as shares of the values'.",
-        "",
-        "| recipe | method | steps | training loss | held out | forward bytes | backward bytes | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    text = f"""
+        # The recipes on a machine without a GPU
+
+        `python -m benchmarks recipes`, on {page.machine(rows)}, which other work may have shared: the seconds, of the
+        whole command, are rough and say nothing about which method is faster. One run each, seed 1; benchmarks over
+        several seeds are beside this page.
+
+        Each recipe's own CPU-sized command and configuration on WikiText-2, CoLA, 10,000 pairs of QNLI and 4,000 images
+        of CIFAR-10 (2,000 to start from, 2,000 for the clients); gpt2_arxiv has paragraphs of WikiText-2 in place of
+        abstracts. DirectQ and FP32: the same with another method. Training loss: mean over the last epoch. Held out:
+        evaluated after the last epoch without compression. Bytes: of all links and the whole run, first visits
+        included, as shares of the values'.
+    """
+    cells = {
+        "recipe": lambda row: row["recipe"],
+        "method": lambda row: row["method"],
+        "steps": lambda row: row["steps"],
+        "training loss": lambda row: f"{row['train_loss']:.4f}",
+        "held out": _held_out,
+        "forward bytes": lambda row: share(row["forward_sent"], row["forward_raw"]),
+        "backward bytes": lambda row: share(row["backward_sent"], row["backward_raw"]),
+        "seconds": lambda row: f"{row['seconds']:.0f}",
+    }
     order = list(RECIPES)
-    for found in sorted(runs, key=lambda x: (order.index(x["recipe"]), METHODS.index(x["method"]))):
-        shares = [f"{100 * found[f'{way}_sent'] / found[f'{way}_raw']:.1f} %" for way in ("forward", "backward")]
-        cells = [
-            found["recipe"],
-            found["method"],
-            str(found["steps"]),
-            f"{found['train_loss']:.4f}",
-            _held_out(found),
-            *shares,
-            f"{found['seconds']:.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    before = [(RECIPES[x["recipe"]].before, x["before_s"]) for x in runs if x["before_s"]]
-    if before:
-        lines += ["", f"Pre-training: {', '.join(f'{name} {seconds:.0f} s' for name, seconds in before)}."]
-    (out / "recipes.md").write_text("\n".join(lines) + "\n")
+    lines = page.columns(cells, sorted(rows, key=lambda x: (order.index(x["recipe"]), METHODS.index(x["method"]))))
+    before = [f"{RECIPES[x['recipe']].before} {x['before_s']:.0f} s" for x in rows if x["before_s"]]
+    return [*prose(text), *lines, *([f"Pre-training: {', '.join(before)}."] if before else [])]
 
 
 def continuations(work: Path, out: Path) -> None:
@@ -238,25 +223,36 @@ def continuations(work: Path, out: Path) -> None:
     shutil.copy(work / "continuations.md", out)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    arguments = _arguments()
-    work = arguments.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    lay_out(arguments.data, work)
-    kept = arguments.out / "recipes.jsonl"
+    given = arguments(
+        argv,
+        __doc__,
+        only=(list(RECIPES), "all recipes or some of them", RECIPES),
+        methods=(METHODS, "all methods or some of them", METHODS),
+        data=(SHARED, "folder of the datasets"),
+        work=(ROOT / "runs" / "recipes", "where files and models are made"),
+    )
+    work = given.work.resolve()
     setups = {name: _setup(name) for name in RECIPES}
-    runs = [found for found in finished(kept, SETUP) if found["recipe_setup"] == setups[found["recipe"]]]
-    done = {(found["recipe"], found["method"]) for found in runs}
-    todo = [
-        (name, method, setups[name])
-        for method in arguments.methods
-        for name in arguments.only or RECIPES
-        if (name, method) not in done
-    ]
-    report = functools.partial(write_report, arguments.out)
-    work_off(run, todo, (work,), runs, workers=1, kept=kept, setup=SETUP, line=_line, report=report)
-    continuations(work, arguments.out)
+
+    def current(row: Row) -> bool:
+        return row["recipe_setup"] == setups[row["recipe"]]
+
+    runs = Runs(given, "recipes", SETUP, ("recipe", "method", "recipe_setup"), current=current)
+    cases = [(name, method, setups[name]) for method in given.methods for name in given.only]
+    if runs.missing(cases):
+        work.mkdir(parents=True, exist_ok=True)
+        lay_out(given.data, work)
+    runs.complete(
+        run,
+        cases,
+        work,
+        line=lambda row: f"train {row['train_loss']:.4f}, held out {_held_out(row)}, {row['seconds']:.0f} s",
+        page=results,
+    )
+    if not given.redraw:
+        continuations(work, given.out)
 
 
 def _setup(recipe: str) -> str:
@@ -266,24 +262,5 @@ def _setup(recipe: str) -> str:
     return digest([chosen.arguments, chosen.before, PRETRAINING.get(chosen.before), config])
 
 
-def _held_out(found: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {found['eval'][key]:.4f}" for key in RECIPES[found["recipe"]].measures)
-
-
-def _line(found: dict[str, Any]) -> str:
-    name = f"{found['recipe']:<16} {found['method']:<8}"
-    return f"{name} train {found['train_loss']:.4f}, held out {_held_out(found)}, {found['seconds']:.0f} s"
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__)
-    add = options.add_argument
-    add("--only", nargs="*", default=[], choices=list(RECIPES), metavar="RECIPE", help="some recipes only")
-    add("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help="some methods only")
-    add("--data", type=Path, default=SHARED, help="folder of the datasets")
-    add("--work", type=Path, default=ROOT / "runs" / "recipes", help="where files and models are made")
-    return options.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+def _held_out(row: Row) -> str:
+    return ", ".join(f"{key} {row['eval'][key]:.4f}" for key in RECIPES[row["recipe"]].measures)

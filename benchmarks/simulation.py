@@ -1,12 +1,12 @@
 """The simulation of `pipecomp plan` against measured steps, and what it predicts beyond this machine.
 
-    python benchmarks/simulation.py [--measured FILE] [--markdown benchmarks/results/simulation.md]
+    python -m benchmarks simulation [--measured FILE] [--out FOLDER]
 
-FILE: what `throughput.py` keeps (its default, if it is there), or `pipecomp bench pipeline --json FILE` writes.
+FILE: what `throughput.py` keeps (its default), or `pipecomp bench pipeline --json FILE` writes.
 
-1. Every line that they measured with pipecomp's engine, predicted from its own counters (seconds
-   of forward, backward, encoding and decoding, bytes, micro-batches in flight) and from those of the same line without
-   a slow link. Nothing is fitted.
+1. Every line that they measured with pipecomp's engine, predicted from its own counters (seconds of forward, backward,
+   encoding and decoding, bytes, micro-batches in flight) and from those of the same line without a slow link. Nothing
+   is fitted.
 2. GPT2-1.5B on 8 stages at the bandwidths of the AQ-SGD paper, beside what it measured; Llama-8B over 4 sites.
 
 K stages, M micro-batches.
@@ -14,7 +14,6 @@ K stages, M micro-batches.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -23,9 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from throughput_report import summaries
 
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import RESULTS, arguments, read_rows
+from benchmarks.throughput import summaries
 from pipecomp.config import Config
+from pipecomp.files import write_whole
 from pipecomp.plan.measured import measured_costs, measured_end
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
 from pipecomp.plan.network import TCP_SHARE, Network, uniform
@@ -35,8 +38,7 @@ from pipecomp.plan.simulation import StageCosts, Step, play
 from pipecomp.rates import MAX_DELAY_S, parse_time
 from pipecomp.schedule.in_flight import numbers
 
-Row = dict[str, Any]
-KEPT = Path(__file__).parent / "results" / "throughput.jsonl"
+KEPT = RESULTS / "throughput.jsonl"
 MBIT = (10_000, 1_000, 500, 300, 100)
 METHODS = {
     "FP32": {"method": "none"},
@@ -57,16 +59,8 @@ GPT2_TOKENS, GPT2_HIDDEN = 1024, 1600
 # What the paper's quantized runs at 10 Gbit/s (4.05 a second) take beyond that.
 GPT2_UPDATE_S = GPT2_BATCH / 4.05 - (GPT2_BATCH + GPT2_STAGES - 1) * (GPT2_FORWARD_S + GPT2_BACKWARD_S)
 
-LLAMA = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
+LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 SITES, SITE_FLOPS, SITE_DELAY_S, LLAMA_BATCH, LLAMA_TOKENS = 4, 100e12, 0.02, 32, 2048
 
 
@@ -127,24 +121,25 @@ def compare(rows: Sequence[Row]) -> list[Row]:
 
 def measured_page(compared: Sequence[Row]) -> list[str]:
     """The comparison as Markdown."""
-    lines = [
-        "| line | Mbit/s | measured s | from its own counters | from those without a slow link |",
-        "|---|---|---|---|---|",
-    ]
-    for row in compared:
-        cells = [f"{row[key]:.2f} ({_off(row[key], row['seconds'])})" if row[key] else "" for key in ("own", "free")]
-        mbit = "unlimited" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
-        lines.append(f"| {row['line']} | {mbit} | {row['seconds']:.2f} | {cells[0]} | {cells[1]} |")
     said = []
     for key, name in (("own", "their own counters"), ("free", "those without a slow link")):
         errors = [abs(row[key] / row["seconds"] - 1) for row in compared if row[key]]
         if errors:
             within = sum(error <= 0.1 for error in errors)
-            said.append(
-                f"From {name}: {within} of {len(errors)} within 10 %, median {statistics.median(errors):.1%}, "
-                f"most {max(errors):.1%}."
-            )
-    return [*said, "", *lines]
+            median, most = statistics.median(errors), max(errors)
+            said.append(f"From {name}: {within} of {len(errors)} within 10 %, median {median:.1%}, most {most:.1%}.")
+
+    def beside(row: Row, key: str) -> str:
+        return f"{row[key]:.2f} ({_off(row[key], row['seconds'])})" if row[key] else ""
+
+    cells = {
+        "line": lambda row: row["line"],
+        "Mbit/s": lambda row: "unlimited" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}",
+        "measured s": lambda row: f"{row['seconds']:.2f}",
+        "from its own counters": lambda row: beside(row, "own"),
+        "from those without a slow link": lambda row: beside(row, "free"),
+    }
+    return [*said, "", *page.columns(cells, compared)]
 
 
 def _off(predicted: float, measured: float) -> str:
@@ -191,110 +186,78 @@ def llama() -> dict[tuple[str, int], Prediction]:
 
 def gpt2_page() -> list[str]:
     """The first prediction as Markdown."""
-    lines = [f"| method | {' | '.join(f'{mbit:,} Mbit/s' for mbit in MBIT)} |", "|---" * (len(MBIT) + 1) + "|"]
-    for name, activations in METHODS.items():
-        cells = []
-        for mbit in MBIT:
-            found = gpt2(mbit, activations)
-            paper = PAPER.get(name, {}).get(mbit)
-            cells.append(f"{found:.2f}" if paper is None else f"{found:.2f} (paper {paper}, {_off(found, paper)})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    cells = [f"{gpt2(mbit, METHODS['AQ-SGD fw3 bw6'], first_visit=True):.2f}" for mbit in MBIT]
-    return [*lines, f"| AQ-SGD fw3 bw6, first epoch | {' | '.join(cells)} |"]
+
+    def beside(name: str, mbit: int) -> str:
+        found, paper = gpt2(mbit, METHODS[name]), PAPER.get(name, {}).get(mbit)
+        return f"{found:.2f}" if paper is None else f"{found:.2f} (paper {paper}, {_off(found, paper)})"
+
+    rows = [[name, *(beside(name, mbit) for mbit in MBIT)] for name in METHODS]
+    first = [f"{gpt2(mbit, METHODS['AQ-SGD fw3 bw6'], first_visit=True):.2f}" for mbit in MBIT]
+    rows.append(["AQ-SGD fw3 bw6, first epoch", *first])
+    return page.table(["method", *(f"{mbit:,} Mbit/s" for mbit in MBIT)], rows)
 
 
 def llama_page() -> list[str]:
     """The second one."""
     found = llama()
-    names = [name for name in METHODS if name != "FP32"]
-    plan = next(iter(found.values())).job.plan
-    blocks = [hi - lo for lo, hi in zip(plan.cuts, plan.cuts[1:], strict=False)]
-    compute = next(iter(found.values())).job.profile.stage_seconds(plan, 1)
-    lines = [
-        f"{'/'.join(map(str, blocks))} blocks on the {SITES} sites, cut at {list(plan.cuts)}; a micro-batch computes "
-        f"{', '.join(f'{f + b:.2f}' for f, b in compute)} s on them.",
-        "",
-        f"| method | {' | '.join(f'{mbit:,} Mbit/s' for mbit in MBIT)} | MB a micro-batch, both ways |",
-        "|---" * (len(MBIT) + 2) + "|",
-    ]
-    for name in names:
+    job = next(iter(found.values())).job
+    blocks = [hi - lo for lo, hi in zip(job.plan.cuts, job.plan.cuts[1:], strict=False)]
+    seconds = ", ".join(f"{forward + backward:.2f}" for forward, backward in job.profile.stage_seconds(job.plan, 1))
+    said = f"{'/'.join(map(str, blocks))} blocks on the {SITES} sites, cut at {list(job.plan.cuts)}; a micro-batch "
+    rows = []
+    for name in dict.fromkeys(name for name, _ in found):
         row = [found[name, mbit] for mbit in MBIT]
-        cells = [f"{p.step_s:.1f} s ({row[0].job.batch * LLAMA_TOKENS / p.step_s:,.0f} tokens/s)" for p in row]
-        size = (row[0].forward_bytes[0] + row[0].backward_bytes[0]) / 1e6
-        lines.append(f"| {name} | {' | '.join(cells)} | {size:.2f} |")
+        cells = [f"{p.step_s:.1f} s ({p.job.batch * LLAMA_TOKENS / p.step_s:,.0f} tokens/s)" for p in row]
+        rows.append([name, *cells, f"{(row[0].forward_bytes[0] + row[0].backward_bytes[0]) / 1e6:.2f}"])
     first = [f"{found['AQ-SGD fw2 bw4', mbit].first_epoch_s:.1f} s" for mbit in MBIT]
-    return [*lines, f"| AQ-SGD fw2 bw4, first epoch | {' | '.join(first)} | |"]
+    rows.append(["AQ-SGD fw2 bw4, first epoch", *first, ""])
+    headings = ["method", *(f"{mbit:,} Mbit/s" for mbit in MBIT), "MB a micro-batch, both ways"]
+    return [f"{said}computes {seconds} s on them.", "", *page.table(headings, rows)]
 
 
 def load(measured: Path) -> list[Row]:
     """Rows of `bench_pipeline` from what it or `throughput.py` wrote."""
     if measured.suffix == ".json":
         return list(json.loads(measured.read_text()))
-    return list(summaries([json.loads(line) for line in measured.read_text().splitlines()]).values())
+    return list(summaries(list(read_rows(measured))).values())
 
 
-def page(measured: Path | None) -> str:
-    """The whole page."""
-    said = [
-        "# The simulation, and what it predicts",
-        "",
-        f"`python benchmarks/simulation.py{'' if measured in (None, KEPT) else f' --measured {measured.name}'}`; "
-        "`pipecomp/plan/simulation.py` plays the engine's own order of work over given links.",
-        "",
-        "## Against measured steps",
-        "",
-    ]
-    if measured is None:
-        said += ["Nothing was measured: run `throughput.py`, or `pipecomp bench pipeline --json FILE`."]
-    else:
-        said += measured_page(compare(load(measured)))
-    return "\n".join(
-        [
-            *said,
-            "",
-            "## GPT2-1.5B on 8 stages: a prediction",
-            "",
-            f"Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} "
-            "values. Compute "
-            f"is the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and "
-            f"{1e3 * GPT2_BACKWARD_S:.0f} ms a "
-            f"micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. "
-            "Messages, "
-            "schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card "
-            "for each "
-            "stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own "
-            "system measured "
-            "(Table 2), and how far this is from it. The quantized runs are near. Where FP32's messages are the "
-            "limit, the "
-            "paper's system was slower than its links allow with this schedule.",
-            "",
-            *gpt2_page(),
-            "",
-            f"## Llama-8B over {SITES} sites: a prediction",
-            "",
-            f"Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not "
-            "measured: "
-            f"{SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing, "
-            f"{1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. "
-            "Operations are counted from the model's code.",
-            "",
-            *llama_page(),
-            "",
-        ]
-    )
+def results(measured: Path) -> list[str]:
+    """The page."""
+    head = f"""
+        # The simulation, and what it predicts
+
+        `python -m benchmarks simulation{"" if measured == KEPT else f" --measured {measured.name}"}`;
+        `pipecomp/plan/simulation.py` plays the engine's own order of work over given links.
+
+        ## Against measured steps
+    """
+    of_gpt2 = f"""
+        ## GPT2-1.5B on 8 stages: a prediction
+
+        Sequences a second for {GPT2_BATCH} micro-batches of 1 × {GPT2_TOKENS:,} × {GPT2_HIDDEN:,} values. Compute is
+        the paper's (arXiv:2206.01299, Table 3: {1e3 * GPT2_FORWARD_S:.0f} and {1e3 * GPT2_BACKWARD_S:.0f} ms a
+        micro-batch); {GPT2_UPDATE_S:.2f} s for the update is fitted to its quantized runs at 10 Gbit/s. Packets,
+        schedule and micro-batches in flight are this project's: TCP in Ethernet frames, one network card for each
+        stage, no latency; kernels and store are taken to be hidden. In brackets what the paper's own system measured
+        (Table 2), and how far this is from it. The quantized runs are near. Where FP32's packets are the limit, the
+        paper's system was slower than its links allow with this schedule.
+    """
+    of_llama = f"""
+        ## Llama-8B over {SITES} sites: a prediction
+
+        Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not measured:
+        {SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing,
+        {1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. Operations
+        are counted from the model's code.
+    """
+    compared = measured_page(compare(load(measured)))
+    return [*prose(head), *compared, *prose(of_gpt2), *gpt2_page(), *prose(of_llama), *llama_page()]
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, default=KEPT if KEPT.exists() else None, help="measured steps")
-    parser.add_argument("--markdown", type=Path, default=None)
-    options = parser.parse_args()
-    text = page(options.measured)
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    given = arguments(argv, __doc__, measured=(KEPT, "measured steps"))
+    text = "\n".join(results(given.measured))
     print(text)
-    if options.markdown is not None:
-        options.markdown.write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+    write_whole(given.out / "simulation.md", text)

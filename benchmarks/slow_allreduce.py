@@ -1,6 +1,7 @@
 """Average 8 M gradients of two ranks over a slow link and without one, beside gloo's own float32 all-reduce.
 
-    python benchmarks/slow_allreduce.py [--bandwidth 100mbit] [--values 8000000] [--rounds 3] [--markdown FILE]
+    python -m benchmarks slow_allreduce [--bandwidth 100mbit] [--values 8000000] [--rounds 3] [--out FOLDER]
+                                        [--redraw]
 
 The link is a kernel-shaped one between two network namespaces (root and iproute2 needed); "loopback" is 127.0.0.1.
 Every round runs each method once, gloo's all-reduce first, between the same two processes.
@@ -8,17 +9,14 @@ Every round runs each method once, gloo's all-reduce first, between the same two
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import Runs, arguments, digest
 
 METHODS: dict[str, dict[str, Any]] = {
     "global_qsgd, exponential, 8 bits": {"method": "global_qsgd", "bits": 8},
@@ -33,11 +31,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fp16": {"method": "fp16"},
 }
 GLOO = "gloo, float32"
+HERE = "127.0.0.1"
 PARTS = ("quantize", "wait", "reduce", "decode")
 
 
-def measure(rank: int, world: int, note: Any, values: int, rounds: int) -> dict[str, dict[str, float]]:
+def one_rank(rank: int, world: int, note: Any, values: int, rounds: int) -> dict[str, dict[str, float]]:
     """Seconds, bytes and error of each method on this rank; medians over the rounds."""
+    import torch
     import torch.distributed as dist
 
     from pipecomp.allreduce import State
@@ -81,71 +81,63 @@ def measure(rank: int, world: int, note: Any, values: int, rounds: int) -> dict[
     return found
 
 
-def rows_of(found: dict[int, dict[str, dict[str, float]]]) -> list[list[str]]:
-    """A line for each method; a step ends when both ranks are done."""
-    base = max(rank[GLOO]["seconds"] for rank in found.values())
-    rows = []
-    for name, first in found[0].items():
-        seconds = max(rank[name]["seconds"] for rank in found.values())
-        parts = [f"{1e3 * first[part]:.0f}" if part in first else "" for part in PARTS]
-        figures = [f"{1e3 * seconds:.0f}", f"{base / seconds:.2f}", f"{first['bytes'] / 1e6:.2f}"]
-        rows.append([name, *figures, f"{first['error']:.3f}", *parts])
-    return rows
-
-
-HEADINGS = [
-    "method",
-    "ms",
-    "times faster",
-    "MB sent",
-    "relative error",
-    "quantize ms",
-    "wait ms",
-    "reduce ms",
-    "decode ms",
-]
-
-
-def main() -> None:
-    """Run from the command line."""
-    import slow_allreduce as this  # processes of the lab import it by name
-
+def measure(where: str, values: int, rounds: int) -> Row:
+    """All methods at one place: HERE, or over a link of that bandwidth."""
     from pipecomp.cluster.local_ranks import run_ranks
     from pipecomp.netlab.lab import Lab
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", default="100mbit")
-    parser.add_argument("--values", type=int, default=8_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--markdown", type=Path, default=None)
-    options = parser.parse_args()
-    tables = {}
-    tables["127.0.0.1"] = rows_of(run_ranks(2, measure, options.values, options.rounds, timeout_s=600))
-    with Lab(nodes=2, bandwidth=options.bandwidth) as lab:
-        found = lab.run(this.measure, options.values, options.rounds, timeout_s=900)
-        tables[options.bandwidth] = rows_of(found)
-    lines = [
-        "# Averages over a slow link",
-        "",
-        f"`python benchmarks/slow_allreduce.py {' '.join(sys.argv[1:])}`, two ranks on {os.cpu_count()} cores, one "
-        f"thread each, torch {torch.__version__}; {options.values:,} float32 values, medians of {options.rounds} "
-        "rounds.",
-        "",
-        "Times faster: than gloo's float32 all-reduce in the same rounds. Bytes are one rank's. The error is that of "
-        "the mean.",
+    if where == HERE:
+        ranks = run_ranks(2, one_rank, values, rounds, timeout_s=600)
+    else:
+        with Lab(nodes=2, bandwidth=where) as lab:
+            ranks = lab.run(one_rank, values, rounds, timeout_s=900)
+    # a step ends when both ranks are done; the rest is one rank's
+    methods = [
+        {"method": name, **one, "seconds": max(rank[name]["seconds"] for rank in ranks.values())}
+        for name, one in ranks[0].items()
     ]
-    for where, rows in tables.items():
-        table = Table(title=f"{options.values:,} values, two ranks, {where}")
-        for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading == "method" else "right")
-        lines += ["", f"## {where}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-        for row in rows:
-            table.add_row(*row)
-            lines.append("| " + " | ".join(row) + " |")
-        Console(width=130).print(table)
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n")
+    return {"where": where, "values": values, "rounds": rounds, "methods": methods}
 
 
-if __name__ == "__main__":
-    main()
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    text = f"""
+        # Averages over a slow link
+
+        `python -m benchmarks slow_allreduce`, two ranks on {page.machine(rows)}, one thread each;
+        {rows[0]["values"]:,} float32 values, medians of {rows[0]["rounds"]} rounds.
+
+        Times faster: than gloo's float32 all-reduce in the same rounds. Bytes are one rank's. The error is that of the
+        mean.
+    """
+    lines = prose(text)
+    for row in rows:
+        gloo = next(found["seconds"] for found in row["methods"] if found["method"] == GLOO)
+        cells = {
+            "method": lambda found: found["method"],
+            "ms": lambda found: f"{1e3 * found['seconds']:.0f}",
+            "times faster": lambda found, gloo=gloo: f"{gloo / found['seconds']:.2f}",
+            "MB sent": lambda found: f"{found['bytes'] / 1e6:.2f}",
+            "relative error": lambda found: f"{found['error']:.3f}",
+            **{
+                f"{part} ms": lambda found, part=part: f"{1e3 * found[part]:.0f}" if part in found else ""
+                for part in PARTS
+            },
+        }
+        lines += [f"## {row['where']}", "", *page.columns(cells, row["methods"])]
+    return lines
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    own = {"values": (8_000_000, "of the gradient"), "rounds": (3, "after the first, which warms up")}
+    given = arguments(argv, __doc__, bandwidth=("100mbit", "of the slow link"), **own)
+    setup = digest([METHODS, given.values, given.rounds])
+    Runs(given, "slow_allreduce", setup, ("where",)).complete(
+        measure,
+        [(HERE,), (given.bandwidth,)],
+        given.values,
+        given.rounds,
+        line=lambda row: "  ".join(f"{found['method']} {1e3 * found['seconds']:.0f} ms" for found in row["methods"]),
+        page=results,
+    )

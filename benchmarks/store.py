@@ -1,64 +1,57 @@
-"""Measure message stores and print the table; `--markdown FILE` writes it where results are kept.
+"""What does a message store cost beside plain copies and file writes?
 
-python benchmarks/store.py [--samples N] [--epochs N] [--folder PATH] [--json FILE] [--markdown FILE]
+python -m benchmarks store [--samples N] [--epochs N] [--folder PATH] [--out FOLDER] [--redraw]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from rich.console import Console
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import Runs, arguments, digest
+from pipecomp.bench.store import HEADINGS, STEP, bench_store, store_cells
 
-from pipecomp.bench.store import HEADINGS, STEP, Row, bench_store, store_cells, store_table
-
-
-def markdown(rows: list[Row], command: str) -> str:
-    """The table with what it was measured on and what its columns mean."""
-    first = rows[0]
-    lines = [
-        "# Message stores",
-        "",
-        f"`{command}`, on {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, threads: "
-        f"{torch.get_num_threads()}, Python {platform.python_version()}.",
-        "",
-        f"Messages [{first['tokens']}, H] at z bits, {first['samples']} samples, all overwritten in shuffled order in "
-        f"each of {first['epochs']} epochs, {STEP} a step. Medians in microseconds per sample, in the page cache. KB: "
-        "the stored value. put: what `put` and `commit` cost the training. write: until the step is packed (quantized, "
-        "CRC-32) and committed, in the background where there is a disk. get: read, checked and decoded. ahead: the "
-        "same when it was prefetched. memcpy, pwrite, pread: the same bytes, nothing else. ratio: size of the LMDB "
-        "file over z·n·H bits. What is above 1: the quantizer's scales (4 bytes a token), headers, LMDB's pages, and "
-        "the pages of the last two steps, which no step may use yet.",
-        "",
-        f"| {' | '.join(HEADINGS)} |",
-        "|" + "---|" * len(HEADINGS),
-    ]
-    lines += [f"| {' | '.join(store_cells(row))} |" for row in rows]
-    return "\n".join(lines) + "\n"
+CASES = [(hidden, bits) for hidden in (768, 1600) for bits in (2, 4, 8, 16, 32)]
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=256)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--markdown", type=Path, default=None)
-    options = parser.parse_args()
-    rows = bench_store(samples=options.samples, epochs=options.epochs, folder=options.folder)
-    Console().print(store_table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(rows, "python benchmarks/store.py " + " ".join(sys.argv[1:])))
+def measure(hidden: int, bits: int, samples: int, epochs: int, folder: Path) -> Row:
+    """Both stores at one width."""
+    stores = bench_store(hidden=(hidden,), bits=(bits,), samples=samples, epochs=epochs, folder=folder)
+    return {"hidden": hidden, "bits": bits, "stores": stores}
 
 
-if __name__ == "__main__":
-    main()
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    stores = [store for row in sorted(rows, key=lambda row: (row["hidden"], row["bits"])) for store in row["stores"]]
+    text = f"""
+        # Message stores
+
+        `python -m benchmarks store`, on {page.machine(rows)}, one thread.
+
+        Cached activations [{stores[0]["tokens"]}, H] at z bits, {stores[0]["samples"]} samples, all overwritten in
+        shuffled order in each of {stores[0]["epochs"]} epochs, {STEP} a step. Medians in microseconds per sample, in
+        the page cache. KB: the stored value. put: what `put` and `commit` cost the training. write: until the step is
+        packed (quantized, CRC-32) and committed, in the background where there is a disk. get: read, checked and
+        decoded. ahead: the same when it was prefetched. memcpy, pwrite, pread: the same bytes, nothing else. ratio:
+        size of the LMDB file over z·n·H bits. What is above 1: the quantizer's scales (4 bytes a token), headers,
+        LMDB's pages, and the pages of the last two steps, which no step may use yet.
+    """
+    return [*prose(text), *page.table(HEADINGS, map(store_cells, stores))]
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    own = {"samples": (256, "in a store"), "epochs": (3, "how often all are overwritten")}
+    given = arguments(argv, __doc__, **own, folder=(Path(tempfile.gettempdir()), "on the disk to be measured"))
+    Runs(given, "store", digest([given.samples, given.epochs]), ("hidden", "bits")).complete(
+        measure,
+        CASES,
+        given.samples,
+        given.epochs,
+        given.folder,
+        line=lambda row: "  ".join(store_cells(row["stores"][0])),
+        page=results,
+    )

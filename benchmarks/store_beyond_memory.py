@@ -1,36 +1,35 @@
 """What does a message store cost a training step when it does not fit into memory?
 
-    python benchmarks/store_beyond_memory.py [--samples 256] [--cache-mb 64] [--epochs 4] [--rounds 2] [--folder FOLDER]
+    python -m benchmarks store_beyond_memory [--samples 256] [--cache-mb 64] [--epochs 4] [--rounds 2]
+                                             [--folder FOLDER] [--out FOLDER] [--redraw]
 
-The model of `throughput.py` over two stages on 127.0.0.1, AQ-SGD fw3 bw6, messages kept at 32 bits: half a megabyte a
-sample at each end. In turn with the memory store, with LMDB, and with LMDB in a control group that leaves --cache-mb of
-memory beyond what a rank needs itself, so that most messages come from the disk. Needs root and the kernel's memory
-controller. Steps of the first two epochs, in which a rank's own need is found, are not counted.
-Writes store_beyond_memory.md.
+The model of `throughput.py` over two stages on 127.0.0.1, AQ-SGD fw3 bw6, activations cached at 32 bits: half a
+megabyte a sample at each end. In turn with the memory store, with LMDB, and with LMDB in a control group that leaves
+--cache-mb of memory beyond what a rank needs itself, so that most of them come from the disk. Needs root and the
+kernel's memory controller. Steps of the first two epochs, in which a rank's own need is found, are not counted.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import ROOT, Runs, arguments, digest
 from pipecomp.bench.configurations import Model
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = Model()
 UNCOUNTED = 2  # epochs
 MEMORY, DISK, SMALL = LINES = ("memory store", "LMDB", "LMDB, larger than memory")
-HEADINGS = ("line", "s a step", "least", "most", "× memory store", "read from disk, MB a step")
 
 
 class ControlGroup:
@@ -100,7 +99,7 @@ def train(rank: int, world: int, note: Any, line: str, samples: int, epochs: int
     data = [{"input_ids": row, "labels": row} for row in tokens]
     engine = pipecomp.initialize(model, num_stages=world, config=config, training_data=data)
     steps = samples // MODEL.samples
-    for _ in range(UNCOUNTED * steps):  # samples go whole, then as changes
+    for _ in range(UNCOUNTED * steps):  # samples go uncompressed, then as changes
         engine.train_batch()
     if group is not None:
         group.leave(size)
@@ -119,62 +118,72 @@ def _read_bytes() -> int:
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
-def main() -> None:
+def run(line: str, turn: int, samples: int, epochs: int, size: int, folder: Path) -> Row:
+    """One training with one store; per rank seconds of the steps and bytes read from disk in each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        ranks = run_ranks(2, train, line, samples, epochs, size, made, timeout_s=3600)
+    for _, group in ranks.values():
+        if group is not None:
+            Path(group).rmdir()
+    seconds, read = zip(*(found for found, _ in ranks.values()), strict=True)
+    # a step ends when both ranks are done
+    steps = [max(both) for both in zip(*seconds, strict=True)]
+    given = {"samples": samples, "cache_bytes": size, "load": os.getloadavg()[1]}
+    return {"line": line, "round": turn, "steps": steps, "read_bytes": sum(read), **given}
+
+
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    first = rows[0]
+    text = f"""
+        # A message store that is larger than memory
+
+        `python -m benchmarks store_beyond_memory`, on {page.machine(rows)}, load average
+        {max(page.values(rows, "load")):.1f}.
+
+        Cached activations of {first["samples"]} samples,
+        {MODEL.tokens * MODEL.width * 4 * first["samples"] / 2**20:.0f} MB at each of two ends.
+        Larger than memory: a rank has {first["cache_bytes"] >> 20} MB beside what it needs itself. Medians of all
+        steps after the first {UNCOUNTED} epochs.
+    """
+    groups = sorted(page.grouped(rows, "line"), key=lambda group: LINES.index(group[0]["line"]))
+
+    def steps(group: list[Row]) -> list[float]:
+        return [seconds for row in group for seconds in row["steps"]]
+
+    base = statistics.median(steps(groups[0]))
+    cells = {
+        "line": lambda group: group[0]["line"],
+        "s a step": lambda group: f"{statistics.median(steps(group)):.3f}",
+        "least": lambda group: f"{min(steps(group)):.3f}",
+        "most": lambda group: f"{max(steps(group)):.3f}",
+        "× memory store": lambda group: f"{statistics.median(steps(group)) / base:.3f}",
+        "read from disk, MB a step": lambda group: f"{statistics.mean(page.values(group, 'read_bytes')) / 1e6:.1f}",
+    }
+    return [*prose(text), *page.columns(cells, groups)]
+
+
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    arguments = _arguments()
-    size = MODEL.tokens * MODEL.width * 4 * arguments.samples
-    found: dict[str, list[Any]] = {line: [] for line in LINES}
-    for turn in range(arguments.rounds):
-        for line in LINES:
-            arguments.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                more = (line, arguments.samples, arguments.epochs, arguments.cache_mb << 20, folder)
-                ranks = run_ranks(2, train, *more, timeout_s=3600)
-            for _, group in ranks.values():
-                if group is not None:
-                    Path(group).rmdir()
-            found[line].append([result for result, _ in ranks.values()])
-            print(f"{turn + 1}/{arguments.rounds}  {line:<26} {_seconds(found[line][-1:])[0]:.3f} s", flush=True)
-    base = _seconds(found[MEMORY])[0]
-    page = [
-        "# A message store that is larger than memory",
-        "",
-        f"`{' '.join(['python benchmarks/store_beyond_memory.py', *sys.argv[1:]])}`, on {os.cpu_count()} cores "
-        f"({platform.machine()}), load average {os.getloadavg()[1]:.1f}.",
-        "",
-        f"Messages of {arguments.samples} samples, {size / 2**20:.0f} MB at each of two ends. Larger than memory: a "
-        f"rank has {arguments.cache_mb} MB beside what it needs itself. Medians of all steps after two epochs.",
-        "",
-        f"| {' | '.join(HEADINGS)} |",
-        "|" + "---|" * len(HEADINGS),
-    ]
-    for line in LINES:
-        ends = [end for ranks in found[line] for end in ranks]
-        median, least, most = _seconds(found[line])
-        cells = [line, *(f"{s:.3f}" for s in (median, least, most)), f"{median / base:.3f}"]
-        cells.append(f"{sum(end[1] for end in ends) / arguments.rounds / 1e6:.1f}")
-        page.append(f"| {' | '.join(cells)} |")
-    (arguments.out / "store_beyond_memory.md").write_text("\n".join(page) + "\n")
-    print("\n".join(page[6:]))
-
-
-def _seconds(rounds: list[Any]) -> tuple[float, float, float]:
-    """Median, least and most of a step; it ends when both ranks are done."""
-    steps = [max(both) for ranks in rounds for both in zip(*(end[0] for end in ranks), strict=True)]
-    return statistics.median(steps), min(steps), max(steps)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--samples", type=int, default=256)
-    add("--cache-mb", type=int, default=64, help="memory for messages when there is little (64)")
-    add("--epochs", type=int, default=4, help="the first two are not counted (4)")
-    add("--rounds", type=int, default=2, help="how often each line runs (2)")
-    add("--folder", type=Path, default=ROOT / "runs", help="on the disk to be measured")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    given = arguments(
+        argv,
+        __doc__,
+        samples=(256, "of the training"),
+        cache_mb=(64, "memory for cached activations when there is little"),
+        epochs=(4, "the first two are not counted"),
+        rounds=(2, "how often each line runs"),
+        folder=(ROOT / "runs", "on the disk to be measured"),
+    )
+    setup = digest([given.samples, given.cache_mb, given.epochs])
+    Runs(given, "store_beyond_memory", setup, ("line", "round")).complete(
+        run,
+        [(line, turn) for turn in range(given.rounds) for line in LINES],
+        given.samples,
+        given.epochs,
+        given.cache_mb << 20,
+        given.folder,
+        line=lambda row: f"{statistics.median(row['steps']):.3f} s",
+        page=results,
+        workers=0,
+    )

@@ -1,50 +1,51 @@
-"""How long until the loss of FP32 is reached over a slow link? Whole trainings, first epoch included.
+"""How long until the loss of FP32 is reached over a slow link? Trainings from their first epoch on.
 
-    python benchmarks/time_to_loss.py [--r 5.8] [--epochs 3 10] [--only NAME ...]
-                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER]
+    python -m benchmarks time_to_loss [--r 5.8] [--epochs 3 10] [--only NAME ...]
+                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
 
 A GPT-2 that was pre-trained on WikiText-2's training text is fine-tuned on articles of its validation text over two
-stages in two network namespaces (root needed), one thread each. The link's rate is such that the float32 messages of a
-micro-batch, both ways, take r times what a stage computes on it, measured first without a limit. Finished runs are kept
-in --out. Writes time_to_loss.md and .png.
+stages in two network namespaces (root needed), one thread each. The link's rate is such that the float32 activations
+and gradients of a micro-batch, both ways, take r times what a stage computes on it, measured first without a limit.
+Draws a picture too.
 """
 
 from __future__ import annotations
 
-import argparse
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs import chosen, digest, finished, parser, work_off
+from benchmarks import page
+from benchmarks.page import Row, prose
+from benchmarks.runner import Runs, arguments, chosen, digest
+from benchmarks.training import adamw, in_order
+from benchmarks.wikitext import PRETRAINING, VOCABULARY
 
 STAGES, BATCH, MICRO_BATCH = 2, 16, 1
 TRAINING, LENGTH, WIDTH = 256, 128, 256
-LEARNING_RATE = 3e-4
+LEARNING_RATE, WITHIN = 3e-4, 0.005
 BITS = {"forward_bits": 3, "backward_bits": 6}
+REFERENCE = "DeepSpeed FP32"
 METHODS: dict[str, dict[str, Any] | None] = {
-    "DeepSpeed FP32": None,
+    REFERENCE: None,
     "FP32": {},
-    "DirectQ fw3 bw6": {"activations": {"method": "direct", **BITS}},
-    "AQ-SGD fw3 bw6, full first visit": {"activations": {"method": "aqsgd", **BITS}},
-    "AQ-SGD fw3 bw6, 8-bit first visit": {"activations": {"method": "aqsgd", **BITS, "first_visit": 8}},
-    "AQ-SGD fw3 bw6, 4-bit first visit": {
-        "activations": {"method": "aqsgd", **BITS, "first_visit": 4, "rotation": True}
-    },
+    "DirectQ fw3 bw6": {"method": "direct", **BITS},
+    "AQ-SGD fw3 bw6, full first visit": {"method": "aqsgd", **BITS},
+    "AQ-SGD fw3 bw6, 8-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 8},
+    "AQ-SGD fw3 bw6, 4-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 4, "rotation": True},
 }
 
 
-def train(name: str, epochs: int, rate: int | None, data: Path, cache: Path, steps: int | None = None) -> dict:
+def train(name: str, epochs: int, rate: int | None, data: Path, cache: Path, steps: int | None = None) -> Row:
     """One training in a lab; rate in bit/s. `steps`: only so many."""
-    import time_to_loss as this  # the nodes import it by name
-
     from pipecomp.netlab import Lab
 
     with Lab(nodes=STAGES, bandwidth=None if rate is None else f"{rate}bit") as lab:
         with tempfile.TemporaryDirectory() as store:
-            ranks = lab.run(this.one_rank, name, epochs, steps, str(data), str(cache), store, timeout_s=7200)
+            ranks = lab.run(one_rank, name, epochs, steps, str(data), str(cache), store, timeout_s=7200)
         sent = sum(node.sent for node in lab.bytes())
     compute = [rank["compute_s"] for rank in ranks.values() if rank["compute_s"]]
     return {
@@ -54,7 +55,7 @@ def train(name: str, epochs: int, rate: int | None, data: Path, cache: Path, ste
         "bytes": sent,
         "losses": ranks[0]["losses"],
         "seconds": ranks[0]["seconds"],
-        "compute_s": sum(compute) / len(compute) if compute else None,
+        "compute_s": statistics.fmean(compute) if compute else None,
     }
 
 
@@ -81,39 +82,32 @@ def one_rank(
 
 def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
     import torch
-    from wikitext import pretrained_model, wikitext_task
+
+    import pipecomp
+    from benchmarks.wikitext import pretrained_model, wikitext_task
+    from pipecomp.bench.stock_deepspeed import stock_engine
+    from pipecomp.demo.task import Sequences
 
     task = wikitext_task(data, cache, length=LENGTH, training=TRAINING)
     model, _ = pretrained_model(task, cache, 0, width=WIDTH)
     model.config.tie_word_embeddings = False  # stock DeepSpeed splits it without the tie
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    steps = epochs * (TRAINING // BATCH)
-    schedule = {"total_num_steps": steps, "warmup_num_steps": steps // 8, "warmup_max_lr": LEARNING_RATE}
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01, "torch_adam": True}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
-        "steps_per_print": 10**9,
-    }
-    section = METHODS[name]
-    if section is None:
-        from pipecomp.bench.stock_deepspeed import stock_engine
-
+    steps, activations = epochs * (TRAINING // BATCH), METHODS[name]
+    section: dict[str, Any] = {"tie": False, **({"activations": activations} if activations else {})}
+    if activations and activations["method"] == "aqsgd":
+        section["store"] = {"path": store}
+    shape = {"samples": (BATCH, MICRO_BATCH), "steps": (steps, steps // 8)}
+    config = adamw(section, lr=LEARNING_RATE, torch_adam=True, **shape)
+    del config["gradient_clipping"]  # each engine's own
+    if activations is None:
+        del config["pipecomp"]
         engine = stock_engine(model, STAGES, config)
         batches = _batches(task.training)
         one_batch = engine.train_batch
         engine.train_batch = lambda: one_batch(batches)
         return engine
-    import pipecomp
-    from pipecomp.demo.task import Sequences
-
-    if section.get("activations", {}).get("method") == "aqsgd":
-        section = {**section, "store": {"path": store}}
     rows = Sequences(task.training.tolist())
-    return pipecomp.initialize(
-        model, num_stages=STAGES, config={**config, "pipecomp": {"tie": False, **section}}, training_data=rows
-    )
+    return pipecomp.initialize(model, num_stages=STAGES, config=config, training_data=rows)
 
 
 def _batches(training: Any) -> Iterator[tuple[Any, Any]]:
@@ -130,49 +124,93 @@ def _batches(training: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def link_rate(r: float, data: Path, cache: Path) -> int:
-    """bit/s at which the messages of a micro-batch take r times a stage's compute."""
+    """bit/s at which what a micro-batch sends takes r times a stage's compute."""
     compute = train("FP32", 3, None, data, cache, steps=6)["compute_s"]
     return int(8 * 2 * 4 * MICRO_BATCH * LENGTH * WIDTH / (r * compute))
 
 
-def main() -> None:
+def epoch_means(run: Row) -> list[float]:
+    """For every step from the end of the first epoch on: the mean loss of as many steps as an epoch has."""
+    window = len(run["losses"]) // run["epochs"]
+    return [sum(run["losses"][i - window : i]) / window for i in range(window, len(run["losses"]) + 1)]
+
+
+def seconds_to(run: Row, loss: float) -> float | None:
+    """Seconds until `epoch_means` is at most `loss`; None if it never is."""
+    means = epoch_means(run)
+    first = len(run["losses"]) - len(means)
+    return next((run["seconds"][first + i] for i, mean in enumerate(means) if mean <= loss), None)
+
+
+def results(rows: list[Row], r: float, picture: Path) -> list[str]:
+    """The page, and its picture beside it."""
+    rows = in_order(rows, METHODS, "epochs", "method")
+    text = f"""
+        # Time to the loss of FP32 over a slow link
+
+        `python -m benchmarks time_to_loss`, on {page.machine(rows)}. Link: {rows[0]["rate"] / 1e6:.1f} Mbit/s,
+        r = {r:g}.
+
+        Trainings from their first epoch on, without start and evaluation. Loss: the training loss, mean over an epoch's
+        steps. Seconds to FP32's loss: until the mean over the last epoch's number of steps is at most {100 * WITHIN:g}
+        % above what {REFERENCE} ends with. MB: on the nodes' interfaces. ![loss over time](time_to_loss.png)
+    """
+    lengths = page.grouped(rows, "epochs")
+    with page.picture(picture, across=len(lengths), size=(6 * len(lengths), 4.5)) as axes:
+        for axis, group in zip(axes, lengths, strict=True):
+            for run in group:
+                means = epoch_means(run)
+                axis.plot([s / 60 for s in run["seconds"][-len(means) :]], means, label=run["method"])
+            title = f"{group[0]['epochs']} epochs, r = {r:g}"
+            axis.set(title=title, xlabel="minutes", ylabel="training loss", xscale="log")
+            axis.legend(fontsize=8)
+    return [*prose(text), *(line for group in lengths for line in _section(group))]
+
+
+def _section(rows: list[Row]) -> list[str]:
+    """What trainings of one length reached."""
+    base = next((run for run in rows if run["method"] == REFERENCE), None)
+    goal = epoch_means(base)[-1] if base else None
+
+    def beside(run: Row) -> tuple[str, ...]:
+        """Times faster, final loss above the reference's, seconds to its loss and times faster to it."""
+        if base is None or goal is None:
+            return ("–",) * 4
+        mine, theirs = (seconds_to(one, goal * (1 + WITHIN)) for one in (run, base))
+        reached = ("–", "–") if mine is None or theirs is None else (f"{mine:.0f}", f"{theirs / mine:.2f}×")
+        faster, loss = base["seconds"][-1] / run["seconds"][-1], epoch_means(run)[-1] / goal - 1
+        return f"{faster:.2f}×", f"{100 * loss:+.2f} %", *reached
+
+    cells = {
+        "line": lambda run: run["method"],
+        "seconds": lambda run: f"{run['seconds'][-1]:.0f}",
+        "faster": lambda run: beside(run)[0],
+        "final loss": lambda run: f"{epoch_means(run)[-1]:.4f}",
+        "above FP32": lambda run: beside(run)[1],
+        "seconds to FP32's loss": lambda run: beside(run)[2],
+        "faster to it": lambda run: beside(run)[3],
+        "MB": lambda run: f"{run['bytes'] / 1e6:.0f}",
+    }
+    return [f"## {rows[0]['epochs']} epochs", "", *page.columns(cells, rows)]
+
+
+def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    from time_to_loss_report import write_report
-    from wikitext import PRETRAINING, VOCABULARY
-
-    arguments = _arguments()
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    kept = arguments.out / "time_to_loss.jsonl"
-    setup = digest([BATCH, MICRO_BATCH, TRAINING, LENGTH, WIDTH, LEARNING_RATE, PRETRAINING, VOCABULARY, arguments.r])
-    runs = finished(kept, setup)
-    done = {(run["method"], run["epochs"]) for run in runs}
-    rate = runs[0]["rate"] if runs else link_rate(arguments.r, arguments.data, arguments.cache)
-    names = chosen(METHODS, arguments.only)
-    todo = [(m, epochs, rate) for epochs in arguments.epochs for m in names if (m, epochs) not in done]
-    work_off(
+    r = (5.8, "the link: float32 transfer over compute of a micro-batch")
+    epochs = ([3, 10], "lengths of training")
+    given = arguments(argv, __doc__, "only", "data", "cache", r=r, epochs=epochs)
+    setup = digest([BATCH, MICRO_BATCH, TRAINING, LENGTH, WIDTH, LEARNING_RATE, PRETRAINING, VOCABULARY, given.r])
+    runs = Runs(given, "time_to_loss", setup, ("method", "epochs"))
+    cases = [(name, epochs) for epochs in given.epochs for name in chosen(METHODS, given.only)]
+    rate = runs.rows[0]["rate"] if runs.rows else None
+    if rate is None and runs.missing(cases):
+        rate = link_rate(given.r, given.data, given.cache)
+    runs.complete(
         train,
-        todo,
-        (arguments.data, arguments.cache),
-        runs,
-        workers=1,
-        kept=kept,
-        setup=setup,
-        line=_line,
-        report=lambda found: write_report(arguments.out, found, arguments.r, list(METHODS)),
+        cases,
+        rate,
+        given.data,
+        given.cache,
+        line=lambda row: f"{row['seconds'][-1]:.0f} s  loss {row['losses'][-1]:.4f}",
+        page=lambda rows: results(rows, given.r, given.out / "time_to_loss.png"),
     )
-
-
-def _line(run: dict[str, Any]) -> str:
-    return f"{run['epochs']:>2} epochs  {run['method']:<36} {run['seconds'][-1]:.0f} s  loss {run['losses'][-1]:.4f}"
-
-
-def _arguments() -> argparse.Namespace:
-    options = parser(__doc__, "--only", "--data", "--cache")
-    add = options.add_argument
-    add("--r", type=float, default=5.8, help="the link: float32 transfer over compute of a micro-batch (5.8)")
-    add("--epochs", type=int, nargs="+", default=[3, 10], metavar="N", help="lengths of training (3 10)")
-    return options.parse_args()
-
-
-if __name__ == "__main__":
-    main()

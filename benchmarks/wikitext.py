@@ -20,6 +20,7 @@ import torch
 
 from pipecomp.demo.task import pretrain, sequences, train_tokenizer
 from pipecomp.errors import DataError
+from pipecomp.files import replacing
 
 VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128
@@ -74,7 +75,8 @@ def _task(data: Path, kept: Path, length: int, training: int) -> Task:
         "training": pool[:training],
         "held_out": pool[training:],
     }
-    _write(kept, parts)
+    with replacing(kept, synced=False) as part:
+        torch.save(parts, part)
     return Task(**parts)
 
 
@@ -120,16 +122,11 @@ def _pretrained(task: Task, kept: Path, seed: int, width: int) -> tuple[Any, dic
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     rows = rows[order[: int(PRETRAINING["tokens"]) // length]]
     began = time.perf_counter()
-    loss = pretrain(
-        model,
-        rows.tolist(),
-        epochs=int(PRETRAINING["epochs"]),
-        batch=int(PRETRAINING["batch"]),
-        lr=float(PRETRAINING["lr"]),
-        seed=seed,
-    )
+    options: dict[str, Any] = {key: PRETRAINING[key] for key in ("epochs", "batch", "lr")}
+    loss = pretrain(model, rows.tolist(), seed=seed, **options)
     report = {"pretraining_loss": loss, "pretraining_seconds": time.perf_counter() - began}
-    _write(kept, {"settings": settings, "weights": model.state_dict(), "report": report})
+    with replacing(kept, synced=False) as part:
+        torch.save({"settings": settings, "weights": model.state_dict(), "report": report}, part)
     return model, report
 
 
@@ -140,9 +137,3 @@ def one_at_a_time(path: Path) -> Iterator[None]:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _write(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    torch.save(value, partial)
-    partial.replace(path)

@@ -1,15 +1,11 @@
-"""benchmarks/simulation.py: measured rows predicted from their own counters."""
+"""benchmarks.simulation: measured rows predicted from their own counters."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import simulation
-
+from benchmarks import simulation, throughput
+from benchmarks.throughput import findings, summaries
 from pipecomp.plan.network import TCP_SHARE
 
 
@@ -49,9 +45,6 @@ def test_steps_are_predicted_from_counters():
 
 
 def test_rounds_are_put_together_and_compared_with_what_was_to_be_shown():
-    import throughput
-    from throughput_report import findings, summaries
-
     stock, line = "DeepSpeed FP32", "AQ-SGD fw3 bw6, 16 micro-batches"
     compute_s = 8 * 2 * 2**20 / (800 * 4.0)  # of a micro-batch, for r = 4
     runs = [

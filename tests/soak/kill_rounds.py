@@ -25,7 +25,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from benchmarks.jobs import digest, finished
+from benchmarks.runner import Kept, digest
 from tests.soak.kill_report import page, summary, verdict
 from tests.soak.restart_work import make_job, steps_of_epoch
 from tests.soak.restarts import Start, stores_on_disk
@@ -183,14 +183,8 @@ def kill_rounds(
 
     timeout_s: for a rank to be silent, also before it knows its configuration, where it is 120 s otherwise.
     """
-    setup = digest([settings(), seed])
-    runs = finished(kept, setup)
-
-    def keep(run: Found) -> None:
-        runs.append(run)
-        with kept.open("a") as file:
-            file.write(json.dumps({**run, "setup": setup}) + "\n")
-
+    keeping = Kept(kept, digest([settings(), seed]))
+    runs, keep = keeping.rows, keeping.add
     for number in range(SEEDS):
         if not any(run["run"] == f"undisturbed {number}" for run in runs):
             keep(undisturbed(folder / "undisturbed", number))

@@ -1,0 +1,217 @@
+"""What the benchmarks have in common: cases that run in worker processes, and are kept as they finish.
+
+A benchmark is its cases, a function that runs one of them, and a function that makes a page of all that are kept:
+
+    def main(argv):
+        given = arguments(argv, __doc__, "seeds", "only", rounds=(2, "how often each line runs"))
+        runs = Runs(given, "name", digest(SETTINGS), keys=("method", "seed"))
+        runs.complete(run, cases(given), line=..., page=page)
+
+`run(method, seed)` returns a row of plain values, "method" and "seed" among them. Rows are in --out/NAME.jsonl, a line
+each, so that a benchmark that was stopped goes on, on any machine; --out/NAME.md is the page. A kept row is never
+measured again: to do so, delete its line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.page import Row, this_machine
+from pipecomp.errors import DataError
+from pipecomp.files import replacing
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+RESULTS = ROOT / "benchmarks" / "results"
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "seeds": (3, "runs of every method"),
+    "only": ([], "lines whose name contains one of these"),
+    "workers": (2, "runs at the same time, one thread each"),
+    "data": (SHARED / "wikitext-2", "folder with WikiText-2"),
+    "cache": (ROOT / "runs" / "convergence", "where what runs start from is kept"),
+    "out": (RESULTS, "where runs are kept and pages written"),
+    "redraw": (False, "run nothing, write the page of the kept runs"),
+}
+
+
+def arguments(argv: Sequence[str], doc: str | None, *common: str, **own: tuple[Any, ...]) -> argparse.Namespace:
+    """Read a benchmark's options: some of OPTIONS, --out and --redraw among them always, and its own.
+
+    Args:
+        argv: what follows the benchmark's name.
+        doc: the module's docstring, which is the help.
+        common: names of OPTIONS, without dashes.
+        own: by name, an option's default, which says its type, its help, and what is allowed if not everything is. With
+            a list as its default it takes several values.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = {name: OPTIONS[name] for name in (*common, "out", "redraw")}
+    for name, (default, text, *allowed) in (options | own).items():
+        flag, several = f"--{name.replace('_', '-')}", isinstance(default, (list, tuple))
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        one = default[0] if several and default else "" if several else default
+        shown = " ".join(map(str, default)) if several else default
+        choices = {"choices": list(allowed[0]), "metavar": "NAME"} if allowed else {}
+        help_text = f"{text} ({shown})" if shown else text
+        number = {"nargs": "*"} if several else {}
+        parser.add_argument(flag, type=type(one), default=default, help=help_text, **number, **choices)
+    return parser.parse_args(argv)
+
+
+def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    """The names that contain one of `only`, in capitals or not; all without `only`."""
+    return [name for name in names if not only or any(part.lower() in name.lower() for part in only)]
+
+
+def digest(settings: Any) -> str:
+    """A short mark of plain settings, kept with every run so that runs with other settings are not mixed in."""
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+
+
+class Kept:
+    """Rows of one set-up in a file of JSON lines: `rows` has what was there, and what is added."""
+
+    def __init__(self, file: Path, setup: str) -> None:
+        self.file, self._setup = file, setup
+        self.rows: list[Row] = [row for row in read_rows(file) if row.pop("setup", None) == setup]
+
+    def add(self, row: Row) -> None:
+        """Write a row to the end of the file."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("ab+") as file:
+            file.seek(0)
+            size = file.read().rfind(b"\n") + 1
+            file.truncate(size)  # of a benchmark that was stopped, half a line may be left
+            file.write(json.dumps({**row, "setup": self._setup}).encode() + b"\n")
+        self.rows.append(row)
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """The rows of a file; a last line without its end is not one."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{file}, line {number}: got no JSON ({error}); delete the line") from error
+
+
+class Runs(Kept):
+    """A benchmark's finished runs; `complete` makes those that are missing and writes the page."""
+
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        name: str,
+        setup: str,
+        keys: Sequence[str],
+        *,
+        current: Callable[[Row], bool] = bool,
+    ) -> None:
+        """Read what is kept.
+
+        Args:
+            given: what `arguments` returned.
+            name: of the files in given.out.
+            setup: `digest` of what runs must have in common to stand on one page.
+            keys: the row's values by which a case is known, in the case's order.
+            current: whether a row still belongs to the page.
+        """
+        super().__init__(given.out / f"{name}.jsonl", setup)
+        self.rows = [row for row in self.rows if current(row)]
+        self.page = given.out / f"{name}.md"
+        self._keys, self._redraw, self._workers = keys, given.redraw, getattr(given, "workers", 1)
+
+    def missing(self, cases: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """The cases that have no row; none with --redraw."""
+        done = [tuple(row[key] for key in self._keys) for row in self.rows]
+        return [tuple(case) for case in cases if not self._redraw and tuple(case) not in done]
+
+    def complete(
+        self,
+        run: Callable[..., Row],
+        cases: Iterable[Sequence[Any]],
+        *more: Any,
+        line: Callable[[Row], str],
+        page: Callable[[list[Row]], Iterable[str]],
+        workers: int | None = None,
+    ) -> None:
+        """Call `run(*case, *more)` for every missing case; keep each row and write the page as soon as it is there.
+
+        Args:
+            run: makes a row; runs in a process with one thread of its own.
+            cases: values of the keys.
+            more: what `run` gets beside them.
+            line: what is printed of a row, behind its keys' values.
+            page: lines of Markdown, from all rows.
+            workers: how many run at the same time (--workers, or one); 0: in this process.
+
+        Raises:
+            SystemExit: At the end, if cases failed. They keep no other from running, and the next start tries again.
+        """
+        missing, failed = self.missing(cases), []
+        finished = _finished(run, missing, more, self._workers if workers is None else workers)
+        for number, (case, row) in enumerate(finished, 1):
+            name = f"{number}/{len(missing)}  {'  '.join(map(str, case))}"
+            if isinstance(row, BaseException):
+                failed.append(case)
+                print(f"{name}  failed:\n{''.join(traceback.format_exception(row))}", flush=True)
+                continue
+            self.add({**row, "machine": this_machine()})
+            print(f"{name}  {line(row)}", flush=True)
+            self.write(page)
+        if self.rows:
+            self.write(page)
+        if failed:
+            raise SystemExit(f"{len(failed)} of {len(missing)} cases failed: {failed}")
+
+    def write(self, page: Callable[[list[Row]], Iterable[str]]) -> None:
+        """Write the page."""
+        with replacing(self.page, synced=False) as part:
+            part.write_text("\n".join(page(self.rows)).rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _finished(
+    run: Callable[..., Row], cases: Sequence[tuple[Any, ...]], more: Sequence[Any], workers: int
+) -> Iterator[tuple[tuple[Any, ...], Row | BaseException]]:
+    """Each case with its row, or with what it raised, in the order in which they finish."""
+    if workers == 0:
+        for case in cases:
+            try:
+                yield case, run(*case, *more)
+            except Exception as error:
+                yield case, error
+        return
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+        waiting = {pool.submit(run, *case, *more): case for case in cases}
+        for ready in as_completed(waiting):
+            yield waiting[ready], ready.exception() or ready.result()
+
+
+def _end_with_parent() -> None:
+    """A worker whose benchmark was killed would go on with its run, and disturb the next benchmark."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def end(sentinel: int = parent.sentinel) -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
