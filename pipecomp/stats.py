@@ -1,4 +1,4 @@
-"""Counters of links: plain numbers, kept where the traffic is, added up by whoever reports."""
+"""Counters of traffic and time: plain numbers, kept where the traffic is, added up by whoever reports."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DIRECTIONS = ("forward", "backward", "evaluation")
 
 
 @dataclass(slots=True)
 class Direction:
     """One direction of one link, or its evaluation traffic.
 
-    bytes_raw: the values in the training dtype, padding not counted. bytes_sent: whole messages, headers included.
+    Attributes:
+        messages: Packets.
+        bytes_raw: The values in the training dtype, padding not counted.
+        bytes_sent: Complete packets, headers included.
     """
 
     messages: int = 0
@@ -20,7 +26,7 @@ class Direction:
     bytes_sent: int = 0
 
     def add(self, raw: int, sent: int) -> None:
-        """Count one message."""
+        """Count one packet of so many bytes."""
         self.messages += 1
         self.bytes_raw += raw
         self.bytes_sent += sent
@@ -28,12 +34,23 @@ class Direction:
 
 @dataclass(slots=True)
 class LinkStats:
-    """One end of one link since it was opened; both ends count alike.
+    """One endpoint of one link since it was opened; both endpoints count the same.
 
-    wait_seconds: how long this end waited for messages. relative_error: mean over the sampled forward messages (the
-    first micro-batch of each step, known to the sender only) of ‖a − m‖ / ‖a‖. drift_checks: how often both ends
-    compared their messages, with drift_check_bytes sent by this one; drifts: how often they differed, in drift_samples.
-    unstored_samples: first visits, among `full_samples`, that no end keeps because a disk refused writes.
+    Attributes:
+        forward: Activations.
+        backward: Their gradients.
+        evaluation: Activations of evaluations.
+        full_samples: Samples that were sent without reference to a cached activation.
+        delta_samples: Samples that were sent as a change of a cached activation.
+        unstored_samples: First visits, among `full_samples`, that no endpoint keeps because a disk refused writes.
+        drift_checks: How often both endpoints compared their cached activations.
+        drift_check_bytes: What this endpoint sent for that.
+        drifts: How often they differed.
+        drift_samples: In how many samples.
+        wait_seconds: How long this endpoint waited for packets.
+        error_sum: Sum of ‖a − m‖ / ‖a‖ over the sampled forward packets: the first micro-batch of each step, known to
+            the sender only.
+        error_count: Their number.
     """
 
     forward: Direction = field(default_factory=Direction)
@@ -51,7 +68,7 @@ class LinkStats:
     error_count: int = 0
 
     def as_dict(self) -> dict:
-        """For reports: nested numbers, with the mean error and the share of samples sent as deltas."""
+        """Return nested numbers for reports, with the mean error and the share of samples sent as deltas."""
         out = asdict(self)
         count, total = out.pop("error_count"), out.pop("error_sum")
         out["relative_error"] = total / count if count else None
@@ -64,9 +81,11 @@ class LinkStats:
 class GroupStats:
     """Gradients of one group of ranks, summed over the steps so far, for this rank.
 
-    bytes_raw: what a ring all-reduce of n ranks puts on this rank's link, 2 (n − 1) / n of the gradients' bytes.
-    bytes_sent: what was put there.
-    wait_seconds: time in the reduction, waiting for the other ranks included.
+    Attributes:
+        calls: Reductions.
+        bytes_raw: What a ring all-reduce of n ranks puts on this rank's link, 2 (n − 1) / n of the gradients' bytes.
+        bytes_sent: What was put there.
+        wait_seconds: Time in the reduction, waiting for the other ranks included.
     """
 
     calls: int = 0
@@ -83,16 +102,22 @@ class GroupStats:
         self.wait_seconds += seconds
 
     def as_dict(self) -> dict:
-        """For reports."""
+        """Return the numbers for reports."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Where this rank's training time went: seconds by part, summed over the steps so far.
+    """Where this rank's training time went, in seconds, summed over the steps so far.
 
-    forward, backward: the model. encode, decode: quantizing, message store, checksums. wait: for messages. reduce:
-    gradients of tied weights and of data-parallel groups, waiting for other ranks included. update: the optimizer.
+    Attributes:
+        forward: Of the model.
+        backward: Of the model.
+        encode: Quantizing, message store and checksums of what is sent.
+        decode: The same of what is received.
+        wait: For packets.
+        reduce: Gradients of tied weights and of data-parallel groups, waiting for other ranks included.
+        update: The optimizer.
     """
 
     forward: float = 0.0
@@ -112,6 +137,52 @@ class Seconds:
 
 
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:
-    """(raw, sent) of one direction over several links' `as_dict`."""
+    """Return (raw, sent) bytes of one direction, over several links' `as_dict`."""
     parts = [link[direction] for link in links]
     return sum(p["bytes_raw"] for p in parts), sum(p["bytes_sent"] for p in parts)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes since the start of the run, over all replicas and ranks.
+
+    Attributes:
+        links: By "k->k+1", for each of `DIRECTIONS`, `<direction>_bytes_raw` (the values in the training dtype) and
+            `<direction>_bytes_sent` (complete packets).
+        groups: By name, what the reductions of a group of ranks put on the network, `bytes_raw` and `bytes_sent`.
+    """
+
+    links: dict[str, dict[str, int]]
+    groups: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, ranks: Iterable[dict[str, Any]]) -> Traffic:
+        """Add up `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is taken."""
+        links: dict[str, dict[str, int]] = {}
+        groups: dict[str, dict[str, int]] = {}
+        seen: set[tuple[int, str]] = set()
+        for rank in ranks:
+            for name, link in rank["links"].items():
+                if (rank["replica"], name) in seen:
+                    continue
+                seen.add((rank["replica"], name))
+                total = links.setdefault(name, {f"{d}_bytes_{k}": 0 for d in DIRECTIONS for k in ("raw", "sent")})
+                for direction in DIRECTIONS:
+                    for kind in ("raw", "sent"):
+                        total[f"{direction}_bytes_{kind}"] += link[direction][f"bytes_{kind}"]
+            for name, group in rank["groups"].items():
+                total = groups.setdefault(name, {"bytes_raw": 0, "bytes_sent": 0})
+                for key in total:
+                    total[key] += group[key]
+        return cls(dict(sorted(links.items())), dict(sorted(groups.items())))
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sum of both."""
+        return Traffic(_sums(self.links, other.links), _sums(self.groups, other.groups))
+
+
+def _sums(a: dict[str, dict[str, int]], b: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    return {
+        name: {key: a.get(name, {}).get(key, 0) + b.get(name, {}).get(key, 0) for key in (a.get(name) or b[name])}
+        for name in sorted({*a, *b})
+    }

@@ -7,8 +7,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,58 +16,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
+from pipecomp.stats import DIRECTIONS, Traffic
 
-DIRECTIONS = ("forward", "backward", "evaluation")
 PLAIN_EVERY_S = 10.0
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes since the start of the run, over all replicas and ranks.
-
-    links: by "k->k+1", for each of forward, backward and evaluation `<direction>_bytes_raw` (the values in the training
-    dtype) and `<direction>_bytes_sent` (whole messages). groups: by name, what the reductions of a group of ranks put
-    on the network, `bytes_raw` and `bytes_sent`.
-    """
-
-    links: dict[str, dict[str, int]]
-    groups: dict[str, dict[str, int]]
-
-    @classmethod
-    def of(cls, ranks: Iterable[dict[str, Any]]) -> Traffic:
-        """From `engine.gather_comm_stats()`: both ends of a link count the same messages, so one end is taken."""
-        links: dict[str, dict[str, int]] = {}
-        groups: dict[str, dict[str, int]] = {}
-        seen: set[tuple[int, str]] = set()
-        for rank in ranks:
-            for name, link in rank["links"].items():
-                if (rank["replica"], name) in seen:
-                    continue
-                seen.add((rank["replica"], name))
-                total = links.setdefault(name, {f"{d}_bytes_{k}": 0 for d in DIRECTIONS for k in ("raw", "sent")})
-                for direction in DIRECTIONS:
-                    for kind in ("raw", "sent"):
-                        total[f"{direction}_bytes_{kind}"] += link[direction][f"bytes_{kind}"]
-            for name, group in rank["groups"].items():
-                total = groups.setdefault(name, {"bytes_raw": 0, "bytes_sent": 0})
-                for key in total:
-                    total[key] += group[key]
-        return cls(dict(sorted(links.items())), dict(sorted(groups.items())))
-
-    def plus(self, other: Traffic) -> Traffic:
-        """Both together."""
-        return Traffic(_sums(self.links, other.links), _sums(self.groups, other.groups))
-
-
-def _sums(a: dict[str, dict[str, int]], b: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    return {
-        name: {key: a.get(name, {}).get(key, 0) + b.get(name, {}).get(key, 0) for key in (a.get(name) or b[name])}
-        for name in sorted({*a, *b})
-    }
-
-
 class Report:
-    """Opened before training, so that a file that cannot be written is known at once; a context manager."""
+    """The report of a run, opened before training so that a file that cannot be written is known at once.
+
+    It is a context manager.
+
+    Args:
+        metrics: A file for JSON lines, overwritten.
+        tensorboard: A folder.
+        silent: Do nothing at all, on all ranks but one.
+        unit: What speed counts.
+        period: After what the model is evaluated.
+        after: The step that an earlier run has reached and this one goes on from: the lines of `metrics` up to there
+            stay, and their bytes are added.
+
+    Raises:
+        ConfigError: If something cannot be written.
+    """
 
     def __init__(
         self,
@@ -81,9 +49,6 @@ class Report:
         period: str = "epoch",
         after: int = 0,
     ) -> None:
-        """metrics: JSON lines, overwritten. tensorboard: a folder. silent: do nothing at all, on all ranks but one.
-        unit: what speed counts. period: after what the model is evaluated. after: the step that an earlier run has
-        reached and this one goes on from: what `metrics` has up to there stays, and its bytes are added."""
         self._silent, self._unit, self._period = silent, unit, period
         self._console = Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
@@ -154,7 +119,16 @@ class Report:
             self._progress.start()
 
     def step(self, step: int, epoch: int, *, loss: float, lr: float, per_s: float, traffic: Traffic) -> None:
-        """One optimizer step: its mean loss, the rate it used, tokens or images a second, and all traffic so far."""
+        """Report one optimizer step.
+
+        Args:
+            step: From 1.
+            epoch: From 1.
+            loss: The step's mean.
+            lr: The learning rate that it used.
+            per_s: Tokens or images per second.
+            traffic: Since the start of the run.
+        """
         if self._silent:
             return
         traffic = self._before.plus(traffic)
@@ -177,7 +151,14 @@ class Report:
             )
 
     def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:
-        """The end of an epoch or round: mean training loss, and what evaluation found (None without held-out data)."""
+        """Report the end of an epoch or round.
+
+        Args:
+            step: The last one.
+            epoch: From 1.
+            measures: What evaluation found, None without held-out data.
+            traffic: Since the start of the run.
+        """
         if self._silent:
             return
         traffic = self._before.plus(traffic)
@@ -194,7 +175,7 @@ class Report:
         self._say(line)
 
     def end(self, traffic: Traffic, saved: str | None) -> None:
-        """The last words: what crossed the links, and where the model is."""
+        """Say what crossed the links, and where the model is: the folder `saved`, None if it was not saved."""
         if self._silent:
             return
         self._stop_progress()
@@ -248,7 +229,7 @@ class Report:
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file that is there, up to a step; none for step 0."""
+    """The complete lines of a metrics file that is there, up to a step; none for step 0."""
     found: list[dict[str, Any]] = []
     if step and path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pipecomp.trainer.training import PipelineTrainer
+from pipecomp.trainer.trainer import PipelineTrainer
 
 __all__ = ["PipelineTrainer"]

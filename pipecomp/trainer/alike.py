@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from pipecomp.cluster.agreement import AllRanks
-from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.trainer.feeding import Samples, seeded
 
 SHOWN = 8  # samples of a dataset that are compared
@@ -49,16 +48,16 @@ _OWN = (
 _OWN_BEGINNINGS = ("hub_", "push_to_hub", "trackio_")
 
 
-def all_ranks() -> AllRanks:
-    """A round of questions to all ranks; every rank must begin it. An end of one of them is an error on the others."""
-    watch = process_heartbeat()
-    return AllRanks(lost=lambda: watch.lost)
-
-
 def check_arguments(ranks: AllRanks, args: Any, **more: Any) -> None:
-    """LinkError on every rank, naming argument, ranks and values, where TrainingArguments differ.
+    """Compare TrainingArguments of all ranks; every rank must call this.
 
-    more: what else must be equal, JSON values by name.
+    Args:
+        ranks: The round that this belongs to.
+        args: This rank's.
+        more: What else must be equal, JSON values by name.
+
+    Raises:
+        LinkError: On every rank, naming argument, ranks and values, where they differ.
     """
     given = json.loads(args.to_json_string())
     facts = {name: v for name, v in given.items() if name not in _OWN and not name.startswith(_OWN_BEGINNINGS)}
@@ -66,7 +65,12 @@ def check_arguments(ranks: AllRanks, args: Any, **more: Any) -> None:
 
 
 def dataset_facts(samples: Samples, name: str) -> dict[str, Any]:
-    """Length and a digest of some samples, to be compared. name: of the dataset."""
+    """Return what is compared of a dataset: its length and a digest of some samples.
+
+    Args:
+        samples: The dataset.
+        name: The dataset's, for errors.
+    """
     data = samples.data
     facts: dict[str, Any] = {f"length of {name}": len(data)}
     places = sorted({round(i * (len(data) - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})

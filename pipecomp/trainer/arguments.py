@@ -53,7 +53,14 @@ _REFUSED = {
 
 
 def check(args: Any) -> None:
-    """Raise ConfigError, naming the argument, for what a pipeline cannot do."""
+    """Check arguments for what a pipeline cannot do.
+
+    Args:
+        args: TrainingArguments.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
     for name, allowed in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -78,7 +85,9 @@ def check(args: Any) -> None:
     if args.deepspeed is None and getattr(args, "deepspeed_plugin", None) is not None:
         raise ConfigError("ACCELERATE_USE_DEEPSPEED", "true", "not set: give DeepSpeed's configuration as pipecomp=")
     if args.save_only_model and args.load_best_model_at_end:
-        raise ConfigError("save_only_model", True, "False with load_best_model_at_end, which reads whole checkpoints")
+        raise ConfigError(
+            "save_only_model", True, "False with load_best_model_at_end, which reads complete checkpoints"
+        )
     wants_metric = args.load_best_model_at_end or str(getattr(args.save_strategy, "value", "")) == "best"
     if wants_metric and args.metric_for_best_model is None:
         raise ConfigError("metric_for_best_model", None, "a metric with save_strategy 'best'")
@@ -95,11 +104,15 @@ def _require_in(name: str, got: str, allowed: tuple[str, ...]) -> None:
 
 
 def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
-    """The configuration for `pipecomp.initialize`.
+    """Return the configuration for `pipecomp.initialize`.
 
-    pipecomp: the "pipecomp" section, or a whole DeepSpeed configuration (a dict with that key, or a JSON file), in
-    which "auto" and what is missing come from `args`; `args.deepspeed` may be that configuration instead. A value
-    that contradicts `args` is a ConfigError.
+    Args:
+        args: TrainingArguments. `args.deepspeed` may be the DeepSpeed configuration.
+        pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file), in which
+            "auto" and what is missing come from `args`.
+
+    Raises:
+        ConfigError: For a value that contradicts `args`, or that a pipeline cannot follow.
     """
     config = _given(args, pipecomp)
     own = {
@@ -148,15 +161,15 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
 
 def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
     """The user's DeepSpeed configuration, its "pipecomp" section in it."""
-    whole = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
-    if whole and args.deepspeed is not None:
-        raise ConfigError("deepspeed", args.deepspeed, "not set beside a whole configuration as pipecomp=")
-    source = pipecomp if whole else args.deepspeed
+    complete = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
+    if complete and args.deepspeed is not None:
+        raise ConfigError("deepspeed", args.deepspeed, "not set beside a DeepSpeed configuration as pipecomp=")
+    source = pipecomp if complete else args.deepspeed
     if source is None or isinstance(source, dict):
         config = copy.deepcopy(source or {})
     else:
         config = read_json_object("pipecomp", source)
-    if not whole and pipecomp is not None:
+    if not complete and pipecomp is not None:
         if not isinstance(pipecomp, dict):
             raise ConfigError("pipecomp", pipecomp, "a dict or the path of a JSON file")
         if config.get(SECTION, pipecomp) != pipecomp:
@@ -201,13 +214,13 @@ def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
 
 
 def optimizer_maker(args: Any) -> Callable[[list], torch.optim.Optimizer]:
-    """Makes the optimizer of `args.optim` from parameter groups."""
+    """Return what makes the optimizer of `args.optim` from parameter groups."""
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     return lambda groups: kind(groups, **options)
 
 
 def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
-    """As Trainer groups them: weight decay for all but biases and norms."""
+    """Return what makes Trainer's parameter groups: weight decay for all but biases and norms."""
 
     def groups(stage: nn.Module) -> list[dict[str, Any]]:
         decaying = set(Trainer.get_decay_parameter_names(None, stage))  # type: ignore[arg-type]  # uses no self

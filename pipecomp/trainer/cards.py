@@ -32,7 +32,15 @@ def write_card(
 ) -> None:
     """Write README.md into `args.output_dir`.
 
-    config: of the model. data: for training and for evaluation. fields: those of Trainer.create_model_card.
+    Args:
+        args: TrainingArguments.
+        config: The model's.
+        state: The trainer's.
+        data: For training and for evaluation.
+        model_class: Its name.
+        stages: Of the pipeline.
+        replicas: Of the pipeline.
+        fields: Those of Trainer.create_model_card.
     """
     model = type(model_class, (), {"config": config})()  # its class tells the task
     trainer = SimpleNamespace(

@@ -1,11 +1,11 @@
 """What a checkpoint of the trainer holds beside the model, and how training takes it up again.
 
     checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, trainer_state.json,
-        pipeline.json            how the model was cut; with other stages or replicas it is cut anew
+        pipeline.json            how the model was partitioned; with other stages or replicas it is resharded
         deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error-feedback residuals
         rank_state_R.pth         random generators and schedule of rank R
-        messages/rank-R/         AQ-SGD's messages of rank R, a copy of the store
-        trainer_state.json       is written last: a folder without it is not whole
+        messages/rank-R/         AQ-SGD's cached activations of rank R, a copy of the store
+        trainer_state.json       is written last: a folder without it is not complete
 
 Ranks on machines without a common disk have their own files in a folder of the same name there.
 """
@@ -24,17 +24,13 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
-from pipecomp.buffers import LmdbEnvironment
-from pipecomp.buffers.admin import prune
-from pipecomp.buffers.lmdb_folder import DATA_FILE
-from pipecomp.buffers.snapshot import copy_file
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.errors import ConfigError
+from pipecomp.stages.partition.planning import SplitPlan
 
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"
 DEEPSPEED = "deepspeed"  # the tag of DeepSpeed's checkpoint, a folder
-MESSAGES = "messages"
 _KEY = "resume_from_checkpoint"
 
 _log = transformers_logging.get_logger(__name__)
@@ -55,13 +51,27 @@ def shared(value: Any, group: Any) -> Any:
     return box[0]
 
 
+def layout(plan: SplitPlan, replicas: int) -> dict[str, Any]:
+    """What a checkpoint must share with a run for its messages and random generators to be taken up."""
+    return {"cuts": list(plan.cuts), "replicas": replicas}
+
+
 def find(
     resume: str | os.PathLike | bool | None, output_dir: str, pipeline: dict[str, Any], group: Any
 ) -> Found | None:
-    """The checkpoint that `train(resume_from_checkpoint=resume)` means, as rank 0 sees it; None to start anew.
+    """Find the checkpoint that `train(resume_from_checkpoint=resume)` means, as rank 0 sees it.
 
-    pipeline: the cuts and replicas of this run. Raises ConfigError on every rank if there is none, or another kind.
-    Warns if it is of other cuts or replicas.
+    Args:
+        resume: A folder, True for the last one, None or False to start anew.
+        output_dir: The trainer's.
+        pipeline: The `layout` of this run. One of another layout is warned of.
+        group: A gloo group of all ranks, each of which must call this.
+
+    Returns:
+        The checkpoint, None to start anew.
+
+    Raises:
+        ConfigError: On every rank, if there is no checkpoint, or one of another kind.
     """
     if resume is None or resume is False:
         return None
@@ -73,8 +83,8 @@ def find(
             answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline
             if theirs != pipeline:
                 _log.warning(
-                    f"{folder} is of {theirs}, this run is of {pipeline}: messages are sent whole once, error-feedback "
-                    "residuals start empty, random generators start anew"
+                    f"{folder} is of {theirs}, this run is of {pipeline}: samples are sent in full precision once, "
+                    "error-feedback residuals start empty, random generators start anew"
                 )
         except ConfigError as error:
             answer = {"key": error.key, "got": error.got, "allowed": error.allowed}
@@ -85,10 +95,10 @@ def find(
 
 
 def _last(output_dir: str) -> Path:
-    whole = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
-    numbered = [(int(number), path) for path in whole if (number := path.name.rpartition("-")[2]).isdecimal()]
+    complete = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
+    numbered = [(int(number), path) for path in complete if (number := path.name.rpartition("-")[2]).isdecimal()]
     if not numbered:
-        raise ConfigError(_KEY, True, f"True only where {output_dir} has a whole checkpoint")
+        raise ConfigError(_KEY, True, f"True only where {output_dir} has a complete checkpoint")
     return max(numbered)[1]
 
 
@@ -101,7 +111,19 @@ def _read(folder: Path, resume: object) -> dict[str, Any]:
     return json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
 
 
-# -- the engine's and the rank's own state
+# -- what is written
+
+
+def folder_of(output_dir: str, step: int) -> str:
+    """Where the checkpoint of a step lies."""
+    return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+def write_state(folder: str, state: TrainerState, plan: SplitPlan, replicas: int) -> None:
+    """Write what makes a checkpoint complete; rank 0 does, once all others have written their files."""
+    pipeline = json.dumps(layout(plan, replicas)) + "\n"
+    (Path(folder) / PIPELINE_FILE).write_text(pipeline, encoding="utf-8")
+    state.save_to_json(str(Path(folder) / STATE_FILE))
 
 
 def save_engine(engine: Any, folder: str, scheduler: Any) -> None:
@@ -133,43 +155,6 @@ def load_weights(engine: Any, folder: str) -> None:
 
 def _rank_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank_state_{rank}.pth"
-
-
-# -- messages
-
-
-def save_messages(engine: Any, folder: str) -> None:
-    """Copy this rank's message store; nothing where it is in memory or there is none."""
-    environment = engine.links.environment
-    if not isinstance(environment, LmdbEnvironment):
-        return
-    environment.flush()  # nothing is being written from here until the next step
-    copy_file(environment.path / DATA_FILE, _saved(folder))
-
-
-def restore_messages(folder: str, store: str | os.PathLike) -> bool:
-    """Put a checkpoint's messages in the place of this rank's, which no engine has open. False if it has none."""
-    saved = _saved(folder)
-    if not saved.is_file():
-        return False
-    forget_messages(store)
-    copy_file(saved, _held(store))
-    return True
-
-
-def forget_messages(store: str | os.PathLike) -> None:
-    """Remove this rank's messages, which no engine has open."""
-    held = _held(store)
-    if held.is_file():
-        prune(held.parent, everything=True)
-
-
-def _saved(folder: str) -> Path:
-    return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
-
-
-def _held(store: str | os.PathLike) -> Path:
-    return Path(store) / f"rank-{dist.get_rank()}" / DATA_FILE
 
 
 # -- old ones

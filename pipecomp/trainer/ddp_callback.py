@@ -33,9 +33,9 @@ from pipecomp.allreduce.saving import load, number_parameters, save
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 
-MEMORIES = "pipecomp_gradients"  # in a checkpoint folder: MEMORIES_RANK.safetensors
+RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
 REFUSED = {
-    "none": "a method that compresses; to send gradients whole, leave the callback out",
+    "none": "a method that compresses; to send gradients in full precision, leave the callback out",
     "quantized_adam": "a method for gradients; this one is an optimizer, which averages by itself",
 }
 TRAINING_LOGS = {"loss", "train_loss"}  # one of these is in what Trainer logs about training, not about evaluation
@@ -44,22 +44,28 @@ _log = logging.getLogger(__name__)
 
 
 class CompressionCallback(TrainerCallback):
-    """Averages a Trainer's gradients with a method of `pipecomp.allreduce`.
+    """Average a Trainer's gradients with a method of `pipecomp.allreduce`.
 
-    method and options: any of `pipecomp.gradient_config.Gradients` that compresses gradients; seed: of its random
-    draws, the same on all ranks. A rank that is silent for `TrainingArguments.ddp_timeout` seconds counts as lost
-    (PeerLostError).
+    It adds to Trainer's own training logs, on the first process: `grad_bytes_raw`, `grad_bytes_sent` (the bytes that
+    this process put on its links since `train()` was called, without and with compression), `grad_compression` (their
+    ratio) and `grad_error` (mean of ‖g − sent‖ / ‖g‖ so far; absent with "powersgd" and "fp16"). `stats()` has them on
+    every process.
 
-    Adds to Trainer's own training logs, on its first process: `grad_bytes_raw`, `grad_bytes_sent` (what this process
-    put on its links since `train()` was called, without and with compression), `grad_compression` (their ratio) and
-    `grad_error` (mean of ‖g − sent‖ / ‖g‖ so far; absent with "powersgd" and "fp16"). `stats()` has them on every
-    process.
+    Each process writes its error-feedback residuals to Trainer's checkpoints and loads them again with
+    `resume_from_checkpoint`; not in a hyperparameter search, nor with `save_only_model`. A rank that is silent for
+    `TrainingArguments.ddp_timeout` seconds counts as lost (PeerLostError).
 
-    Each process writes its error-feedback residuals to Trainer's checkpoints, and takes them up with
-    `resume_from_checkpoint`; not in a hyperparameter search, nor with `save_only_model`.
+    Args:
+        method: Any of `pipecomp.gradient_config.Gradients` that compresses gradients.
+        seed: Of the method's random draws, the same on all ranks.
+        options: Those of the method in `pipecomp.gradient_config.Gradients`.
 
-    Raises ConfigError when it is made for a wrong method or option, and when training begins where it cannot work: in
-    one process, with DataParallel, FSDP, DeepSpeed, another kind of sharding, or another DDP communication hook.
+    Raises:
+        ConfigError: For a wrong method or option; and when training begins where this cannot work: in one process,
+            with DataParallel, FSDP, DeepSpeed, another kind of sharding, or another DDP communication hook.
+
+    Example:
+        >>> trainer = Trainer(..., callbacks=[pipecomp.CompressionCallback(method="global_qsgd", bits=8)])
     """
 
     def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
@@ -78,7 +84,10 @@ class CompressionCallback(TrainerCallback):
         self._own_group: Any = None
 
     def stats(self) -> dict[str, Any]:
-        """As `pipecomp.allreduce.State.stats`, of this process and the last `train()`; all zeros before that."""
+        """Return what `pipecomp.allreduce.State.stats` returns, for this process and the last `train()`.
+
+        All counters are zero before that.
+        """
         return self._state.stats() if self._state is not None else Counters().as_dict()
 
     def _group_of(self, ddp: DistributedDataParallel) -> Any:
@@ -94,7 +103,7 @@ class CompressionCallback(TrainerCallback):
     # -- events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make a State for this training and put it into DDP; take up the memories of the checkpoint, if any."""
+        """Make a State for this training and put it into DDP; load the residuals of the checkpoint, if any."""
         trainer, checkpoint = _caller()
         ddp = ddp_of(trainer)
         handlers = trainer.callback_handler.callbacks
@@ -136,12 +145,12 @@ class CompressionCallback(TrainerCallback):
             state.log_history[-1].update(new)  # Trainer puts a copy there before it calls this
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write this process's memories into the checkpoint that was just written."""
+        """Write this process's error-feedback residuals into the checkpoint that was just written."""
         if self._state is None or args.save_only_model or state.is_hyper_param_search:
             return
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
-        save(self._state, memories_file(folder, self._state.group.rank))
+        save(self._state, residuals_file(folder, self._state.group.rank))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the thread that averages; it starts again if the model goes on training outside Trainer."""
@@ -149,9 +158,9 @@ class CompressionCallback(TrainerCallback):
             self._state.close()
 
 
-def memories_file(folder: Path, rank: int) -> Path:
-    """Where a rank's memories are in a checkpoint."""
-    return folder / f"{MEMORIES}_{rank}.safetensors"
+def residuals_file(folder: Path, rank: int) -> Path:
+    """Where a rank's error-feedback residuals are in a checkpoint."""
+    return folder / f"{RESIDUALS}_{rank}.safetensors"
 
 
 def ddp_of(trainer: Any) -> DistributedDataParallel:
@@ -207,13 +216,13 @@ def _caller() -> tuple[Any, str | None]:
 
 
 def _restore(state: State, folder: Path, device: Any) -> None:
-    """Load this rank's memories. Without any rank's, start with empty ones; ConfigError if only some are there."""
-    file = memories_file(folder, state.group.rank)
+    """Load this rank's residuals. If no rank has any they start empty; ConfigError if only some have."""
+    file = residuals_file(folder, state.group.rank)
     found = [bool(row[0]) for row in state.group.gather_numbers([float(file.is_file())])]
     if all(found):
         load(state, file, device)
     elif any(found):
-        missing = [memories_file(folder, rank).name for rank, there in enumerate(found) if not there]
+        missing = [residuals_file(folder, rank).name for rank, there in enumerate(found) if not there]
         raise ConfigError("resume_from_checkpoint", str(folder), f"a folder that also has {', '.join(missing)}")
     else:
-        _log.warning("%s has no %s files: gradient compression starts with empty memories", folder, MEMORIES)
+        _log.warning("%s has no %s files: error-feedback residuals start empty", folder, RESIDUALS)

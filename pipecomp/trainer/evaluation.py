@@ -20,12 +20,30 @@ from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
 from pipecomp.data import MicroBatch
-from pipecomp.errors import PipecompError
+from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.trainer.feeding import EvalLoader
 from pipecomp.trainer.packing import pack, unpack
 
 PADDING = -100
 _PIECE = 1 << 24  # bytes a send
+
+
+def check_ignored(name: str, keys: Any) -> None:
+    """Raise ConfigError for keys: Trainer leaves these of a model's outputs out; the last stage gives logits only."""
+    if keys:
+        raise ConfigError(name, keys, "None: a pipeline's last stage gives logits and nothing else")
+
+
+def dataset_named(wanted: Any, given: Any) -> Any:
+    """`wanted`, the one of several given datasets that it names, or `given` if it is None. Raises ConfigError."""
+    if wanted is None:
+        return given
+    if not isinstance(wanted, str):
+        return wanted
+    names = given if isinstance(given, dict) else {}
+    if wanted not in names:
+        raise ConfigError("eval_dataset", wanted, f"a dataset, or one of {', '.join(names) or 'no names'}")
+    return names[wanted]
 
 
 class BatchResult(NamedTuple):
@@ -40,10 +58,16 @@ class BatchResult(NamedTuple):
 
 
 class Evaluation:
-    """Evaluates an engine; all ranks make it and call it alike.
+    """An evaluation of an engine; every rank must make and run it.
 
-    group: a gloo group of all ranks. loss(logits, labels): a micro-batch's mean. compute_metrics, preprocess: as
-    Trainer's arguments. on_step(): after each micro-batch, on every rank as often as on the one that has most.
+    Args:
+        engine: What to evaluate.
+        group: A gloo group of all ranks.
+        args: TrainingArguments.
+        loss: Given logits and labels of a micro-batch, returns their mean loss.
+        compute_metrics: Trainer's argument.
+        preprocess: Trainer's `preprocess_logits_for_metrics`.
+        on_step: Called after each micro-batch, on every rank as often as on the one that has most.
     """
 
     def __init__(
@@ -62,9 +86,19 @@ class Evaluation:
         self._on_step = on_step
 
     def run(self, loader: EvalLoader, prefix: str, *, loss_only: bool, arrays: bool) -> EvalLoopOutput:
-        """Metrics on every rank, named with `prefix`; with `arrays` predictions and labels on every rank too.
+        """Evaluate a dataset.
 
-        loss_only: no logits are kept. Raises on every rank what compute_metrics raises on the first.
+        Args:
+            loader: Of the dataset.
+            prefix: Of the metrics' names.
+            loss_only: Keep no logits.
+            arrays: Return predictions and labels too.
+
+        Returns:
+            Metrics, and the arrays if they are wanted, the same on every rank.
+
+        Raises:
+            PipecompError: On the other ranks, if compute_metrics raises an error on rank 0.
         """
         began = time.time()
         own = self._evaluate(loader, loss_only)
@@ -168,7 +202,7 @@ class Evaluation:
     def _combine(
         self, rows: list[BatchResult], loader: EvalLoader, prefix: str, began: float
     ) -> tuple[Any, Any, dict[str, float]]:
-        """Logits, labels and metrics of the whole dataset."""
+        """Logits, labels and metrics of the dataset."""
         args = self._args
         join: Callable[[list[Any]], Any] = _joined if args.eval_do_concat_batches else list
         logits, labels, inputs = (

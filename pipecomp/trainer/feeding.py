@@ -34,7 +34,17 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, data: Any, collate: Callable[[list], Any], columns: list[str] | None, name: str) -> Samples:
-        """columns: the ones to keep, None for all. name: for errors. DataError if `data` has no length."""
+        """Take a dataset, or the part of it that the model takes.
+
+        Args:
+            data: Samples with a length and numbers.
+            collate: Makes a batch of a list of samples.
+            columns: The ones to keep, None for all.
+            name: The dataset's, for errors.
+
+        Raises:
+            DataError: If it has no length, no samples, or no column that the model takes.
+        """
         if data is None or not _is_numbered(data):
             raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and numbered samples")
         if len(data) == 0:
@@ -67,7 +77,16 @@ class LengthSampler(ShardedSampler):
 
 
 def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
-    """Tokens of every sample: a column of the dataset if it is there, else counted. DataError if neither is there."""
+    """Return how many tokens every sample has.
+
+    Args:
+        data: The dataset.
+        column: Where a dataset may say it.
+        input_name: Whose values are counted if it does not.
+
+    Raises:
+        DataError: If there is neither.
+    """
     if column in getattr(data, "column_names", ()):
         return [int(n) for n in data[column]]
     try:
@@ -75,6 +94,30 @@ def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
     except (KeyError, TypeError) as error:
         allowed = f"a column {column!r}, or samples with {input_name!r}"
         raise DataError(f"train_sampling_strategy 'group_by_length' needs {allowed}") from error
+
+
+def make_sampler(
+    samples: Samples, args: Any, data: Any, processing_class: Any, *, replicas: int, replica: int
+) -> ShardedSampler:
+    """The order of samples that `args.train_sampling_strategy` names. data: the dataset with all of its columns."""
+    options: dict[str, Any] = {
+        "replicas": replicas,
+        "replica": replica,
+        "seed": data_seed(args),
+        "drop_last": args.dataloader_drop_last,
+    }
+    micro_batch = args.per_device_train_batch_size
+    if args.train_sampling_strategy == "group_by_length":
+        names = getattr(processing_class, "model_input_names", ["input_ids"])
+        lengths = lengths_of(data, args.length_column_name, names[0])
+        return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
+    shuffle = args.train_sampling_strategy == "random"
+    return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)
+
+
+def data_seed(args: Any) -> int:
+    """Of the order of samples, and of what a collator draws."""
+    return int(args.seed if args.data_seed is None else args.data_seed)
 
 
 # -- micro-batches
@@ -97,7 +140,7 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 class _Batches(Dataset):
-    """Whole micro-batches by (number, ids)."""
+    """Micro-batches, ready to use, by (number, ids)."""
 
     def __init__(self, samples: Samples, seed: int, kind: int) -> None:
         self._data, self._collate = samples
@@ -135,7 +178,9 @@ def _loader(batches: _Batches, places: Iterable[tuple[int, list[int]]], options:
 class StepLoader(TrainLoader):
     """The training micro-batches of one replica, a step's made together: their labels must be counted first.
 
-    tokens, real_tokens: input tokens of what was handed out, with and without padding.
+    Attributes:
+        tokens: Input tokens of what was handed out, padding included.
+        real_tokens: The same without padding.
     """
 
     def __init__(self, samples: Samples, sampler: ShardedSampler, seed: int, options: dict[str, Any]) -> None:
@@ -193,8 +238,20 @@ class EvalLoader:
         replicas: int = 1,
         replica: int = 0,
     ) -> None:
-        """Iterating gives this replica's; the length is that of all replicas together. drop_last: without a last one
-        that is short, which is Trainer's way too."""
+        """Iterating gives this replica's micro-batches; the length counts those of all replicas.
+
+        Args:
+            samples: The dataset.
+            micro_batch: Samples of a micro-batch.
+            seed: Of what a collator draws.
+            options: Of `loader_options`.
+            drop_last: Leave out a last one that is short, as Trainer does.
+            replicas: Of the pipeline.
+            replica: This one.
+
+        Raises:
+            DataError: If the samples do not fill one.
+        """
         self.dataset, self.samples = samples.data, len(samples.data)
         self._length = self.samples // micro_batch if drop_last else -(-self.samples // micro_batch)
         if self._length == 0:
@@ -209,3 +266,28 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self._loader)
+
+
+class EvalLoaders:
+    """The loaders of evaluations; one whose worker processes stay is kept for the next evaluation of its dataset."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[Any, EvalLoader]] = {}
+
+    def of(self, data: Any, samples: Samples, args: Any, *, replicas: int, replica: int) -> EvalLoader:
+        """The loader of a dataset, `samples` of which are what the model takes."""
+        key = (id(data), args.per_device_eval_batch_size)
+        if key in self._kept:
+            return self._kept[key][1]
+        loader = EvalLoader(
+            samples,
+            args.per_device_eval_batch_size,
+            data_seed(args),
+            loader_options(args),
+            drop_last=args.dataloader_drop_last,
+            replicas=replicas,
+            replica=replica,
+        )
+        if args.dataloader_persistent_workers:
+            self._kept[key] = (data, loader)  # with the data, so that nothing else gets its id
+        return loader

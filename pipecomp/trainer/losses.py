@@ -7,6 +7,7 @@ computes; so each micro-batch is weighed by its share. S tokens, V vocabulary, C
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from pipecomp.errors import ConfigError
 from pipecomp.stages import default_loss
-from pipecomp.stages.partition.architectures import architecture_of
+from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.losses import LossFn, causal_lm
 
 
@@ -45,9 +46,18 @@ def labels_in(labels: Tensor, *, causal: bool) -> int:
 class StepLoss:
     """The loss function of a training engine: the model's own mean, weighed by `share`.
 
-    label_smoothing: `TrainingArguments.label_smoothing_factor`. share: micro-batches of the step, of all replicas
-    together, for each of its labels; set it before every step. own: Trainer's compute_loss_func, which is given an
-    output that has logits only, and in training the step's number of labels, by which it divides a sum.
+    Args:
+        config: The model's; its `architectures` name the class.
+        label_smoothing: `TrainingArguments.label_smoothing_factor`.
+        own: Trainer's compute_loss_func, which is given an output that has logits only, and in training the step's
+            number of labels, by which it divides a sum.
+
+    Attributes:
+        share: Micro-batches of the step, of all replicas together, for each of its labels: a fraction, set before
+            every step.
+
+    Raises:
+        ConfigError: For smoothing that the model's loss does not have.
     """
 
     def __init__(self, config: Any, label_smoothing: float = 0.0, own: Callable[..., Tensor] | None = None) -> None:
@@ -58,6 +68,15 @@ class StepLoss:
         if self._smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
             raise ConfigError("label_smoothing_factor", label_smoothing, "0 for a multi-label classification")
         self._own = own
+
+    @classmethod
+    def of(
+        cls, model_config: Any, model_class: Any, label_smoothing: float, own: Callable[..., Tensor] | None
+    ) -> StepLoss:
+        """The loss of a model of this class, whatever class its configuration names."""
+        config = copy.deepcopy(model_config)
+        config.architectures = [head_name(architecture_of(config), model_class)]
+        return cls(config, label_smoothing, own)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """What the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
@@ -70,7 +89,7 @@ class StepLoss:
         return self.plain(logits, labels) * (count * micro_batches / total)
 
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over a micro-batch's labels, as for evaluation."""
+        """Return the mean over a micro-batch's labels, as for evaluation."""
         if self._own is not None:
             return self._own(Output(logits=logits), labels, num_items_in_batch=None)
         if self._smoother is None:
@@ -79,8 +98,14 @@ class StepLoss:
         return smoothed
 
     def weigh(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
-        """Set `share` for a step with these micro-batches' labels. group: of the last stages of all replicas that
-        average their counts, None for this replica alone; then every member must call this."""
+        """Set `share` for a step.
+
+        Args:
+            labels: Of each micro-batch.
+            replicas: Of the pipeline.
+            group: The last stages of all replicas, each of which must call this; None to count this replica alone.
+            device: For the reduction.
+        """
         total = torch.tensor([sum(labels_in(x, causal=self.causal) for x in labels)], device=device)
         micro_batches = len(labels)
         if group is not None:

@@ -20,9 +20,13 @@ _KINDS = "biufc"  # of numpy dtypes: numbers only
 
 
 def pack(value: Any) -> bytes:
-    """Arrays of numbers, None, numbers, texts, and lists, tuples and mappings of them (which arrive as dicts).
+    """Pack nested values.
 
-    Raises DataError for anything else.
+    Args:
+        value: Arrays of numbers, None, numbers, strings, and lists, tuples and mappings of them, which arrive as dicts.
+
+    Raises:
+        DataError: For anything else.
     """
     arrays: list[np.ndarray] = []
 
@@ -42,7 +46,14 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given. Raises WireError for other bytes; lengths are checked before anything is allocated."""
+    """Return what `pack` was given. Lengths are checked before anything is allocated.
+
+    Args:
+        data: What `pack` returned.
+
+    Raises:
+        WireError: For other bytes.
+    """
     end = _LENGTH.size
 
     def fetch(kind: str, content: Any) -> np.ndarray:

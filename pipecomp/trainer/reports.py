@@ -1,12 +1,35 @@
-"""What a training log says about the pipeline: compression, waiting and message stores, since the last log."""
+"""What a training log says: the mean loss, compression, waiting and message stores, all since the last log."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.recipes.report import Traffic
+from pipecomp.stats import Traffic
 
 _TRAINING = ("forward", "backward")
+
+
+class LossMeter:
+    """Losses of optimizer steps, from step number `step` on.
+
+    Attributes:
+        sum: Of the losses since the last log.
+        last_logged: The step of that log.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.sum, self.last_logged, self._logged = 0.0, step, 0.0
+
+    def log(self, step: int) -> float:
+        """The mean since the last log; this one is at `step`."""
+        mean = self.sum / (step - self.last_logged)
+        self._logged += self.sum
+        self.sum, self.last_logged = 0.0, step
+        return mean
+
+    def total(self) -> float:
+        """The sum of all losses."""
+        return self._logged + self.sum
 
 
 class TrafficMeter:
@@ -16,12 +39,17 @@ class TrafficMeter:
         self._before = dict.fromkeys(("raw", "sent", "group_raw", "group_sent", "wait", "full", "delta"), 0.0)
 
     def since_last(self, ranks: list[dict[str, Any]]) -> dict[str, float]:
-        """Log values from `engine.comm_stats()` of all ranks; a value that has nothing to tell is left out.
+        """Return log values of what happened since the last call.
 
-        link_compression: bytes of activations and their gradients in the training dtype, by the bytes sent.
-        link_wait_seconds: how long a rank waited for messages, the mean over ranks. store_hit_rate: the share of
-        samples that went over a link as a change of a stored message. grad_compression: of gradients between replicas
-        and of tied weights, as link_compression.
+        Args:
+            ranks: `engine.comm_stats()` of all ranks.
+
+        Returns:
+            Values by name; one that has nothing to tell is left out.
+            link_compression: bytes of activations and their gradients in the training dtype, by the bytes sent.
+            link_wait_seconds: how long a rank waited for packets, the mean over ranks.
+            store_hit_rate: the share of samples that crossed a link as a change of a cached activation.
+            grad_compression: the same as link_compression, for gradients between replicas and of tied weights.
         """
         now = _totals(ranks)
         change = {key: value - self._before[key] for key, value in now.items()}

@@ -413,7 +413,7 @@ def test_a_checkpoint_without_compression_starts_empty_with_a_warning(resumed: R
     _, ranks = resumed
     for out in ranks.values():
         assert out["went on"]
-        assert any("checkpoint-3" in message and "empty memories" in message for message in out["warned"])
+        assert any("checkpoint-3" in message and "residuals start empty" in message for message in out["warned"])
 
 
 def test_a_checkpoint_of_other_ranks_or_options_is_refused(resumed: Ran) -> None:

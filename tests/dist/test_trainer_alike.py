@@ -25,19 +25,19 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
 def unlike(rank: int, folder: str) -> dict[str, str]:
     """The error of each case, on this rank."""
-    import pipecomp.trainer.base as base
+    import pipecomp.trainer.setup as setup
     from pipecomp import PipelineTrainer
 
     def trainer(data: Any = None, **changed: Any) -> Any:
         return PipelineTrainer(gpt2(2, 16), work.arguments(folder, **changed), work.padded, data or work.unequal())
 
     def pretending() -> None:
-        real = base.versions
-        base.versions = lambda: {**real(), "torch version": f"9.{rank}"}  # type: ignore[assignment]
+        real = setup.versions
+        setup.versions = lambda: {**real(), "torch version": f"9.{rank}"}  # type: ignore[assignment]
         try:
             trainer()
         finally:
-            base.versions = real
+            setup.versions = real
 
     def one_refuses() -> None:
         trainer(**({"neftune_noise_alpha": 5.0} if rank == 1 else {}))

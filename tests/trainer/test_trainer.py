@@ -26,7 +26,7 @@ from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
-from pipecomp.trainer import PipelineTrainer, alike, arguments, checkpoints
+from pipecomp.trainer import PipelineTrainer, alike, arguments, callbacks, checkpoints, message_stores
 from pipecomp.trainer.evaluation import _joined
 from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of, loader_options
 from pipecomp.trainer.losses import StepLoss, labels_in
@@ -213,7 +213,7 @@ def test_callbacks_take_up_what_the_checkpoint_has_of_them() -> None:
     saved.early_stopping_patience_counter = 3
     states = {"EarlyStoppingCallback": saved.state(), "TrainerControl": TrainerControl(should_save=True).state()}
     trainer.state = TrainerState(stateful_callbacks=states | {"Other": {}})  # type: ignore[arg-type]
-    trainer._restore_callbacks()
+    callbacks.restore(trainer)
     found = handler.callbacks[1]
     assert isinstance(handler.callbacks[0], DefaultFlowCallback)
     assert (found.early_stopping_patience, found.early_stopping_patience_counter) == (4, 3)
@@ -594,7 +594,7 @@ def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
 
 
 def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(message_stores.dist, "get_rank", lambda: 0)
     store, folder = tmp_path / "messages", tmp_path / "checkpoint-1"
     settings_of_link: dict[str, Any] = {"bits": 3}
 
@@ -606,17 +606,17 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     link.put(7, 1, torch.randn(3, 16))
     environment.commit()
     saved = link.inventory()
-    checkpoints.save_messages(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder))
+    message_stores.save(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder))
     link.put(7, 2, torch.randn(3, 16))
     link.put(8, 3, torch.randn(3, 16))
     environment.commit()
     environment.close()
-    assert checkpoints.restore_messages(str(folder), store)
+    assert message_stores.restore(str(folder), store)
     environment = open_environment("lmdb", store, 0, bits=2)
     assert held(environment) == saved
     environment.close()
-    assert not checkpoints.restore_messages(str(tmp_path / "checkpoint-2"), store)
-    checkpoints.forget_messages(store)
+    assert not message_stores.restore(str(tmp_path / "checkpoint-2"), store)
+    message_stores.forget(store)
     environment = open_environment("lmdb", store, 0, bits=4)  # of other settings than before
     assert held(environment) == []
     environment.close()

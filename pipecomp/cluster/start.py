@@ -1,0 +1,52 @@
+"""How a program's processes start: they join each other, share the cores of a machine, and seed torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from pipecomp.cluster.agreement import AllRanks
+from pipecomp.cluster.heartbeat import process_heartbeat
+
+
+def start_processes(seed: int | None = None) -> None:
+    """Join the other processes of this run; call it before anything else, on every process.
+
+    The processes of a machine without GPUs share its cores evenly, unless OMP_NUM_THREADS is set. Processes that meet
+    at a loopback address let gloo use the loopback interface, unless GLOO_SOCKET_IFNAME is set.
+
+    Args:
+        seed: Of torch's generator, which is seeded differently on every rank. None means 0.
+
+    Raises:
+        LinkError: On every rank, if the ranks have different versions or cannot reach each other.
+    """
+    # It imports deepspeed, which takes the accelerator from what the environment says at that moment.
+    from pipecomp.cluster.rendezvous import join_processes, ranks_here
+
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
+    if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
+        # Without it gloo takes the address that the host name resolves to, which need not be reachable.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    join_processes()
+    torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
+
+
+def all_ranks() -> AllRanks:
+    """Begin a round of questions to all ranks of a run that has started; every rank must call this.
+
+    Returns:
+        The round. If a rank ends before it has answered, that is an error on the others.
+    """
+    heartbeat = process_heartbeat()
+    return AllRanks(lost=lambda: heartbeat.lost)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

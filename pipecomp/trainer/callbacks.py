@@ -1,0 +1,77 @@
+"""A trainer's callbacks: which there are, the events that they see, and their state in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
+
+from pipecomp.errors import ConfigError
+
+
+def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHandler:
+    """Trainer's own callbacks, those that `args.report_to` names among them."""
+    reporting = get_reporting_integration_callbacks(args.report_to)
+    return CallbackHandler([*DEFAULT_CALLBACKS, *reporting], model, processing_class, None, None)
+
+
+def progress_callback(args: Any) -> type:
+    """The one that shows progress; Trainer adds it after the user's."""
+    return PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
+
+
+def check(callback: Any) -> None:
+    """Raise ConfigError for a callback that cannot work here."""
+    from pipecomp.trainer.ddp_callback import CompressionCallback
+
+    if isinstance(callback, CompressionCallback):
+        raise ConfigError("callbacks", "CompressionCallback", "a 'gradients' section in pipecomp= instead")
+
+
+def fire(trainer: Any, event: str, *more: Any) -> None:
+    """Tell the callbacks of an event, and take over what they decide."""
+    tell = getattr(trainer.callback_handler, event)
+    trainer.control = tell(trainer.args, trainer.state, trainer.control, *more)
+
+
+# -- state
+
+
+def new_state(trainer: Any) -> TrainerState:
+    """The state before the first step."""
+    return TrainerState(
+        is_local_process_zero=trainer.is_local_process_zero(),
+        is_world_process_zero=trainer.is_world_process_zero(),
+        stateful_callbacks=_stateful(trainer),
+    )
+
+
+def save(trainer: Any) -> None:
+    """Put the state of callbacks that can be saved into `trainer.state`."""
+    saved: dict[str, Any] = {}
+    for callback in _stateful(trainer):
+        saved.setdefault(type(callback).__name__, []).append(callback.state())
+    trainer.state.stateful_callbacks = {k: v[0] if len(v) == 1 else v for k, v in saved.items()}
+
+
+def restore(trainer: Any) -> None:
+    """Give callbacks that can be saved the state that `trainer.state` has of them."""
+    callbacks = trainer.callback_handler.callbacks
+    for name, saved in trainer.state.stateful_callbacks.items():
+        states = list(saved) if isinstance(saved, list) else [saved]
+        for callback in [cb for cb in _stateful(trainer) if type(cb).__name__ == name]:
+            if not states:
+                break
+            found = type(callback).from_state(states.pop(0))
+            if isinstance(callback, TrainerControl):
+                trainer.control = found
+            else:
+                callbacks[callbacks.index(callback)] = found
+
+
+def _stateful(trainer: Any) -> list[Any]:
+    everything = [*trainer.callback_handler.callbacks, trainer.control]
+    return [callback for callback in everything if isinstance(callback, ExportableState)]

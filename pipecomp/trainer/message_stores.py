@@ -1,0 +1,93 @@
+"""A rank's store of cached activations in a training: emptied, copied into checkpoints, and taken from them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from pipecomp.buffers import LmdbEnvironment
+from pipecomp.buffers.admin import prune
+from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.snapshot import copy_file
+from pipecomp.config import Config
+
+MESSAGES = "messages"  # a checkpoint's folder for them
+
+_log = transformers_logging.get_logger(__name__)
+
+
+def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
+    """Let a training begin with the cached activations of a checkpoint, or with none.
+
+    Args:
+        settings: The "pipecomp" section.
+        engine: None, or the one that is open, which must be closed if `needs_closed_engine` says so.
+        checkpoint: Whose to take; None for none.
+    """
+    if settings.activations.method != "aqsgd":
+        return
+    if engine is not None:
+        drop(engine)
+    if settings.store.backend == "memory":
+        if checkpoint is not None:
+            _log.warning("messages in memory are not saved: every sample is sent in full precision once more")
+        return
+    store = settings.store.path
+    if checkpoint is None:
+        if engine is None:
+            forget(store)
+    elif not restore(checkpoint, store):
+        forget(store)  # what is held is newer than the checkpoint, or of another run
+        rank = dist.get_rank()
+        _log.warning(f"{checkpoint} has no messages of rank {rank}: every sample is sent in full precision once more")
+
+
+def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
+    """Whether `prepare` replaces files that an engine would have open."""
+    on_disk = settings.activations.method == "aqsgd" and settings.store.backend != "memory"
+    return on_disk and checkpoint is not None
+
+
+def drop(engine: Any) -> None:
+    """Drop all messages that an engine holds."""
+    for end in engine.links:
+        end.store.drop([held.sample for held in end.store.inventory()])
+    engine.links.environment.commit()
+
+
+def save(engine: Any, folder: str) -> None:
+    """Copy this rank's message store into a checkpoint; nothing where it is in memory or there is none."""
+    environment = engine.links.environment
+    if not isinstance(environment, LmdbEnvironment):
+        return
+    environment.flush()  # nothing is being written from here until the next step
+    copy_file(environment.path / DATA_FILE, _saved(folder))
+
+
+def restore(folder: str, store: str | os.PathLike) -> bool:
+    """Put a checkpoint's messages in the place of this rank's, which no engine has open. False if it has none."""
+    saved = _saved(folder)
+    if not saved.is_file():
+        return False
+    forget(store)
+    copy_file(saved, _held(store))
+    return True
+
+
+def forget(store: str | os.PathLike) -> None:
+    """Remove this rank's messages, which no engine has open."""
+    held = _held(store)
+    if held.is_file():
+        prune(held.parent, everything=True)
+
+
+def _saved(folder: str) -> Path:
+    return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
+
+
+def _held(store: str | os.PathLike) -> Path:
+    return Path(store) / f"rank-{dist.get_rank()}" / DATA_FILE

@@ -1,0 +1,62 @@
+"""Learning rates, and the metric that they and the choice of the best model may follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import get_scheduler
+
+from pipecomp.errors import ConfigError
+
+
+def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
+    """The schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
+    if make is not None:
+        return make(optimizer)
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether the schedule steps after evaluations, by a metric."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    return isinstance(scheduler, plateau) or type(scheduler).__name__ == "GreedyLR"
+
+
+def learning_rate(scheduler: Any, optimizer: Any) -> float:
+    """The rate of the step that was just made; ask before the schedule steps."""
+    if follows_metric(scheduler):
+        return float(optimizer.param_groups[0]["lr"])
+    return float(scheduler.get_last_lr()[0])
+
+
+def metric(args: Any, metrics: dict[str, float]) -> float:
+    """The value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
+    name = str(args.metric_for_best_model)
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    if key not in metrics:
+        raise ConfigError("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
+    return metrics[key]
+
+
+def note_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
+    """Whether this is the best evaluation so far, which `state` then says."""
+    if args.metric_for_best_model is None:
+        return False
+    value = metric(args, metrics)
+    worst, better = (-math.inf, np.greater) if args.greater_is_better else (math.inf, np.less)
+    if not better(value, worst if state.best_metric is None else state.best_metric):
+        return False
+    state.best_metric = value
+    if args.save_strategy != "no":
+        state.best_global_step = state.global_step
+    return True

@@ -1,0 +1,123 @@
+"""What a trainer decides once, when it is made: who takes part, how the model is partitioned, which optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from transformers.trainer_utils import enable_full_determinism, set_seed
+from transformers.utils import logging as transformers_logging
+
+from pipecomp.cluster.agreement import versions
+from pipecomp.cluster.start import all_ranks, start_processes
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError
+from pipecomp.stages import plan
+from pipecomp.stages.partition.loading import resolve
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.trainer import alike, arguments
+
+
+def join(args: Any, model: Any, model_init: Callable[[], Any] | None) -> Any:
+    """Join the other processes, compare what all must have in common, and seed; returns a gloo group of all ranks.
+
+    Raises ConfigError for arguments that a pipeline cannot follow, LinkError where the ranks differ.
+    """
+    if args.use_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported, which is next
+    start_processes(args.seed)
+    ranks = all_ranks()
+    with ranks.collective_errors():
+        arguments.check(args)
+        if (model is None) == (model_init is None):
+            raise ConfigError("model", model, "a model, or a model_init that makes one; not both")
+    alike.check_arguments(ranks, args, **versions())  # accelerate may have joined the processes, unchecked
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+    (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+    transformers_logging.set_verbosity(args.get_process_log_level())
+    return group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How this run's model is spread over its processes.
+
+    Attributes:
+        model_class: Of the unsplit model.
+        model_config: Its Hugging Face configuration.
+        engine_config: DeepSpeed's configuration.
+        settings: The "pipecomp" section of it.
+        plan: Which blocks are in which stage.
+        replicas: Of the pipeline, all processes divided by the stages.
+    """
+
+    model_class: Any
+    model_config: Any
+    engine_config: dict[str, Any]
+    settings: Config
+    plan: SplitPlan
+    replicas: int
+
+    @classmethod
+    def of(
+        cls,
+        args: Any,
+        model: Any,
+        pipecomp: str | os.PathLike | dict[str, Any] | None,
+        num_stages: int | None,
+        cuts: Sequence[int] | None,
+    ) -> Pipeline:
+        """Plan it. Parameters as for `PipelineTrainer`. Raises ConfigError, and SplitError for the model."""
+        world = dist.get_world_size()
+        source = resolve(model)
+        config = arguments.engine_config(args, pipecomp)
+        settings = Config.from_dict(config[arguments.SECTION])
+        stages = num_stages if num_stages is not None or cuts is not None else world
+        split_plan = plan(source, stages, cuts, tie=settings.tie)
+        if world % split_plan.num_stages:
+            raise ConfigError("num_stages", split_plan.num_stages, f"a divisor of the {world} processes of this run")
+        zero = config.get("zero_optimization", {})
+        if zero.get("stage") == 1:  # by default a buffer of 5e8 values, whatever the model
+            zero.setdefault("reduce_bucket_size", min(500_000_000, max(split_plan.parameters)))
+        return cls(
+            model_class=source.model_class,
+            model_config=source.config,
+            engine_config=config,
+            settings=settings,
+            plan=split_plan,
+            replicas=world // split_plan.num_stages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizers:
+    """What the user gave to make them: of parameter groups, and of that optimizer. None: as `args` say."""
+
+    optimizer: Callable[[list], Any] | None
+    scheduler: Callable[[Any], Any] | None
+
+    @classmethod
+    def of(
+        cls, given: tuple[Any, Any], class_and_options: tuple[type, dict[str, Any]] | None, settings: Config
+    ) -> Optimizers:
+        """Check `optimizers` and `optimizer_cls_and_kwargs` of `PipelineTrainer`. Raises ConfigError."""
+        make, make_scheduler = given
+        if class_and_options is not None:
+            if make is not None:
+                raise ConfigError("optimizer_cls_and_kwargs", class_and_options, "None beside optimizers[0]")
+            kind, options = class_and_options
+            make = partial(kind, **options)
+        for place, made in enumerate(given):
+            if made is not None and not callable(made):
+                allowed = "None, or a callable that takes " + ("parameter groups", "the optimizer")[place]
+                raise ConfigError(f"optimizers[{place}]", type(made).__name__, allowed)
+        if make is not None and settings.gradients.exchanges_in_optimizer:
+            name = "optimizers[0]" if class_and_options is None else "optimizer_cls_and_kwargs"
+            allowed = f"None: {settings.gradients.method!r} is the optimizer"
+            raise ConfigError(name, class_and_options or given[0], allowed)
+        return cls(optimizer=make, scheduler=make_scheduler)
