@@ -26,11 +26,13 @@ BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is classified, and how it is written down.
+    """What is classified, and the form of its files.
 
-    texts: columns with text, one or two; the column "label" is added to them. labels: names of the classes; files and
-    datasets may have their numbers instead. columns: those of a file whose first line does not name them. max_tokens:
-    of a sample, special tokens included.
+    Attributes:
+        texts: Columns with text, one or two; the column "label" is added to them.
+        labels: Names of the classes; files and datasets may have their numbers instead.
+        max_tokens: Of a sample, special tokens included.
+        columns: Those of a file whose first line does not name them.
     """
 
     texts: tuple[str, ...]
@@ -61,13 +63,13 @@ COLA = Task(
 
 
 def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
-    """What classification adds to a recipe's arguments."""
+    """Add the arguments of classification to a recipe's."""
     parser.add_argument(
         "--max-tokens",
         type=int,
         default=task.max_tokens,
         metavar="S",
-        help=f"longer samples are cut to so many tokens (default {task.max_tokens})",
+        help=f"longer samples are truncated to this many tokens (default {task.max_tokens})",
     )
     parser.add_argument(
         "--dropout", type=float, metavar="P", help="dropout of embeddings, attention and blocks (default: the model's)"
@@ -99,9 +101,14 @@ def held_out_rows(args: argparse.Namespace, task: Task) -> list[Row] | None:
 
 
 def read_rows(path: str, task: Task) -> list[Row]:
-    """Samples of a TSV file: a line each, tabs between columns, quotes without a meaning.
+    """Read the samples of a TSV file: one per line, tabs between columns, quotes without a meaning.
 
-    Its first line names the columns, or they are the task's. Raises DataError with the number of a line that is wrong.
+    Args:
+        path: Its first line names the columns, or they are the task's.
+        task: What is classified.
+
+    Raises:
+        DataError: With the number of a line that is wrong.
     """
     lines = read_text(path).removeprefix(BYTE_ORDER_MARK).split("\n")  # splitlines() ends lines at U+2028 too
     names = tuple(lines[0].split("\t"))
@@ -128,7 +135,17 @@ def read_rows(path: str, task: Task) -> list[Row]:
 
 
 def dataset_rows(name: str, splits: tuple[str, ...], task: Task) -> list[Row]:
-    """Samples of a dataset of `datasets`, from the first of these splits that it has."""
+    """Read the samples of a dataset.
+
+    Args:
+        name: For `datasets.load_dataset`, NAME or NAME:CONFIG.
+        splits: The first one that it has is taken.
+        task: What is classified.
+
+    Raises:
+        ConfigError: If there is no such dataset.
+        DataError: For what is in it.
+    """
     found = dataset_split(name, splits, task.needed)
     texts = zip(*(found[column] for column in task.texts), strict=True)
     return [
@@ -152,9 +169,17 @@ class Samples(torch.utils.data.Dataset):
     """Tokenized rows, each as long as it is: input_ids and, with `types`, token_type_ids as lists, labels a number."""
 
     def __init__(self, tokenizer: Any, rows: Sequence[Row], max_tokens: int, *, vocabulary: int, types: bool) -> None:
-        """vocabulary: tokens that the model knows. types: whether it tells the two texts apart by token_type_ids.
+        """Tokenize rows.
 
-        Raises DataError if the tokenizer makes other tokens.
+        Args:
+            tokenizer: The model's.
+            rows: What to tokenize.
+            max_tokens: Longer samples are truncated.
+            vocabulary: Tokens that the model knows.
+            types: Whether the model tells the two texts apart by token_type_ids.
+
+        Raises:
+            DataError: If the tokenizer makes tokens that the model does not know.
         """
         columns = list(zip(*(row.texts for row in rows), strict=True))
         encoded = tokenizer(
@@ -211,9 +236,14 @@ class Padding:
 
 
 def evaluate(engine: Any, batches: list) -> dict[str, float]:
-    """Loss, accuracy and Matthews correlation over all samples of `eval_batches`, the same on every rank.
+    """Evaluate held-out data on every replica.
 
-    Every replica evaluates all of them; every sample counts alike.
+    Args:
+        engine: What to evaluate.
+        batches: From `eval_batches`.
+
+    Returns:
+        Loss, accuracy and Matthews correlation over all samples, the same on every rank.
     """
     mean_loss = engine.module.loss_fn
 
@@ -228,9 +258,15 @@ def evaluate(engine: Any, batches: list) -> dict[str, float]:
 
 
 def counts(logits_BC: Tensor, labels_B: Tensor, mean_loss: Tensor) -> Tensor:
-    """What `scores` needs of one micro-batch, to be added up: float64 [1 + C * C].
+    """Return what `scores` needs of one micro-batch, to be added up.
 
-    First the sum of losses, then for each true class how often each class was said.
+    Args:
+        logits_BC: Floating point.
+        labels_B: int64.
+        mean_loss: Of the micro-batch, in nats.
+
+    Returns:
+        float64 [1 + C * C]: the sum of losses, then for each true class how often each class was predicted.
     """
     labels_B, classes = labels_B.to(logits_BC.device), logits_BC.shape[-1]
     said = torch.bincount(labels_B * classes + logits_BC.argmax(-1), minlength=classes * classes)
@@ -238,10 +274,13 @@ def counts(logits_BC: Tensor, labels_B: Tensor, mean_loss: Tensor) -> Tensor:
 
 
 def scores(total: Sequence[float]) -> dict[str, float]:
-    """Mean loss in nats, accuracy, and Matthews correlation: 0 for guessing, 1 for no mistake.
+    """Return mean loss in nats, accuracy, and Matthews correlation: 0 for guessing, 1 for no mistake.
 
-    total: sum of `counts`. With more than two classes it is the correlation of Gorodkin (2004), which is the same for
-    two; 0 where all samples are, or are said to be, of one class.
+    With more than two classes it is the correlation of Gorodkin (2004), which is the same for two; it is 0 where all
+    samples are, or are predicted to be, of one class.
+
+    Args:
+        total: The sum of `counts`.
     """
     loss, *said = total
     classes = math.isqrt(len(said))

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster import start
 from pipecomp.errors import ConfigError
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import Samples, Task
-from pipecomp.recipes.resume import DATA, what_is_trained
+from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 from pipecomp.recipes.text import hub_errors
 
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
@@ -22,13 +23,22 @@ MIN_VOCABULARY = 256 + len(SPECIAL)
 
 
 def fine_tune(args: argparse.Namespace, task: Task) -> None:
-    """One rank of a recipe's run: join the others, read, tokenize, load, train. Raises this project's errors."""
+    """Run a recipe on this rank: join the others, read, tokenize, load, train.
+
+    Args:
+        args: The recipe's arguments.
+        task: What is classified.
+
+    Raises:
+        PipecompError: On every rank, if one of them has an error.
+    """
     classify.check_arguments(args)
-    run.join(args)
-    with run.together():
+    start.start_processes(args.seed)
+    ranks = start.all_ranks()
+    with ranks.collective_errors():
         rows = classify.training_rows(args, task)
         held_out_rows = classify.held_out_rows(args, task)
-    with run.together() as same:
+    with ranks.collective_errors():
         tokenizer = load_tokenizer(args.tokenizer, [text for row in rows for text in row.texts])
         model, config = classifier(args, tokenizer, task)
         check_length(args, tokenizer, config)
@@ -38,26 +48,28 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
 
         training = samples(rows)
         held_out = None if held_out_rows is None else samples(held_out_rows)
-        digest = training.digest()
-        same("the training data or the tokenizer", digest)
-        same("the held-out data", None if held_out is None else held_out.digest())
-        trained = what_is_trained(args, {DATA: digest}, config)
+        trained = what_is_trained(args, {DATA: training.digest()}, config)
+    ranks.assert_same_on_all_ranks(data_facts(training, held_out))
     run.train(
         args,
-        model=model,
-        training=training,
-        trained=trained,
-        held_out=held_out,
-        tokenizer=tokenizer,
-        collate=classify.Padding(tokenizer.pad_token_id),
-        evaluation=classify.evaluate,
+        run.Workload(
+            model=model,
+            training=training,
+            trained=trained,
+            held_out=held_out,
+            tokenizer=tokenizer,
+            collate=classify.Padding(tokenizer.pad_token_id),
+            evaluation=classify.evaluate,
+        ),
     )
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
-    """A tokenizer of byte pairs, lower case, that puts one text or two between [CLS] and [SEP].
+    """Train a lower-case byte-pair tokenizer that puts one text or two between [CLS] and [SEP].
 
-    vocabulary: at most so many tokens, at least all bytes and the special ones. The same texts make the same one.
+    Args:
+        texts: What to train it on. The same texts make the same tokenizer.
+        vocabulary: The most tokens it has, at least `MIN_VOCABULARY`.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -83,10 +95,15 @@ def _wrapped(tokenizer: str) -> Any:
 
 
 def load_tokenizer(name: str, texts: list[str]) -> Any:
-    """A tokenizer from a folder or a hub name, or trained on the texts.
+    """Load a tokenizer, or train one.
 
-    name: "train:V" makes one of at most V tokens on rank 0, the same one for all ranks; all ranks must call this then.
-    Raises ConfigError.
+    Args:
+        name: A folder or a hub name. "train:V" trains one of at most V tokens on rank 0 for all ranks, each of which
+            must call this then.
+        texts: To train it on.
+
+    Raises:
+        ConfigError: For a name that is not there, or a tokenizer without padding.
     """
     if name.startswith("train:"):
         size = name.removeprefix("train:")
@@ -109,10 +126,18 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
 def small_deberta(
     *, vocabulary: int, pad_token_id: int, positions: int, layers: int = 4, width: int = 128, heads: int = 4
 ) -> Any:
-    """Config of a DeBERTa-v2 as the large ones are built, small and without dropout.
+    """Return the config of a small DeBERTa-v2 without dropout, built like the large ones.
 
-    positions: the longest sample. Relative positions alone, in buckets; one projection for contents and positions; a
-    convolution beside the first block.
+    It has relative positions alone, in buckets, one projection for contents and positions, and a convolution beside the
+    first block.
+
+    Args:
+        vocabulary: Tokens.
+        pad_token_id: The tokenizer's.
+        positions: Tokens of the longest sample.
+        layers: Blocks.
+        width: Of the hidden states.
+        heads: Of attention.
     """
     from transformers import DebertaV2Config
 
@@ -142,11 +167,20 @@ def small_deberta(
 
 
 def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[Any, Any]:
-    """What `--model` means, as `pipecomp.initialize` takes it, and the model's config.
+    """Return what `--model` means, as `pipecomp.initialize` takes it, and the model's config.
 
-    "tiny": random weights, `small_deberta` for the tokenizer's vocabulary. A .json file: random weights with that
-    config. Anything else: a from_pretrained folder or hub name, with a new head unless it has one for as many classes.
-    `--dropout` replaces the model's own. Raises ConfigError, SplitError for a model that cannot be split.
+    "tiny" means random weights, `small_deberta` for the tokenizer's vocabulary; a .json file random weights with that
+    config; anything else is a from_pretrained folder or hub name, with a new head unless it has one for as many
+    classes. `--dropout` replaces the model's own.
+
+    Args:
+        args: The recipe's arguments.
+        tokenizer: For the vocabulary of "tiny".
+        task: For the classes.
+
+    Raises:
+        ConfigError: For a name that is not there, or a dropout that the model does not have.
+        SplitError: For a model that cannot be split.
     """
     from transformers import AutoConfig
 

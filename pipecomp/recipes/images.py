@@ -24,7 +24,11 @@ IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "labels", "fine_label
 class Images(Dataset):
     """Images as they are, with their labels: for evaluation, and what `Views` shows.
 
-    pixels: uint8 [N, h, w, 3]. labels: int64 [N]. Samples have pixel_values float32 [3, h, w], about zero, and labels.
+    Samples have pixel_values float32 [3, h, w], about zero, and labels.
+
+    Args:
+        pixels: uint8 [N, h, w, 3].
+        labels: Integers [N].
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
@@ -44,7 +48,7 @@ class Images(Dataset):
         return {"pixel_values": self.image(index), "labels": self.labels[index]}
 
     def image(self, index: int) -> Tensor:
-        """float32 [3, h, w], values from -2 to 2."""
+        """Return an image as float32 [3, h, w], values from -2 to 2."""
         return (self._pixels[index].float() / 255 - 0.5) * 4
 
     def digest(self) -> str:
@@ -58,10 +62,15 @@ class Images(Dataset):
 
 
 def read_images(paths: list[str], *, part: str) -> Images:
-    """Images of one or several files.
+    """Read the images of one or several files.
 
-    .npz: arrays x_train [N, h, w, 3] uint8 and y_train [N] (x_test and y_test with part "test"), or x and y. .bin: the
-    binary version of CIFAR-10, or of CIFAR-100, of which the fine labels are taken. Raises DataError.
+    Args:
+        paths: An .npz file has the arrays x_train [N, h, w, 3] uint8 and y_train [N] (x_test and y_test for the part
+            "test"), or x and y. A .bin file is the binary version of CIFAR-10, or of CIFAR-100 with its fine labels.
+        part: "train" or "test".
+
+    Raises:
+        DataError: For a file of another form.
     """
     found = [_read_npz(path, part) if path.endswith(".npz") else _read_cifar(path) for path in paths]
     shapes = {pixels.shape[1:] for pixels, _ in found}
@@ -86,7 +95,7 @@ def _read_npz(path: str, part: str) -> tuple[Tensor, Tensor]:
         raise DataError(f"{path}: {names[0]} is {pixels.dtype} {pixels.shape}; needed: uint8 [N, h, w, 3]")
     labels = labels.reshape(-1)
     if len(labels) != len(pixels) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
-        raise DataError(f"{path}: {names[1]} must have a whole number of 0 or more for each of {len(pixels)} images")
+        raise DataError(f"{path}: {names[1]} must have an integer of at least 0 for each of {len(pixels)} images")
     return torch.from_numpy(pixels), torch.from_numpy(labels.astype(np.int64))
 
 
@@ -105,7 +114,16 @@ def _read_cifar(path: str) -> tuple[Tensor, Tensor]:
 
 
 def dataset_images(name: str, *, part: str) -> Images:
-    """A dataset for `datasets.load_dataset`, NAME or NAME:CONFIG. Raises ConfigError, DataError."""
+    """Read the images of a dataset.
+
+    Args:
+        name: For `datasets.load_dataset`, NAME or NAME:CONFIG.
+        part: The split.
+
+    Raises:
+        ConfigError: If there is no such dataset.
+        DataError: If it has no images or no labels.
+    """
     rows = dataset_split(name, (part,), ())
     image = next((column for column in IMAGE_COLUMNS if column in rows.column_names), None)
     label = next((column for column in LABEL_COLUMNS if column in rows.column_names), None)
@@ -121,12 +139,16 @@ def dataset_images(name: str, *, part: str) -> Images:
 class Views(Dataset):
     """Images as random crops and flips show them: an index names an image and its view, so that drawing is elsewhere.
 
-    Where messages follow the view (arXiv:2206.01299, H.6), a flipped image is a sample of its own and samples have the
-    crop's `shifts`, int64 [2]: pixels down and right. Otherwise an image is one sample however it is shown.
+    Args:
+        images: What is shown.
+        margin: Zeros around an image, of which a crop of its own size is taken.
+        flip: Whether images are flipped at random.
+        matched: Whether cached activations follow the view (arXiv:2206.01299, H.6): a flipped image is then a sample
+            of its own, and samples have the crop's `shifts`, int64 [2], pixels down and right. If not, an image is one
+            sample however it is shown.
     """
 
     def __init__(self, images: Images, margin: int, *, flip: bool = True, matched: bool = True) -> None:
-        """margin: zeros around an image, of which a crop of its own size is taken."""
         self.images, self.margin, self.flip, self.matched = images, margin, flip, matched
         self._side = 2 * margin + 1
 
@@ -147,7 +169,7 @@ class Views(Dataset):
         return shown // 2, bool(shown % 2), down - self.margin, right - self.margin
 
     def sample_id(self, index: int) -> int:
-        """Views with the same id share a message."""
+        """Return the id of a view's sample; views with the same id share a cached activation."""
         shown = index // self._side**2
         return shown if self.matched else shown // 2
 
@@ -166,10 +188,19 @@ class Views(Dataset):
 
 
 def shares(labels: Tensor, clients: int, concentration: float, seed: int) -> list[Tensor]:
-    """Each client's images, int64 indices: every class is shared out by a Dirichlet distribution.
+    """Divide images among clients, every class by a Dirichlet distribution, until every client has an image.
 
-    The smaller the concentration, the more clients differ. Drawn again until every client has an image. Raises
-    DataError if that does not come.
+    Args:
+        labels: Of the images, int64 [N].
+        clients: Their number.
+        concentration: The smaller it is, the more clients differ.
+        seed: Of the draws.
+
+    Returns:
+        Each client's images, as int64 indices.
+
+    Raises:
+        DataError: If some clients stay without an image.
     """
     draw = np.random.default_rng(seed)
     for _ in range(1000):
@@ -189,8 +220,19 @@ class ClientTurns:
     """The order of split learning: in every round each client trains on its own images, one client after another.
 
     A turn is `epochs` passes over the client's images in new orders, cut into steps of `batch` images; what does not
-    fill the last step is left out, but a client with few images repeats them to fill one. per_round: steps of a round.
-    per_epoch: its micro-batches.
+    fill the last step is left out, but a client with few images repeats them to fill one.
+
+    Args:
+        views: Of all images.
+        parts: Each client's images, from `shares`.
+        batch: Images of a step.
+        micro_batch: Images of a micro-batch.
+        epochs: Passes of a turn.
+        seed: Of orders and views.
+
+    Attributes:
+        per_round: Steps of a round.
+        per_epoch: Micro-batches of a round.
     """
 
     def __init__(

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+from pipecomp.cluster import start
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.recipes import run, text
-from pipecomp.recipes.resume import DATA, what_is_trained
+from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 
 Texts = list[str]
 
@@ -23,18 +24,24 @@ def fine_tune(
     load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = text.causal_model,
     meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
 ) -> None:
-    """One rank of a run, from text to saved model.
+    """Run a recipe on this rank, from text to saved model.
 
-    read(args): training texts and held-out ones, which are joined to one stream each. documents: put the tokenizer's
-    end-of-text token after each text. load(args, tokenizer): the model, as `pipecomp.initialize` takes it, and its
-    config. meanings(args, model): what its arguments mean, see `recipe_resume.what_is_trained`. Raises this project's
-    errors.
+    Args:
+        args: The recipe's arguments.
+        read: Given them, returns training texts and held-out ones, each of which are joined to one stream.
+        documents: Whether the tokenizer's end-of-text token comes after each text.
+        load: Given arguments and tokenizer, returns the model, as `pipecomp.initialize` takes it, and its config.
+        meanings: Given arguments and model, returns what the arguments mean, see `resume.what_is_trained`.
+
+    Raises:
+        PipecompError: On every rank, if one of them has an error.
     """
     text.check_arguments(args)
-    run.join(args)
-    with run.together():
+    start.start_processes(args.seed)
+    ranks = start.all_ranks()
+    with ranks.collective_errors():
         training_texts, held_out_texts = read(args)
-    with run.together() as same:
+    with ranks.collective_errors():
         tokenizer = text.load_tokenizer(args.tokenizer, training_texts)
         end = None
         if documents:
@@ -47,18 +54,20 @@ def fine_tune(
         held_out = None
         if held_out_texts is not None:
             held_out = text.blocks(tokenizer, held_out_texts, size, vocabulary=config.vocab_size, end=end)
-        digest = training.digest()
-        same("the training data or the tokenizer", digest)
-        same("the held-out data", None if held_out is None else held_out.digest())
-        trained = what_is_trained(args, {"--block-size": size, DATA: digest, **meanings(args, model)}, config)
+        trained = what_is_trained(
+            args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
+        )
+    ranks.assert_same_on_all_ranks(data_facts(training, held_out))
     run.train(
         args,
-        model=model,
-        training=training,
-        trained=trained,
-        held_out=held_out,
-        measures=text.perplexity,
-        tokenizer=tokenizer,
+        run.Workload(
+            model=model,
+            training=training,
+            trained=trained,
+            held_out=held_out,
+            measures=text.perplexity,
+            tokenizer=tokenizer,
+        ),
     )
 
 
@@ -66,7 +75,7 @@ def fine_tune(
 
 
 def add_document_arguments(parser: argparse.ArgumentParser) -> None:
-    """What documents add to the arguments of language modelling."""
+    """Add the arguments that only documents have."""
     parser.add_argument(
         "--field",
         default="abstract",
@@ -76,7 +85,15 @@ def add_document_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
-    """The documents of --train-file and --eval-file, or of --dataset. Raises DataError, ConfigError."""
+    """Read the documents of --train-file and --eval-file, or of --dataset.
+
+    Returns:
+        Training and held-out documents, None for the latter if none were given.
+
+    Raises:
+        ConfigError: If there is no such dataset.
+        DataError: For what is in it, or in the files.
+    """
     if args.dataset is not None:
         training, held_out = (
             text.dataset_split(args.dataset, splits, (args.field,))[args.field]
@@ -88,9 +105,14 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
 
 
 def documents_of(path: str, field: str) -> Texts:
-    """The documents of a file: the lines of a text, or a string in each line of a .jsonl or .json file, under `field`.
+    """Read the documents of a file. Runs of white space become one space; empty documents are left out.
 
-    Runs of white space become one space; empty documents are left out. Raises DataError naming file and line.
+    Args:
+        path: A text with a document per line, or a .jsonl or .json file with an object or a string per line.
+        field: The document's key in an object.
+
+    Raises:
+        DataError: Naming file and line.
     """
     lines = text.read_lines(path)
     if not path.endswith((".jsonl", ".json")):

@@ -14,14 +14,14 @@ RANK, ALPHA, DROPOUT = 8, 16, 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What LoRA adds to a recipe's arguments."""
+    """Add the arguments of LoRA to a recipe's."""
     add = parser.add_argument
     add("--lora-rank", type=int, metavar="R", help=f"rank of the adapters (default {RANK})")
     add("--lora-alpha", type=float, metavar="A", help=f"adapters are scaled by A / R (default {ALPHA})")
     add("--lora-dropout", type=float, metavar="P", help=f"dropout before the adapters (default {DROPOUT:g})")
     targets = "layers with adapters, by the ends of their names, or all-linear (default: peft's for the model)"
     add("--lora-targets", nargs="+", metavar="NAME", help=targets)
-    add("--adapter", metavar="FOLDER", help="go on with a saved adapter, in place of a new one")
+    add("--adapter", metavar="FOLDER", help="continue training a saved adapter instead of a new one")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -43,9 +43,17 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
-    """The model of `--model` with adapters, as `pipecomp.initialize` takes it, and its config.
+    """Return the model of `--model` with adapters, as `pipecomp.initialize` takes it, and its config.
 
-    Each rank reads only its own stage of the folder; tokenizer is not looked at. Raises ConfigError or SplitError.
+    Each rank reads only its own stage of the folder.
+
+    Args:
+        args: The recipe's arguments.
+        tokenizer: Not used; `text.causal_model` takes one.
+
+    Raises:
+        ConfigError: For a model or an adapter that is not there.
+        SplitError: For a model that cannot be split.
     """
     import peft
 
@@ -65,10 +73,14 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def meanings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """What `recipe_resume.what_is_trained` asks for: an adapter that is given has settings of its own.
+    """Return what `resume.what_is_trained` asks for: an adapter that is given has settings of its own.
 
-    The model is compared too, whose weights are not in checkpoints: the last part of its name, for a folder may lie
-    elsewhere on another machine. model: of `causal_model`.
+    The model is compared too, as its weights are not in checkpoints: by the last part of its name, since a folder may
+    be elsewhere on another machine.
+
+    Args:
+        args: The recipe's arguments.
+        model: From `causal_model`.
     """
     config = model.adapter.config
     targets = config.target_modules

@@ -32,17 +32,22 @@ class BasicBlock(nn.Module):
             self.short = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), norm(out))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images."""
+        """Compute the block."""
         y = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(self.norm2(self.conv2(y)) + self.short(x))
 
 
 def resnet(size: str, classes: int, *, norm: str = "batch") -> nn.Sequential:
-    """A ResNet with random weights: the stem, then one child for each block, then the head.
+    """Make a ResNet with random weights: the stem, then one child for each block, then the head.
 
-    size: "resnet34", in its form for 32 × 32 images: a stem of 3 × 3 that does not shrink them; or "tiny", three blocks
-    of 16, 32 and 64 channels behind a stem that halves the image. norm: "batch", or "group": of 8 groups, which does
-    not mix samples. Raises ConfigError.
+    Args:
+        size: "resnet34", in its form for 32 × 32 images, with a stem of 3 × 3 that does not shrink them; or "tiny":
+            three blocks of 16, 32 and 64 channels behind a stem that halves the image.
+        classes: Of the head.
+        norm: "batch", or "group": group norm with 8 groups, which does not mix samples.
+
+    Raises:
+        ConfigError: For another size or norm.
     """
     if size not in SIZES:
         raise ConfigError("--model", size, ", ".join(SIZES))
@@ -62,5 +67,5 @@ def resnet(size: str, classes: int, *, norm: str = "batch") -> nn.Sequential:
 
 
 def client_cuts(model: nn.Sequential) -> list[int]:
-    """Where split learning cuts it twice: after the first block, and before the last (arXiv:2206.01299, H.6)."""
+    """Return the `cuts` of split learning: after the first block, and before the last (arXiv:2206.01299, H.6)."""
     return [0, 2, len(model) - 2, len(model)]

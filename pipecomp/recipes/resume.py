@@ -1,7 +1,7 @@
 """Checkpoints of recipes: written every so many steps, and found again by a run that starts over.
 
-A supervisor needs nothing but to start the same command again: with `--resume auto` it goes on from the last checkpoint
-that is good on all machines, or begins where there is none.
+A supervisor only has to start the same command again: with `--resume auto` it continues from the last checkpoint that
+is good on all machines, or begins where there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipecomp.checkpoint.run_id import model_values
 from pipecomp.cluster.agreement import differences
 from pipecomp.errors import ConfigError
 
-# Arguments that may be others where a run goes on: where it writes, how long it trains, what it started from, and those
+# Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
 MAY_DIFFER = frozenset(
     {
@@ -72,21 +72,43 @@ def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Cal
 
 
 def what_is_trained(args: argparse.Namespace, meanings: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
-    """What makes a run this one besides DeepSpeed's configuration: flat keys, JSON values.
+    """Return what identifies a run besides DeepSpeed's configuration.
 
-    Every argument, under its flag, that is not in `MAY_DIFFER`; then `meanings`, which the recipe knows: a hash of its
-    data, an argument's default. model: a Hugging Face configuration.
+    Args:
+        args: Every argument counts, under its flag, that is not in `MAY_DIFFER`.
+        meanings: What the recipe knows: a hash of its data, an argument's default.
+        model: A Hugging Face configuration.
+
+    Returns:
+        JSON values by flat keys.
     """
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in MAY_DIFFER}
     of_model = {f"model.{key}": value for key, value in model_values(model).items()}
     return dict(json.loads(json.dumps({**given, **of_model, **meanings}, sort_keys=True, default=str)))
 
 
-class Checkpoints:
-    """A run's checkpoints. settings, trained: what must be equal where a run goes on, flat keys and JSON values.
+def data_facts(training: Any, held_out: Any) -> dict[str, str | None]:
+    """What must be equal on all ranks before they make an engine: hashes of the data, which have a `digest()`."""
+    return {
+        "the training data or the tokenizer (a hash)": training.digest(),
+        "the held-out data (a hash)": None if held_out is None else held_out.digest(),
+    }
 
-    settings: DeepSpeed's configuration. trained: see `what_is_trained`. Raises ConfigError for arguments that would
-    have no effect, or a configuration that cannot be saved.
+
+class Checkpoints:
+    """A run's checkpoints.
+
+    Args:
+        args: The recipe's arguments.
+        config: DeepSpeed's configuration.
+        settings: The same as JSON values by flat keys; they must be equal where a run goes on.
+        trained: From `what_is_trained`; the same holds.
+
+    Attributes:
+        step: Of the checkpoint that this run goes on from, 0 if it begins.
+
+    Raises:
+        ConfigError: For arguments that would have no effect, or a configuration that cannot be saved.
     """
 
     def __init__(
@@ -117,10 +139,15 @@ class Checkpoints:
             raise ConfigError("--checkpoint", args.checkpoint, allowed) from error
 
     def find(self) -> str:
-        """Look for what to go on from, sets `step`; every rank must call this. What was found, in words.
+        """Look for what to go on from and set `step`; every rank must call this.
 
-        One rank of each machine reads its checkpoints, to see which are whole. Raises ConfigError if the last good one
-        is of a run with other settings.
+        One rank of each machine reads its checkpoints, to see which are complete.
+
+        Returns:
+            What was found, in words.
+
+        Raises:
+            ConfigError: If the last good one is of a run with other settings.
         """
         if self.folder is None or not self._resume:
             return ""
@@ -162,7 +189,11 @@ class Checkpoints:
             raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {words}")
 
     def load(self, engine: Any) -> str:
-        """Go on from what `find` found, if anything; every rank must call this. How, in words."""
+        """Load what `find` found, if anything; every rank must call this.
+
+        Returns:
+            How the run goes on, in words.
+        """
         if not self.step:
             return ""
         engine.load_checkpoint(str(self.folder), tag=f"global_step{self.step}")
@@ -170,7 +201,9 @@ class Checkpoints:
             return "as it was"
         if engine.resumed.exact:
             return "with the messages of that step: losses will be as without a break"
-        return "with the messages that both ends of each link have in common; what differs is sent whole once"
+        return (
+            "with the messages that both ends of each link have in common; what differs is sent in full precision once"
+        )
 
     def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
         """After step `step`: write a checkpoint if it is time to; every rank must call this."""

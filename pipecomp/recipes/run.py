@@ -4,10 +4,10 @@ A recipe's train.py adds its own arguments, its data and its model:
 
     parser = run.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text.")
     def main(args):
-        run.join(args)
-        with run.together():
+        start.start_processes(args.seed)
+        with start.all_ranks().collective_errors():
             ...                                   # data and model; an error of one rank ends all of them
-        run.train(args, model=..., training=..., trained=..., held_out=...)
+        run.train(args, run.Workload(model=..., training=..., trained=..., held_out=...))
     run.run(main, parser)
 """
 
@@ -20,24 +20,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster.agreement import settings_of
-from pipecomp.config import Config
+from pipecomp.cluster import start
 from pipecomp.data import default_collate, eval_batches
-from pipecomp.errors import ConfigError, DataError, PipecompError
+from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.recipes import resume
-from pipecomp.recipes.report import Report, Traffic
-from pipecomp.recipes.resume import Checkpoints
-from pipecomp.recipes.steps import complete, make_plan, read_config
-
-DEFAULT_SEED = 0
+from pipecomp.recipes.fit import Fit, make_folder
+from pipecomp.recipes.steps import make_plan, read_config
 
 
 class UsageError(PipecompError, ValueError):
@@ -50,9 +45,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def arguments(name: str, description: str, *, text: bool = True) -> argparse.ArgumentParser:
-    """A parser with the arguments that every recipe has (recipes/README.md); add the recipe's own to it.
+    """Make a parser with the arguments that every recipe has (recipes/README.md); add the recipe's own to it.
 
-    text: with those of recipes whose samples are text, seen once an epoch and split over any number of stages.
+    Args:
+        name: The recipe's.
+        description: For `--help`.
+        text: With the arguments of recipes whose samples are text, seen once an epoch and split over any number of
+            stages.
     """
     parser = _Parser(prog=name, description=description, allow_abbrev=False)
     add = parser.add_argument
@@ -71,7 +70,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
         add("--save", metavar="FOLDER", help="write the trained model as a from_pretrained folder")
     add("--train-file", nargs="+", metavar="FILE", help="training data; several files are read in this order")
     add("--eval-file", metavar="FILE", help="held-out data, evaluated after every epoch or round")
-    add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, in place of the files")
+    add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, instead of the files")
     add("--max-steps", type=at_least(1), metavar="N", help="stop after so many optimizer steps")
     add("--seed", type=at_least(0), metavar="S", help="order of samples, dropout, stochastic rounding (default 0)")
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
@@ -83,7 +82,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """For argparse: whole numbers from `low` on."""
+    """Return a type for argparse: integers of at least `low`."""
 
     def whole_number(text: str) -> int:
         value = int(text)
@@ -101,8 +100,13 @@ def at_least(low: int) -> Callable[[str], int]:
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> NoReturn:
     """Run `main` with the parsed command line and exit.
 
-    Exit status: 0; 2 for a wrong command line, 1 for this project's other errors, both told in one line on standard
-    error (once per machine where all ranks have the same); 130 after Ctrl-C. Anything else is a bug: a traceback.
+    The exit status is 0; 2 for a wrong command line and 1 for this project's other errors, both told in one line on
+    standard error (once per machine where all ranks have the same); 130 after Ctrl-C. Anything else is a bug and
+    leaves a traceback.
+
+    Args:
+        main: Takes the parsed arguments.
+        parser: From `arguments`.
     """
     try:
         main(parser.parse_args())
@@ -129,139 +133,106 @@ def _say_once(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def join(args: argparse.Namespace) -> None:
-    """Join the other processes, share the cores of this machine among them, seed torch. Call it before all else."""
-    from pipecomp.cluster.rendezvous import join_processes, ranks_here
-
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
-    if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
-        # Otherwise gloo takes the address that the host name resolves to, which need not be reachable.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-    join_processes()
-    torch.manual_seed((args.seed if args.seed is not None else DEFAULT_SEED) * 65536 + dist.get_rank())
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def together() -> Iterator[Callable[[str, Any], None]]:
-    """What every rank does for itself, ending on all ranks if it fails on one.
-
-    Yields `same(what, value)`, to be called with what must be equal on all ranks (the repr of value is compared).
-    Raises on every rank PipecompError with the first rank's error, DataError if what must be equal is not.
-    """
-    values: list[tuple[str, str]] = []
-    error: Exception | None = None
-    try:
-        yield lambda what, value: values.append((what, repr(value)))
-    except Exception as raised:
-        error = raised
-    mine = (None if error is None else str(error) or type(error).__name__, values)
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
-    if error is not None and not isinstance(error, PipecompError):
-        raise error
-    failed = [(rank, text) for rank, (text, _) in enumerate(all_ranks) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        raise PipecompError(text if len(failed) == len(all_ranks) else f"rank {rank}: {text}") from error
-    for rank, (_, others) in enumerate(all_ranks):
-        for (what, theirs), (_, first) in zip(others, all_ranks[0][1], strict=True):
-            if theirs != first:
-                raise DataError(f"rank {rank} differs from rank 0 in {what}: give all ranks the same")
-
-
 # -- the run
 
 
-def train(
-    args: argparse.Namespace,
-    *,
-    model: Any,
-    training: Any,
-    trained: Mapping[str, Any],
-    held_out: Any = None,
-    collate: Callable[[list], Any] = default_collate,
-    measures: Callable[[float], dict[str, float]] | None = None,
-    evaluation: Callable[[Any, list], dict[str, float]] | None = None,
-    tokenizer: Any = None,
-) -> None:
-    """Train and evaluate as the command line and the configuration say, and save; call it on every rank.
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a recipe trains.
 
-    model: as for `pipecomp.initialize`. training, held_out: samples with a length. trained: of
-    `resume.what_is_trained`. measures(loss): what an `eval` line adds to the held-out loss. evaluation(engine,
-    batches): makes the numbers of an `eval` line, "loss" among them, where a loss alone does not tell them; `measures`
-    is not called then. tokenizer: saved beside the model. Raises this project's errors.
+    Attributes:
+        model: As for `pipecomp.initialize`.
+        training: Samples with a length.
+        trained: What `resume.what_is_trained` returned.
+        held_out: Samples to evaluate on after every epoch, None for none.
+        collate: Makes a micro-batch of a list of samples.
+        measures: Given the held-out loss, returns what else an `eval` line has.
+        evaluation: Given the engine and the held-out batches, returns all numbers of an `eval` line, "loss" among
+            them, where the loss alone does not tell them; `measures` is not called then.
+        tokenizer: Saved beside the model.
     """
-    with together() as same:
+
+    model: Any
+    training: Any
+    trained: Mapping[str, Any]
+    held_out: Any = None
+    collate: Callable[[list], Any] = default_collate
+    measures: Callable[[float], dict[str, float]] = lambda loss: {}
+    evaluation: Callable[[Any, list], dict[str, float]] | None = None
+    tokenizer: Any = None
+
+    def evaluate(self, engine: Any, batches: list) -> dict[str, float]:
+        """Return the numbers of an `eval` line; every rank must call this."""
+        if self.evaluation is not None:
+            return self.evaluation(engine, batches)
+        loss = evaluate(engine, batches)
+        return {"loss": loss, **self.measures(loss)}
+
+
+def train(args: argparse.Namespace, work: Workload) -> None:
+    """Train, evaluate and save as the command line and the configuration say; every rank must call this.
+
+    Args:
+        args: From a parser of `arguments`.
+        work: Model and data.
+
+    Raises:
+        PipecompError: On every rank, if one of them has an error or they have different arguments or data.
+    """
+    fit = _prepared(args, work)
+
+    from pipecomp.engine.initialize import initialize
+
+    count = _TokenCount(work.collate)
+    engine = initialize(work.model, fit.stages, fit.config, training_data=work.training, collate_fn=count)
+    batches = [] if work.held_out is None else eval_batches(work.held_out, fit.plan.micro_batch, work.collate)
+
+    def save(folder: str) -> None:
+        engine.save_pretrained(folder)
+        if work.tokenizer is not None and dist.get_rank() == 0:
+            work.tokenizer.save_pretrained(folder)
+
+    fit.run(
+        engine,
+        samples=len(work.training),
+        held_out=0 if work.held_out is None else len(work.held_out),
+        units=lambda: count.taken() * fit.plan.replicas,
+        evaluate=lambda: work.evaluate(engine, batches) if batches else None,
+        save=save,
+    )
+
+
+def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
+    """The run, agreed on by all ranks, before the engine is made."""
+    ranks = start.all_ranks()
+    with ranks.collective_errors():
         world = dist.get_world_size()
         stages = args.stages or world
         if world % stages:
             raise ConfigError("--stages", stages, f"a divisor of the {world} processes of this run")
-        config = read_config(args.deepspeed_config)
+        config, samples = read_config(args.deepspeed_config), len(work.training)
         plan = make_plan(
-            config, samples=len(training), replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps
+            config, samples=samples, replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps
         )
-        config = complete(config, plan, args.seed)
-        settings = Config.from_dict(config.get("pipecomp", {}))
-        same("arguments or configuration", (stages, plan, config, args.save is None, held_out is None))
-        same("arguments or the model's configuration", trained)
-        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()), trained)
-        same("arguments", (args.checkpoint is None, args.save_every, args.resume))
-    with together():
-        goes_on = checkpoints.find()
-        if not checkpoints.step:
-            forget_messages(settings, dist.get_rank())
-        report = Report(args.metrics, args.tensorboard, silent=dist.get_rank() != 0, after=checkpoints.step)
+        fit = Fit(args, config, plan, work.trained, stages=stages)
+    ranks.assert_same_on_all_ranks({**fit.facts(), "held-out data": work.held_out is not None})
+    with ranks.collective_errors():
+        fit.begin()
         if args.save and dist.get_rank() == 0:
             make_folder(args.save)
-
-    from pipecomp.engine.initialize import initialize
-
-    count = _TokenCount(collate)
-    engine = initialize(model, stages, config, training_data=training, collate_fn=count)
-    if args.trace:
-        engine.start_trace()
-    batches = None if held_out is None else eval_batches(held_out, plan.micro_batch, collate)
-    with report:
-        report.start(args, plan, settings, stages, len(training), 0 if held_out is None else len(held_out))
-        report.resumed(goes_on)
-        report.resumed(checkpoints.load(engine))
-        for step in range(checkpoints.step + 1, plan.steps + 1):
-            lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
-            count.tokens = 0
-            loss = float(engine.train_batch())
-            seconds = time.perf_counter() - began
-            traffic = Traffic.of(engine.gather_comm_stats())
-            tokens_per_s = count.tokens * plan.replicas / seconds
-            report.step(step, plan.epoch(step), loss=loss, lr=lr, per_s=tokens_per_s, traffic=traffic)
-            if plan.ends_epoch(step):
-                found = None
-                if batches is not None and evaluation is not None:
-                    found = evaluation(engine, batches)
-                elif batches is not None:
-                    held_out_loss = evaluate(engine, batches)
-                    found = {"loss": held_out_loss, **(measures(held_out_loss) if measures else {})}
-                report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
-            checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
-        if args.trace:
-            engine.save_trace(args.trace)
-        if args.save:
-            engine.save_pretrained(args.save)
-            if tokenizer is not None and dist.get_rank() == 0:
-                tokenizer.save_pretrained(args.save)
-        report.end(Traffic.of(engine.gather_comm_stats()), args.save)
-    engine.close()
+    return fit
 
 
 def evaluate(engine: Any, batches: list) -> float:
-    """Mean loss over all samples of `eval_batches`, each counted alike; every replica evaluates all of them."""
+    """Evaluate held-out data on every replica.
+
+    Args:
+        engine: What to evaluate.
+        batches: From `eval_batches`.
+
+    Returns:
+        The mean loss over all samples, each counted alike.
+    """
     total, samples = 0.0, 0
     size = len(batches[0].ids)
     full = [batch for batch in batches if len(batch.ids) == size]
@@ -277,28 +248,15 @@ class _TokenCount:
     """Collates, and counts the real tokens of what it collated."""
 
     def __init__(self, collate: Callable[[list], Any]) -> None:
-        self._collate, self.tokens = collate, 0
+        self._collate, self._tokens = collate, 0
 
     def __call__(self, samples: list) -> Any:
         batch = self._collate(samples)
         mask = batch.get("attention_mask")
-        self.tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
+        self._tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
         return batch
 
-
-def forget_messages(settings: Config, rank: int) -> None:
-    """Empty this rank's message store: a recipe starts from its model, and an earlier run's messages are of another."""
-    from pipecomp.buffers.admin import prune
-    from pipecomp.buffers.lmdb_folder import DATA_FILE
-
-    folder = Path(settings.store.path) / f"rank-{rank}"
-    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb" and (folder / DATA_FILE).is_file():
-        prune(folder, everything=True)
-
-
-def make_folder(path: str) -> None:
-    """The folder of --save, made before training so that one that cannot be written is known at once."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("--save", path, f"a folder that can be written ({error.strerror})") from error
+    def taken(self) -> int:
+        """The tokens since this was last called."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens

@@ -14,7 +14,15 @@ AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the pape
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """steps: optimizer steps in all. per_epoch: micro-batches of one epoch for each replica."""
+    """How many steps there are, and of what size.
+
+    Attributes:
+        steps: Optimizer steps in all.
+        per_epoch: Micro-batches of one epoch for each replica.
+        micro_batch: Samples of a micro-batch.
+        accumulation: Micro-batches of a step.
+        replicas: Of the pipeline.
+    """
 
     steps: int
     per_epoch: int
@@ -32,16 +40,26 @@ class Plan:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """DeepSpeed's configuration from a JSON file, with its "pipecomp" section checked. Raises ConfigError."""
+    """Read DeepSpeed's configuration from a JSON file and check its "pipecomp" section. Raises ConfigError."""
     config = read_json_object("--deepspeed_config", path)
     Config.from_dict(config.get("pipecomp", {}))
     return config
 
 
 def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: int, max_steps: int | None) -> Plan:
-    """How many steps `epochs` passes over `samples` are, from the configuration's batch sizes.
+    """Plan passes over the training data with the configuration's batch sizes.
 
-    Needs train_micro_batch_size_per_gpu, and gradient_accumulation_steps or train_batch_size (1 step without both).
+    Args:
+        config: Has train_micro_batch_size_per_gpu, and gradient_accumulation_steps or train_batch_size (without both
+            a step is one micro-batch).
+        samples: Training data.
+        replicas: Of the pipeline.
+        epochs: Passes.
+        max_steps: No more than that.
+
+    Raises:
+        ConfigError: For the batch sizes.
+        DataError: If the samples do not fill one step.
     """
     micro, accumulation = batch_sizes(config, replicas)
     per_epoch = samples // replicas // micro
@@ -55,7 +73,7 @@ def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: in
 
 
 def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
-    """Samples of a micro-batch and micro-batches of a step, from the configuration. Raises ConfigError."""
+    """Return samples of a micro-batch and micro-batches of a step. Raises ConfigError for the configuration's."""
     micro = _size(config, "train_micro_batch_size_per_gpu")
     if micro is None:
         raise ConfigError("train_micro_batch_size_per_gpu", None, "a whole number of at least 1")
@@ -78,9 +96,17 @@ def _size(config: dict[str, Any], key: str) -> int | None:
 
 
 def complete(config: dict[str, Any], plan: Plan, seed: int | None) -> dict[str, Any]:
-    """A copy with the seed set and every "auto" of the scheduler replaced by a number.
+    """Return a copy of the configuration with the seed set and every "auto" of the scheduler replaced by a number.
 
-    total_num_steps: the run's steps; warmup_num_steps: a tenth of them; warmup_max_lr: the optimizer's rate.
+    total_num_steps becomes the run's steps, warmup_num_steps a tenth of them, warmup_max_lr the optimizer's rate.
+
+    Args:
+        config: DeepSpeed's.
+        plan: The run's.
+        seed: None keeps the configuration's.
+
+    Raises:
+        ConfigError: For another "auto".
     """
     config = json.loads(json.dumps(config))
     if seed is not None:

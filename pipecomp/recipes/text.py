@@ -29,7 +29,7 @@ DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What language modelling adds to a recipe's arguments."""
+    """Add the arguments of language modelling to a recipe's."""
     parser.add_argument(
         "--block-size",
         type=int,
@@ -96,9 +96,16 @@ def _dataset_lines(name: str, splits: tuple[str, ...]) -> list[str]:
 
 
 def dataset_split(name: str, splits: tuple[str, ...], columns: tuple[str, ...]) -> Any:
-    """The first of these splits that a dataset has, as `datasets.load_dataset` loads it.
+    """Load the first of these splits that a dataset has.
 
-    name: NAME or NAME:CONFIG. Raises ConfigError if there is no such dataset, DataError if it lacks a column.
+    Args:
+        name: For `datasets.load_dataset`, NAME or NAME:CONFIG.
+        splits: In this order.
+        columns: What it must have.
+
+    Raises:
+        ConfigError: If there is no such dataset.
+        DataError: If it lacks a column, or all of the splits.
     """
     path, _, config = name.partition(":")
     with hub_errors("--dataset", name):
@@ -118,7 +125,15 @@ class Blocks(torch.utils.data.Dataset):
     """Samples of S consecutive tokens, as input_ids and labels int64 [S]. Sample i is always the i-th block."""
 
     def __init__(self, tokens: Tensor, size: int) -> None:
-        """tokens: int32 [any]; a block that is not full is left out at the end. Raises DataError if none is full."""
+        """Cut tokens into blocks.
+
+        Args:
+            tokens: int32 [any]; a block that is not full is left out at the end.
+            size: Tokens of a block.
+
+        Raises:
+            DataError: If no block is full.
+        """
         count = len(tokens) // size
         if count == 0:
             raise DataError(f"the text has {len(tokens)} tokens, too few for one block of {size}")
@@ -137,9 +152,17 @@ class Blocks(torch.utils.data.Dataset):
 
 
 def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, end: int | None = None) -> Blocks:
-    """All lines as one stream of tokens, cut into blocks; after each line the token `end`, if it is given.
+    """Tokenize lines as one stream, cut into blocks.
 
-    Raises DataError if the model's vocabulary is too small.
+    Args:
+        tokenizer: The model's.
+        lines: The text.
+        size: Tokens of a block.
+        vocabulary: Tokens that the model knows.
+        end: A token to put after each line.
+
+    Raises:
+        DataError: If the model does not know a token, or the text does not fill one block.
     """
     encoded = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
     if end is not None:
@@ -156,10 +179,15 @@ def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, 
 
 
 def load_tokenizer(name: str, lines: list[str]) -> Any:
-    """A tokenizer from a folder (GPT-2's vocab.json and merges.txt are enough), a hub name, or the text itself.
+    """Load a tokenizer, or train one.
 
-    name: "train:V" makes a byte-level BPE of at most V tokens from `lines`, on rank 0, the same one for all ranks; all
-    ranks must call this then.
+    Args:
+        name: A folder (GPT-2's vocab.json and merges.txt are enough) or a hub name. "train:V" trains a byte-level BPE
+            of at most V tokens on rank 0 for all ranks, each of which must call this then.
+        lines: To train it on.
+
+    Raises:
+        ConfigError: For a name that is not there.
     """
     if name.startswith("train:"):
         return _trained_tokenizer(name, lines)
@@ -199,11 +227,18 @@ def _trained_tokenizer(name: str, lines: list[str]) -> Any:
 
 
 def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
-    """What `--model` means, as `pipecomp.initialize` takes it, and the model's config.
+    """Return what `--model` means, as `pipecomp.initialize` takes it, and the model's config.
 
-    "tiny": random weights, a GPT-2 of 4 blocks and width 128 without dropout, for the tokenizer's vocabulary. A .json
-    file: random weights with that config. Anything else: a from_pretrained folder or hub name. `--dropout` replaces the
-    model's own.
+    "tiny" means random weights, a GPT-2 of 4 blocks and width 128 without dropout, for the tokenizer's vocabulary; a
+    .json file random weights with that config; anything else is a from_pretrained folder or hub name. `--dropout`
+    replaces the model's own.
+
+    Args:
+        args: The recipe's arguments.
+        tokenizer: For the vocabulary of "tiny".
+
+    Raises:
+        ConfigError: For a name that is not there, or a dropout that the model does not have.
     """
     from transformers import GPT2Config
 
@@ -239,7 +274,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def model_config(name: str) -> Any:
-    """The configuration of a folder, a .json file or a hub name. Raises ConfigError."""
+    """Return the configuration of a folder, a .json file or a hub name. Raises ConfigError if there is none."""
     from transformers import AutoConfig
 
     with hub_errors("--model", name):
@@ -247,7 +282,7 @@ def model_config(name: str) -> Any:
 
 
 def block_size(args: argparse.Namespace, config: Any) -> int:
-    """Tokens in a sample: --block-size, or what the model takes. Raises ConfigError if it takes fewer."""
+    """Return the tokens of a sample: --block-size, or what the model takes. Raises ConfigError if it takes fewer."""
     positions = int(getattr(config, "max_position_embeddings", MAX_BLOCK))
     size: int = args.block_size or min(positions, MAX_BLOCK)
     if size > positions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from pipecomp.cluster import start
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.recipes import images, run, steps
-from pipecomp.recipes.report import Report, Traffic
+from pipecomp.recipes.fit import Fit, make_folder
 from pipecomp.recipes.resnet import client_cuts, resnet
-from pipecomp.recipes.resume import DATA, Checkpoints, what_is_trained
+from pipecomp.recipes.resume import DATA, what_is_trained
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
@@ -77,71 +77,66 @@ class ClientData:
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     check_arguments(args)
-    run.join(args)
-    rank = dist.get_rank()
-    with run.together() as same:
-        if dist.get_world_size() != STAGES:
-            raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
-        config = steps.read_config(args.deepspeed_config)
-        micro, accumulation = steps.batch_sizes(config, 1)
-        seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
-        if "scheduler" in config and args.decay_rounds is not None:
-            raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
-        same("arguments or configuration", (config, seed, shown_arguments(args)))
-    with run.together():
-        data, mine = None, None
-        if rank != SERVER:
+    start.start_processes(args.seed)
+    ranks = start.all_ranks()
+    config: dict[str, Any] = {}
+    with ranks.collective_errors():
+        config, seed = read_settings(args)
+        settings = Config.from_dict(config.get("pipecomp", {}))
+    ranks.assert_same_on_all_ranks(
+        {**settings_of(config, "pipecomp", settings.shared()), **shown_arguments(args), "seed of the run": seed}
+    )
+    micro, accumulation = steps.batch_sizes(config, 1)
+    data, mine = None, None
+    with ranks.collective_errors():
+        if dist.get_rank() != SERVER:
             data, mine = read(args, micro, accumulation, seed)
     task = agreed(mine)
-    with run.together():
+    with ranks.collective_errors():
         per_epoch = task.per_round * accumulation
         count = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
         plan = steps.Plan(steps=count, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1)
-        config = steps.complete(config, plan, args.seed)
-        settings = Config.from_dict(config.get("pipecomp", {}))
         trained = what_is_trained(args, meanings(args, config, task))
-        checkpoints = Checkpoints(args, config, settings_of(config, "pipecomp", settings.shared()), trained)
-    with run.together():
-        goes_on = checkpoints.find()
-        if not checkpoints.step:
-            run.forget_messages(settings, rank)
-        report = Report(
-            args.metrics, args.tensorboard, silent=rank != 0, unit="images", period="round", after=checkpoints.step
-        )
+        fit = Fit(args, config, plan, trained, stages=STAGES, unit="images", period="round")
+    with ranks.collective_errors():
+        fit.begin()
         if args.save:
-            run.make_folder(args.save)
-        torch.manual_seed(seed)  # the same weights on every rank, each of which keeps its own part
-        network = resnet(args.model, task.classes, norm=args.norm)
-        if args.start:
-            load(network, args.start)
+            make_folder(args.save)
+        network = make_network(args, task, seed)
 
-    engine = open_engine(args, network, config, task)
+    engine = open_engine(args, network, fit.config, task)
     if data is not None:
         engine.set_loader(TrainLoader(data.views, data.turns))
-    if args.trace:
-        engine.start_trace()
     batches = [] if data is None or data.held_out is None else eval_batches(data.held_out, micro)
-    with report:
-        report.start(args, plan, settings, STAGES, task.images, task.held_out)
-        report.resumed(goes_on)
-        report.resumed(checkpoints.load(engine))
-        for step in range(checkpoints.step + 1, plan.steps + 1):
-            lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
-            loss = float(engine.train_batch())
-            per_s = micro * accumulation / (time.perf_counter() - began)
-            traffic = Traffic.of(engine.gather_comm_stats())
-            report.step(step, plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
-            if plan.ends_epoch(step):
-                found = evaluate(engine, batches, -(-task.held_out // micro)) if task.held_out else None
-                report.epoch(step, plan.epoch(step), found, Traffic.of(engine.gather_comm_stats()))
-            checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
-        if args.trace:
-            engine.save_trace(args.trace)
-        if args.save:
-            save(engine.stage, args.save)
-            dist.barrier()
-        report.end(Traffic.of(engine.gather_comm_stats()), args.save)
-    engine.close()
+    fit.run(
+        engine,
+        samples=task.images,
+        held_out=task.held_out,
+        units=lambda: micro * accumulation,
+        evaluate=lambda: evaluate(engine, batches, -(-task.held_out // micro)) if task.held_out else None,
+        save=lambda folder: save(engine.stage, folder),
+    )
+
+
+def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """DeepSpeed's configuration and the seed of data and weights. Raises ConfigError."""
+    if dist.get_world_size() != STAGES:
+        raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
+    config = steps.read_config(args.deepspeed_config)
+    steps.batch_sizes(config, 1)
+    if "scheduler" in config and args.decay_rounds is not None:
+        raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
+    seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
+    return config, seed
+
+
+def make_network(args: argparse.Namespace, task: Task, seed: int) -> torch.nn.Sequential:
+    """The whole network with the same weights on every rank, each of which keeps its own part."""
+    torch.manual_seed(seed)
+    network = resnet(args.model, task.classes, norm=args.norm)
+    if args.start:
+        load(network, args.start)
+    return network
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -257,6 +252,7 @@ def save(stage: Any, folder: str) -> None:
 
     tensors = {name: value.detach().cpu().contiguous() for name, value in stage.state_dict().items()}
     save_file(tensors, Path(folder) / f"part-{stage.index}.safetensors")
+    dist.barrier()  # the report says next that the model is saved
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipecomp.cluster import start
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
-from pipecomp.recipes import run, steps, text
-from pipecomp.recipes.report import Report, Traffic
+from pipecomp.recipes import fit, run, steps, text
+from pipecomp.recipes.report import Report
+from pipecomp.stats import Traffic
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]
 
@@ -128,21 +130,17 @@ class TestRun:
 
 
 def _share_errors(rank: int, world: int, note: Any) -> list[str]:
-    """Runs on each rank: what each of these together-blocks raised, and what this rank printed at the end."""
+    """Runs on each rank: what `run.run` prints where an error is of one rank, of all alike, or of none."""
     import contextlib
     import io
 
-    run.join(argparse.Namespace(seed=5))
+    start.start_processes(5)
     told = []
-    for case in range(4):
+    for failing in ([], [1], [0, 1]):
         try:
-            with run.together() as same:
-                if case == 1 and rank == 1:
+            with start.all_ranks().collective_errors():
+                if rank in failing:
                     raise DataError("no such file")
-                if case == 2:
-                    raise DataError("everywhere alike")
-                same("the text", 7)
-                same("the seed", rank if case == 3 else 0)
             told.append("fine")
         except PipecompError as error:
             told.append(f"{type(error).__name__}: {error}")
@@ -158,17 +156,13 @@ def _share_errors(rank: int, world: int, note: Any) -> list[str]:
 @pytest.mark.ranks
 def test_an_error_of_one_rank_ends_all_and_is_told_once() -> None:
     found = run_ranks(2, _share_errors, timeout_s=110)
-    for rank in (0, 1):
-        assert found[rank][:4] == [
-            "fine",
-            "PipecompError: rank 1: no such file",
-            "PipecompError: everywhere alike",
-            "DataError: rank 1 differs from rank 0 in the seed: give all ranks the same",
-        ]
-    everything = found[0][4] + found[1][4]
+    own, everywhere = "DataError: no such file", "LinkError: rank 1 could not start: DataError: no such file"
+    assert found[0][:3] == ["fine", everywhere, own]
+    assert found[1][:3] == ["fine", own, own]
+    everything = found[0][3] + found[1][3]
     assert everything.count("all ranks say this\n") == 1
-    assert "rank 0 says this\n" in found[0][4]
-    assert "rank 1 says this\n" in found[1][4]
+    assert "rank 0 says this\n" in found[0][3]
+    assert "rank 1 says this\n" in found[1][3]
 
 
 class TestPlan:
@@ -282,14 +276,14 @@ def test_an_earlier_runs_messages_are_forgotten(tmp_path: Path) -> None:
         environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
         environment.commit()
         environment.close()
-    run.forget_messages(settings, 1)
+    fit.forget_messages(settings, 1)
     held = []
     for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
         environment = open_environment("lmdb", settings.store.path, rank)
         held.append(len(environment.link("link-0", described).inventory()))
         environment.close()
     assert held == [1, 0]
-    run.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
+    fit.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
 
 
 def test_held_out_loss_counts_every_sample_alike() -> None:
@@ -310,7 +304,8 @@ def test_only_real_tokens_are_counted() -> None:
     count = run._TokenCount(lambda samples: samples[0])
     count([{"input_ids": torch.zeros(3, 5)}])
     count([{"input_ids": torch.zeros(3, 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])}])
-    assert count.tokens == 15 + 3
+    assert count.taken() == 15 + 3
+    assert count.taken() == 0
 
 
 class TestText:

@@ -13,8 +13,9 @@ import torch
 from pipecomp.checkpoint import manifest
 from pipecomp.errors import ConfigError
 from pipecomp.recipes import run, steps
-from pipecomp.recipes.report import Report, Traffic
+from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
+from pipecomp.stats import Traffic
 
 
 def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **state: dict) -> Path:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipecomp.cluster import start
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.recipes import run
 from pipecomp.recipes.resume import DATA, what_is_trained
 from tests.recipes.recipe_runs import ROOT, script
@@ -67,19 +68,15 @@ def given(name: str, **changed: str) -> list[str]:
 
 @pytest.fixture
 def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Of a recipe and changes of its command line: what `run.train` gets, or resnet_split's own loop."""
-
-    @contextlib.contextmanager
-    def together() -> Iterator[Callable[[str, Any], None]]:
-        yield lambda what, value: None
+    """Of a recipe and changes of its command line: what `run.train` gets, or resnet_split's own run."""
 
     kept: dict[str, Any] = {}
     monkeypatch.chdir(work)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
-    monkeypatch.setattr(run, "join", lambda args: None)
-    monkeypatch.setattr(run, "together", together)
-    monkeypatch.setattr(run, "train", lambda args, **more: kept.update(more))
+    monkeypatch.setattr(start, "start_processes", lambda seed: None)
+    monkeypatch.setattr(start, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(run, "train", lambda args, work: kept.update(trained=work.trained))
 
     def find(name: str, **changed: str) -> dict[str, Any]:
         module = script(name)

@@ -87,7 +87,7 @@ def one_rank(rank: int, world: int, port: int, job: Job, start: int, environment
 def _train(job: Job, note: Note) -> None:
     import torch
 
-    from pipecomp.cluster import heartbeat
+    from pipecomp.cluster import heartbeat, start
     from pipecomp.demo.task import Sequences, gpt2
     from pipecomp.recipes import run
 
@@ -126,10 +126,10 @@ def _train(job: Job, note: Note) -> None:
     )
 
     def main(args: argparse.Namespace) -> None:
-        run.join(args)
+        start.start_processes(args.seed)
         note("engine")
         model = gpt2(VOCABULARY, LENGTH, layers=job["stages"], width=WIDTH, heads=2, seed=job["seed"])
-        run.train(args, model=model, training=Sequences(rows), trained={})
+        run.train(args, run.Workload(model=model, training=Sequences(rows), trained={}))
 
     parser.parse_args = lambda: args  # type: ignore[assignment,method-assign]
     try:

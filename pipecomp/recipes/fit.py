@@ -1,0 +1,158 @@
+"""The part of a run that all recipes share, once configuration and data are read: from checkpoint to saved model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pipecomp.cluster.agreement import settings_of
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError
+from pipecomp.recipes.report import Report
+from pipecomp.recipes.resume import Checkpoints
+from pipecomp.recipes.steps import Plan, complete
+from pipecomp.stats import Traffic
+
+
+class Fit:
+    """A run of a recipe: make it, compare its `facts`, `begin` and `run` it, each on every rank.
+
+    Args:
+        args: The recipe's arguments.
+        config: DeepSpeed's configuration as it was read; `self.config` is complete.
+        plan: How many steps there are, and of what size.
+        trained: What `resume.what_is_trained` returned.
+        stages: Pipeline stages.
+        unit: What the report's speed counts.
+        period: After what the model is evaluated.
+
+    Raises:
+        ConfigError: For arguments without effect, or a configuration that cannot be saved.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: dict[str, Any],
+        plan: Plan,
+        trained: Mapping[str, Any],
+        *,
+        stages: int,
+        unit: str = "tokens",
+        period: str = "epoch",
+    ) -> None:
+        self.args, self.plan, self.stages = args, plan, stages
+        self.config = complete(config, plan, args.seed)
+        self.settings = Config.from_dict(self.config.get("pipecomp", {}))
+        self._compared = settings_of(self.config, "pipecomp", self.settings.shared())
+        self._trained, self._unit, self._period = trained, unit, period
+        self._checkpoints = Checkpoints(args, self.config, self._compared, trained)
+        self._goes_on = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, as JSON values by name."""
+        args = self.args
+        return {
+            **self._compared,
+            **self._trained,
+            **{f"{name} of the run's plan": value for name, value in asdict(self.plan).items()},
+            "--stages": self.stages,
+            "--save": args.save is not None,
+            "--checkpoint": args.checkpoint is not None,
+            "--save-every": args.save_every,
+            "--resume": args.resume,
+        }
+
+    def begin(self) -> None:
+        """Look for a checkpoint to go on from, and open the report. A run that starts anew drops stored messages.
+
+        Raises:
+            ConfigError: If the checkpoint is of a run with other settings, or the report cannot be written.
+        """
+        args, rank = self.args, dist.get_rank()
+        self._goes_on = self._checkpoints.find()
+        if not self._checkpoints.step:
+            forget_messages(self.settings, rank)
+        self._report = Report(
+            args.metrics,
+            args.tensorboard,
+            silent=rank != 0,
+            unit=self._unit,
+            period=self._period,
+            after=self._checkpoints.step,
+        )
+
+    def run(
+        self,
+        engine: Any,
+        *,
+        samples: int,
+        held_out: int,
+        units: Callable[[], float],
+        evaluate: Callable[[], dict[str, float] | None],
+        save: Callable[[str], None],
+    ) -> None:
+        """Train to the last step, evaluate, report and save; then close the engine.
+
+        Args:
+            engine: Has its training data.
+            samples: In the training data.
+            held_out: Held-out samples.
+            units: Returns how many tokens or images the step that was just made had, on all replicas.
+            evaluate: Returns the numbers of an `eval` line, None without held-out data.
+            save: Writes the model to the folder of `--save`.
+        """
+        args, plan, checkpoints = self.args, self.plan, self._checkpoints
+        if args.trace:
+            engine.start_trace()
+        with self._report as report:
+            report.start(args, plan, self.settings, self.stages, samples, held_out)
+            report.resumed(self._goes_on)
+            report.resumed(checkpoints.load(engine))
+            for step in range(checkpoints.step + 1, plan.steps + 1):
+                self._step(engine, step, units)
+                if plan.ends_epoch(step):
+                    report.epoch(step, plan.epoch(step), evaluate(), Traffic.of(engine.gather_comm_stats()))
+                checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
+            if args.trace:
+                engine.save_trace(args.trace)
+            if args.save:
+                save(args.save)
+            report.end(Traffic.of(engine.gather_comm_stats()), args.save)
+        engine.close()
+
+    def _step(self, engine: Any, step: int, units: Callable[[], float]) -> None:
+        """Make and report one optimizer step."""
+        lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
+        loss = float(engine.train_batch())
+        per_s = units() / (time.perf_counter() - began)
+        traffic = Traffic.of(engine.gather_comm_stats())
+        self._report.step(step, self.plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
+
+
+def forget_messages(settings: Config, rank: int) -> None:
+    """Empty a rank's message store: a recipe starts from its model, and an earlier run's messages are of another."""
+    from pipecomp.buffers.admin import prune
+    from pipecomp.buffers.lmdb_folder import DATA_FILE
+
+    folder = Path(settings.store.path) / f"rank-{rank}"
+    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb" and (folder / DATA_FILE).is_file():
+        prune(folder, everything=True)
+
+
+def make_folder(path: str) -> None:
+    """Make the folder of `--save` before training, so that one that cannot be written is known at once.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--save", path, f"a folder that can be written ({error.strerror})") from error
