@@ -122,9 +122,9 @@ def measures(prediction: Any) -> dict[str, float]:
     return {"accuracy": (both + neither) / len(right), "matthews": matthews}
 
 
-def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Train and evaluate once; returns what was measured."""
-    training = TrainingArguments(
+def training_arguments(args: argparse.Namespace, seed: int) -> TrainingArguments:
+    """Trainer's arguments for one training."""
+    return TrainingArguments(
         output_dir=args.out,
         num_train_epochs=args.epochs,
         per_device_train_batch_size=args.batch,
@@ -140,6 +140,11 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         report_to="none",
         average_tokens_across_devices=False,  # it multiplies a classifier's loss by the number of processes
     )
+
+
+def train(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train and evaluate once; returns what was measured."""
+    training = training_arguments(args, seed)
     sentences, labels = read(args.train_file)
     held_out, held_out_labels = read(args.eval_file)
     tokenizer = make_tokenizer(args, sentences)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
+from pipecomp.cluster.rendezvous import join_processes, ranks_here
 
 
 def start_processes(seed: int | None = None) -> None:
@@ -24,9 +25,6 @@ def start_processes(seed: int | None = None) -> None:
     Raises:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
     """
-    # It imports deepspeed, which takes the accelerator from what the environment says at that moment.
-    from pipecomp.cluster.rendezvous import join_processes, ranks_here
-
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
     if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:

@@ -129,8 +129,8 @@ class TestRun:
             run.run(lambda args: print(1 // 0), run.arguments("name", "what it does"))
 
 
-def _share_errors(rank: int, world: int, note: Any) -> list[str]:
-    """Runs on each rank: what `run.run` prints where an error is of one rank, of all alike, or of none."""
+def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
+    """Runs on each rank: the errors where one rank fails, all of them, or none; where they differ; what is printed."""
     import contextlib
     import io
 
@@ -144,6 +144,12 @@ def _share_errors(rank: int, world: int, note: Any) -> list[str]:
             told.append("fine")
         except PipecompError as error:
             told.append(f"{type(error).__name__}: {error}")
+    (Path(folder) / f"{rank}.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
+    own = ["--deepspeed_config", f"{folder}/{rank}.json", "--seed", str(rank)]
+    try:
+        run.train(text_arguments(*own), run.Workload(model=None, training=range(8), trained={}))
+    except PipecompError as error:
+        told.append(f"{type(error).__name__}: {error}")
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         run._say_once("all ranks say this")
@@ -154,15 +160,17 @@ def _share_errors(rank: int, world: int, note: Any) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_an_error_of_one_rank_ends_all_and_is_told_once() -> None:
-    found = run_ranks(2, _share_errors, timeout_s=110)
+def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
+    found = run_ranks(2, _share_errors, str(tmp_path), timeout_s=110)
     own, everywhere = "DataError: no such file", "LinkError: rank 1 could not start: DataError: no such file"
     assert found[0][:3] == ["fine", everywhere, own]
     assert found[1][:3] == ["fine", own, own]
-    everything = found[0][3] + found[1][3]
+    for rank in (0, 1):
+        assert found[rank][3].startswith("LinkError: the ranks of this run do not fit together: pipecomp.seed is ")
+    everything = found[0][4] + found[1][4]
     assert everything.count("all ranks say this\n") == 1
-    assert "rank 0 says this\n" in found[0][3]
-    assert "rank 1 says this\n" in found[1][3]
+    assert "rank 0 says this\n" in found[0][4]
+    assert "rank 1 says this\n" in found[1][4]
 
 
 class TestPlan:
