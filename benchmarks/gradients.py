@@ -38,6 +38,29 @@ METHODS: dict[str, dict[str, Any]] = {
     "CASQ, 4 bits, every 10 steps": {"method": "casq", "bits": 4, "interval": 10},
     "DoubleSqueeze, 4 bits": {"method": "double_squeeze", "bits": 4, "group_size": 128},
     "DoubleSqueeze, 1 bit": {"method": "double_squeeze", "bits": 1, "group_size": 128},
+    "DoubleSqueeze, 4 bits, L-GreCo": {"method": "double_squeeze", "bits": 4, "adaptive": {"every": 16}},
+    "DoubleSqueeze, 4 bits, L-GreCo, error 0.1": {
+        "method": "double_squeeze",
+        "bits": 4,
+        "adaptive": {"every": 16, "error": 0.1},
+    },
+    "Global-QSGD linear, 4 bits, a norm for each layer": {
+        "method": "global_qsgd",
+        "levels": "linear",
+        "bits": 4,
+        "adaptive": {"every": 1_000_000},  # more than all steps: no plan is ever made
+    },
+    "Global-QSGD linear, 4 bits, L-GreCo, error 0.1": {
+        "method": "global_qsgd",
+        "levels": "linear",
+        "bits": 4,
+        "adaptive": {"every": 16, "error": 0.1},
+    },
+    "QSGD-MN, 4 bits, L-GreCo, error 0.1": {
+        "method": "qsgd_mn",
+        "bits": 4,
+        "adaptive": {"every": 16, "error": 0.1},
+    },
     "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
     "fp16": {"method": "fp16"},
 }
@@ -50,7 +73,7 @@ def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path)
 
     began = time.process_time()
     if METHODS[name]["method"] in TORCHS:
-        ranks = run_ranks(n, one_rank, task_name, name, n, seed, str(data), str(cache), timeout_s=3000)
+        ranks = run_ranks(n, one_rank, task_name, name, seed, str(data), str(cache), timeout_s=3000)
         # the others' models are the same, but each has seen its own part of the batches
         result = {**ranks[0], "train_loss": sum(r["train_loss"] for r in ranks.values()) / n}
     else:
@@ -67,7 +90,7 @@ def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path)
 
 
 def one_rank(
-    rank: int, world: int, note: Any, task_name: str, name: str, n: int, seed: int, data: str, cache: str
+    rank: int, n: int, note: Any, task_name: str, name: str, seed: int, data: str, cache: str
 ) -> dict[str, Any]:
     """The same, as one of n processes."""
     import torch.distributed as dist
@@ -134,11 +157,12 @@ def averager(
         return over_processes, state.stats
 
     mail: Any = {}
+    layers = tuple(enumerate(counts)) if "adaptive" in METHODS[name] else None
     states = [State(group=LoopbackGroup(r, n, mail, timeout_s=300), seed=seed, **METHODS[name]) for r in range(n)]
 
     def in_process(grads: list[list[Any]]) -> list[Any]:
         flat = [torch.cat([g.view(-1) for g in own]) for own in grads]
-        waiting = [state.submit(x, "all", out=x) for state, x in zip(states, flat, strict=True)]
+        waiting = [state.submit(x, "all", slices=layers, out=x) for state, x in zip(states, flat, strict=True)]
         means = [future.wait() for future in waiting]
         return [part.view(shape) for part, shape in zip(means[0].split(counts), shapes, strict=True)]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError
-from pipecomp.gradient_config import Gradients
 
 BITS = "a whole number from 1 to 8"
 Bits = int | str | tuple[int, ...]
@@ -290,6 +290,7 @@ class Config:
     def shared(self) -> dict[str, Any]:
         """All settings, with their defaults, that must be equal on all ranks."""
         values = dataclasses.asdict(self)
+        values["gradients"] = self.gradients.as_dict()
         values["store"].pop("path")
         values.pop("kernels")  # all give the same bytes
         return values

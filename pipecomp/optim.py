@@ -20,8 +20,8 @@ from torch import Tensor
 from pipecomp.allreduce import State
 from pipecomp.allreduce.buckets import Bucket, Piece, pack, views, zeros_for
 from pipecomp.allreduce.group import Group
+from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
-from pipecomp.gradient_config import Gradients
 
 LARGEST = 2.0**60  # of a gradient: beyond it the square, and with it the variance, may leave float32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ Listed = list[tuple[Tensor, dict[str, Any]]]  # all parameters, with their group
 
 
 class QuantizedAdam(torch.optim.Optimizer):
-    """Adam or AdamW over a data-parallel group; after `freeze_step` steps it exchanges the momentum in `bits` bits.
+    """Train with Adam or AdamW over a data-parallel group; after `freeze_step` steps exchange the momentum in few bits.
 
     `step` averages over the group itself, so gradients must be local: use no DDP, or register `keep_local` as its hook.
     All ranks start with the same parameters and call `step` together; their parameters then stay the same, bit for bit.
@@ -47,13 +47,6 @@ class QuantizedAdam(torch.optim.Optimizer):
     raised to that when the variance is frozen, and parameters are exchanged in units of what is usual in each. Without,
     rounding errors move values that have hardly any gradient by more than 1 (unused rows of an embedding).
 
-    params: parameters of float32, bfloat16 or float16, or groups of them, which may have their own lr, betas, eps and
-    weight_decay. adam_w: decoupled weight decay; otherwise it is added to the gradient. bits: 1 to 8. group_size:
-    values that share a scale. group: a process group, None for all ranks; one rank without torch.distributed. tied:
-    those of params that other pipeline stages hold too, their gradients summed over these stages before `step`; each
-    has buckets of its own, so that the groups of all its stages get the same bits. seed: of the exchange's random
-    numbers; double_squeeze rounds to nearest and draws none.
-
     - A parameter without gradient counts as zeros where another rank has one. Without gradient on all ranks, it and its
       count of steps do not change; what rounding left out of its momentum may still be made up for.
     - Steps are counted for each parameter. One that gets its first gradients late is exchanged uncompressed until it
@@ -62,9 +55,31 @@ class QuantizedAdam(torch.optim.Optimizer):
       one more in skipped_steps. A warning says so. torch.amp.GradScaler may be used as usual: no warning then. A tied
       parameter is left out exactly if its own gradient is bad, since other stages see only that.
 
-    Raises ConfigError for a wrong setting and, at the first step, if ranks differ in settings or parameters; ShapeError
-    for parameters of another dtype and sparse gradients; from `step` NonFiniteError for a momentum that cannot be
-    quantized (above 2**100 times what is usual) and PeerLostError for a rank that is gone.
+    Args:
+        params: parameters of float32, bfloat16 or float16, or groups of them, which may have their own lr, betas, eps
+            and weight_decay.
+        lr: learning rate.
+        betas: decay of the momentum and of the variance.
+        eps: added to the root of the variance.
+        weight_decay: see adam_w.
+        freeze_step: step at which the variance is frozen.
+        bits: of a value of the momentum, 1 to 8.
+        group_size: values that share a scale.
+        group: a process group, None for all ranks; one rank without torch.distributed.
+        seed: of the exchange's random numbers; double_squeeze rounds to nearest and draws none.
+        tied: those of params that other pipeline stages hold too, their gradients summed over these stages before
+            `step`; each has buckets of its own, so that the groups of all its stages get the same bits.
+        adam_w: decoupled weight decay; otherwise it is added to the gradient.
+
+    Raises:
+        ConfigError: for a wrong setting and, at the first step, if ranks differ in settings or parameters.
+        ShapeError: for parameters of another dtype and sparse gradients.
+        NonFiniteError: from `step`, for a momentum that cannot be quantized (above 2**100 times what is usual).
+        PeerLostError: from `step`, for a rank that is gone.
+
+    Example:
+        >>> optimizer = QuantizedAdam(model.parameters(), lr=1e-4, freeze_step=500)
+        >>> ddp.register_comm_hook(None, QuantizedAdam.keep_local)
     """
 
     _step_supports_amp_scaling = True  # a GradScaler would skip `step` on one rank alone, and the others would wait
@@ -123,7 +138,17 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, on all ranks together; returns what `closure` did, if one is given."""
+        """Take one step, on all ranks together.
+
+        Args:
+            closure: computes the loss and gradients, if they are not there already.
+
+        Returns:
+            What `closure` did; None without one.
+
+        Raises:
+            NonFiniteError, PeerLostError: see the class.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -305,11 +330,13 @@ class QuantizedAdam(torch.optim.Optimizer):
     # -- what is known
 
     def stats(self) -> dict[str, Any]:
-        """Both exchanges' counters added up, see `pipecomp.allreduce.State.stats`, and `skipped_steps`.
+        """Add up what both exchanges count.
 
-        bytes_raw counts gradients in the parameters' dtype and momentum as float32. bytes_sent also has what says who
-        has a gradient: a byte for each parameter, and one more, to each other rank in every step. relative_error is
-        the momentum's, None before it is compressed.
+        Returns:
+            As `pipecomp.allreduce.State.stats`, and `skipped_steps`. bytes_raw counts gradients in the parameters'
+            dtype and momentum as float32. bytes_sent also has what says who has a gradient: a byte for each parameter,
+            and one more, to each other rank in every step. relative_error is the momentum's, None before it is
+            compressed.
         """
         plain, squeeze = self._plain.stats(), self._squeeze.stats()
         return {
@@ -331,8 +358,13 @@ class QuantizedAdam(torch.optim.Optimizer):
         """Go on with what `state_dict` returned on the same rank; nothing of it is shared.
 
         Error-feedback residuals of another rank, or of another number of ranks, are refused: set
-        ["exchange"]["memories"] to None, and they start empty. Raises ConfigError for that, other settings, or another
-        optimizer's state.
+        ["exchange"]["memories"] to None, and they start empty.
+
+        Args:
+            state_dict: of an optimizer with the same settings and parameters.
+
+        Raises:
+            ConfigError: for such residuals, other settings, or another optimizer's state.
         """
         exchange = state_dict.get("exchange")
         if exchange is None:

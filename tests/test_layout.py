@@ -20,10 +20,11 @@ FOLDERS = {"stages": "pipecomp.stages", "buffers": "pipecomp.buffers", "kernels"
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
     {"errors", "files", "json_tree", "schedule", "stats"},
-    {"gradient_config", "kernels", "rates"},
-    {"allreduce", "buffers", "config", "data"},
+    {"kernels", "rates"},
+    {"allreduce", "buffers", "data"},
+    {"config", "gradient_config", "optim"},
     {"messages"},
-    {"cluster", "optim"},
+    {"cluster"},
     {"netlab"},
     {"doctor", "stages/link"},
     {"stages/partition"},

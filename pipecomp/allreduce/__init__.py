@@ -1,6 +1,6 @@
 """Averages of gradients over data-parallel ranks, compressed: Global-QSGD and its relatives.
 
-The methods are described in docs/algorithms.md, section 2.
+The methods are described in docs/algorithms.md, section 2; `registry.py` has them by name.
 
 state = State(method="global_qsgd", levels="exponential", bits=8)
 ddp.register_comm_hook(state, ddp_hook)

@@ -6,6 +6,7 @@ to n − 1 others, which suits few ranks or few non-zeros.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.dithering import levels_of
+from pipecomp.allreduce.exchanges import Piece, Plan, to_all
 from pipecomp.allreduce.group import Pending
+from pipecomp.allreduce.norms import LARGEST, finish_without_codes, local_norm, shared_norm, squared
 from pipecomp.allreduce.reduce_scatter import PIECE, Span, on_device, on_host, packed_bytes, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
@@ -168,3 +171,44 @@ def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: 
         out.div_(len(rows))
     with call.counters.part("wait"):
         sent.finish()
+
+
+def gathered_plan(d: int, n: int, bits: int) -> Plan:
+    """Every rank's norm and codes to all others."""
+    pieces = tuple(Piece(to_all(packed_bytes(span.count, bits), n)) for span in spans(0, d, PIECE))
+    return Plan((to_all(8, n),), (pieces,))
+
+
+class GatheredAverage:
+    """Each worker's own norm (a number q), or one for all ((q, p), its non-zero codes alone). Unbiased."""
+
+    largest = LARGEST
+
+    def __init__(self, bits: int, norm: float | tuple[float, float], *, exponential: bool = False) -> None:
+        self._bits, self._norm = bits, norm
+        self._kind = LocalExponential if exponential else LocalLinear
+        self.exponents = norm if isinstance(norm, tuple) else (norm, math.inf)
+
+    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
+        """See Average."""
+        norms = self._norms(x_d, call)
+        if finish_without_codes(max(norms) if all(n <= LARGEST for n in norms) else math.nan, out_d):
+            return
+        inner = self._kind(norms[call.group.rank], self._bits, call)
+        sparse = isinstance(self._norm, tuple)
+        code: LocalCode = Sparse(inner, self._bits, linear=self._kind is LocalLinear) if sparse else inner
+        average_gathered(x_d, out_d, code, norms, call)
+
+    def _norms(self, x_d: Tensor, call: Call) -> list[float]:
+        if call.norm is not None or isinstance(self._norm, tuple):
+            return [shared_norm(x_d, self.exponents, call)] * call.group.size
+        with call.counters.part("quantize"):
+            own = local_norm(x_d, self._norm)
+        with call.counters.part("wait"):
+            return [row[0] for row in call.group.gather_numbers([own])]
+
+    def squared_error(self, x_d: Tensor, call: Call) -> float:
+        """See LayerAverage."""
+        code, sent = self._kind(1.0, self._bits, call), torch.zeros_like(x_d)
+        code.add(on_device(code.encode(x_d, 0), x_d), 1.0, sent)
+        return squared(x_d - sent)

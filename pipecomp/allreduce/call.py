@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One averaging. number: how many came before it, the same on all ranks. key: whose error-feedback residual it
-    uses.
+    uses. norm: the values' norm over all workers where that is known already, and nobody has to be asked.
     """
 
     group: Group
@@ -71,14 +70,8 @@ class Call:
     number: int
     key: str
     slices: tuple[tuple[int, int], ...] | None = None
+    norm: float | None = None
 
     def draw(self, *what: int) -> int:
         """A seed for random numbers that all ranks agree on."""
         return ops.mix_seed(self.seed, self.number, *what)
-
-
-class Method(Protocol):
-    """Averages a flat bucket over the group's ranks."""
-
-    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """Write the mean of all ranks' x (any float dtype) to out (float32, may be x): the same bits on every rank."""

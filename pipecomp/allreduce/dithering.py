@@ -1,12 +1,14 @@
-"""Linear and exponential dithering with one norm for all workers, as codes of the dense collective."""
+"""Linear and exponential dithering with one norm for all workers: codes, and the average that they make."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes
+from pipecomp.allreduce.call import SAMPLE, Call
+from pipecomp.allreduce.exchanges import Piece, packed, scattered
+from pipecomp.allreduce.norms import LARGEST, finish_without_codes, shared_norm, squared
+from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes, reduce_bucket
 from pipecomp.kernels import ops
 
 _ENCODE, _REDUCE = 0, 1  # what a random draw is for
@@ -146,3 +148,30 @@ class LeastIndexCode:
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """Indices, uint8."""
         out.copy_(ops.unpack_bits(on_device(reduced, out), self._bits, out.numel()))
+
+
+class DitheredAverage:
+    """One norm for all workers, linear or exponential levels, reduced by the chunks' owners. Unbiased."""
+
+    largest = LARGEST
+
+    def __init__(self, bits: int, exponents: tuple[float, float], *, exponential: bool = False) -> None:
+        self.exponents = exponents
+        self._bits, self._code = bits, ExponentialCode if exponential else LinearCode
+
+    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
+        """See Average."""
+        norm = shared_norm(x_d, self.exponents, call)
+        if not finish_without_codes(norm, out_d):
+            code = self._code(norm, self._bits, call)
+            call.counters.add_error(x_d[:SAMPLE], code.own(x_d[:SAMPLE]))
+            reduce_bucket(x_d, out_d, code, call)
+
+    def squared_error(self, x_d: Tensor, call: Call) -> float:
+        """See LayerAverage."""
+        return squared(x_d - self._code(1.0, self._bits, call).own(x_d))
+
+
+def linear_plan(d: int, n: int, bits: int) -> tuple[Piece, ...]:
+    """Codes of `bits` bits to their owners, and back sums of n of them."""
+    return scattered(d, n, packed(bits), packed(ops.linear_bits(levels_of(bits), n)))

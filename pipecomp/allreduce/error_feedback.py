@@ -68,6 +68,10 @@ class Residuals:
             }
         return pieces
 
+    def forget_owners(self) -> None:
+        """Begin anew with what owners have not sent: their chunks are others from here on."""
+        self._owner.clear()
+
     def norm(self) -> float:
         """‖e‖₂ over all of the worker's memories."""
         return float(sum(float(m.double().square().sum()) for _, m in self._worker.values()) ** 0.5)

@@ -20,16 +20,16 @@ def within(x_d: Tensor, call: Call, largest: float) -> bool:
     return all(abs(value) <= largest for row in limits for value in row)
 
 
-def with_memory(
-    x_d: Tensor, out_d: Tensor, memory: Residuals, call: Call, largest: float
+def with_residual(
+    x_d: Tensor, out_d: Tensor, residuals: Residuals, call: Call, largest: float
 ) -> tuple[Tensor, Tensor] | None:
-    """(e, x + e), float32 [d]: the bucket's memory, to be changed in place, and a buffer that is used again.
+    """(e, x + e), float32 [d]: the bucket's residual, to be changed in place, and a buffer that is used again.
 
-    None if a sum of any rank is not finite or above `largest`: then out is NaN on all ranks, and no memory may change.
+    None if a sum of any rank is not finite or above `largest`: then out is NaN on all ranks, and no residual changes.
     """
     with call.counters.part("quantize"):
-        e_d = memory.worker(call.key, call.slices, x_d.numel(), x_d.device)
-        sum_d = memory.plus(x_d, e_d)
+        e_d = residuals.worker(call.key, call.slices, x_d.numel(), x_d.device)
+        sum_d = residuals.plus(x_d, e_d)
     if within(sum_d, call, largest):
         return e_d, sum_d
     out_d.fill_(math.nan)

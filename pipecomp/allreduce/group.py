@@ -84,11 +84,17 @@ def _wait(rank: int, work: Any) -> None:
 
 
 class Group:
-    """n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
+    """Exchange bytes among n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
 
-    group: a process group or a list of global ranks; None for all ranks. Without torch.distributed it has one rank.
-    timeout_s: silence after which a rank counts as lost. All ranks of the group must make it at the same point.
-    `process_group` is the one that its messages use, None with one rank.
+    All ranks of the group must make it at the same point. `process_group` is the one that its messages use, None with
+    one rank.
+
+    Args:
+        group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one.
+        timeout_s: seconds of silence after which a rank counts as lost.
+
+    Raises:
+        LinkError: if this rank is none of them.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 120.0) -> None:

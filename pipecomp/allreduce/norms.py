@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from pipecomp.allreduce.call import Call
 from pipecomp.allreduce.group import Group
 
 _SAFE = (1e-12, 1e15)  # between these the squares of float32 values neither vanish nor overflow
@@ -32,6 +33,11 @@ def local_norm(x_d: Tensor, q: float) -> float:
     return largest * float(torch.linalg.vector_norm(relative, q))
 
 
+def squared(x_d: Tensor) -> float:
+    """‖x‖₂² of float32 values, also where their squares would leave float32."""
+    return float(torch.linalg.vector_norm(x_d, dtype=torch.float64)) ** 2
+
+
 def combine(norms: list[float], p: float) -> float:
     """The p-norm of the workers' norms, NaN or Inf if any is."""
     if not all(map(math.isfinite, norms)):
@@ -49,3 +55,24 @@ def global_norm(local: float, p: float, group: Group) -> float:
     """
     norm = combine([row[0] for row in group.gather_numbers([local])], p)
     return norm if norm <= LARGEST else math.nan
+
+
+def shared_norm(x_d: Tensor, exponents: tuple[float, float], call: Call) -> float:
+    """‖x‖_{q,p} over all workers, unless the call has it; NaN or Inf if any worker's x holds any."""
+    if call.norm is not None:
+        return call.norm
+    with call.counters.part("quantize"):
+        local = local_norm(x_d, exponents[0])
+    with call.counters.part("wait"):
+        return global_norm(local, exponents[1], call.group)
+
+
+def finish_without_codes(norm: float, out_d: Tensor) -> bool:
+    """Nothing to send: all zeros, or NaN everywhere where any rank has a value that is not finite."""
+    if norm == 0:
+        out_d.zero_()
+    elif not math.isfinite(norm):
+        out_d.fill_(math.nan)
+    else:
+        return False
+    return True

@@ -9,14 +9,16 @@ d: values in the bucket (float32), n: ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipecomp.allreduce.call import PARTS
-from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, plan_of, ring_bytes
+from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, ring_bytes
+from pipecomp.allreduce.options import Gradients
+from pipecomp.allreduce.registry import METHODS
 from pipecomp.errors import ConfigError
-from pipecomp.gradient_config import Gradients
 
 KERNELS = ("quantize", "reduce", "decode")
 
@@ -25,10 +27,18 @@ KERNELS = ("quantize", "reduce", "decode")
 class Prediction:
     """One averaging of a bucket of d float32 values over n ranks.
 
-    bytes_raw: of a ring all-reduce of the bucket, per rank. bytes_sent_by_rank: what each rank puts on its links.
-    exact: whether a state sends just these bytes; otherwise they are an estimate. quantize_s, reduce_s, decode_s:
-    seconds as they were given. send_s: seconds of the link alone, latencies included. wait_s: the part of them that no
-    kernel hides. total_s: seconds of it all. fp32_s: of the same collective with plain float32 values.
+    Args:
+        method: its name.
+        d: values.
+        n: ranks.
+        bytes_raw: of a ring all-reduce of the bucket, per rank.
+        bytes_sent_by_rank: what each rank puts on its links.
+        exact: whether a state sends just these bytes; otherwise they are an estimate.
+        quantize_s: seconds as they were given; so are reduce_s and decode_s.
+        send_s: seconds of the link alone, latencies included.
+        wait_s: the part of them that no kernel hides.
+        total_s: seconds of it all.
+        fp32_s: seconds of the same collective with uncompressed float32 values.
     """
 
     method: str
@@ -67,28 +77,41 @@ def predict(
     shapes: Shapes | None = None,
     **options: Any,
 ) -> Prediction:
-    """Bytes and seconds of averaging d float32 values over n ranks, whose links carry `bandwidth_bit_per_s` each way.
-
-    method, options: those of `State`. latency_s: of one message. kernel_seconds: "quantize", "reduce" and "decode" of
-    one call of this size, as in `State.stats()["seconds"]` (its "wait" is ignored); they are spread over the pieces by
-    their bytes. None: kernels take no time. shapes: of the bucket's parameters, for "powersgd", which sends vectors
-    whole (None: the bucket is one vector) and is predicted from its third step on: before that it does not compress.
+    """Predict bytes and seconds of averaging d float32 values over n ranks.
 
     Bytes are those that `State` counts, except where they depend on the values: `casq` never sends more than this (the
-    centers of an interval are spread over its steps), and with `sparse` it is what the expected number of non-zeros
-    takes at most, s·√(n·d), 1/s the smallest level. (Theorem 3.3 with its factor s corrected has s² more; a value's
-    chance to be sent is at most s·|x| / ‖x‖₂ also where that is above 1.) A bucket of zeros sends its norm only.
-    ConfigError for wrong options and numbers.
-    Source: arXiv:2305.18627 (Global-QSGD), section 3 and Theorem 3.3.
+    centers of an interval are spread over its steps), `sparse` not more than s·√(n·d) expected non-zeros take, 1/s the
+    smallest level. A bucket of zeros sends its norm only. With `adaptive` all layers are taken to have the method's own
+    value, as before the first plan; later codes are no larger if `adaptive.error` is at least 1.
+    Source: arXiv:2305.18627 (Global-QSGD), section 3; Theorem 3.3 with its factor s corrected, and without its s²: a
+    value's chance to be sent is at most s·|x| / ‖x‖₂ also where that is above 1.
+
+    Args:
+        method: as for `State`.
+        d: values in the bucket.
+        n: ranks.
+        bandwidth_bit_per_s: what each rank's link carries, each way.
+        latency_s: seconds of one message.
+        kernel_seconds: "quantize", "reduce" and "decode" of one call of this size, as in `State.stats()["seconds"]`
+            (its "wait" is ignored); they are spread over the pieces by their bytes. None: kernels take no time.
+        shapes: of the bucket's parameters, for "powersgd", which does not compress vectors (None: the bucket is one
+            vector) and is predicted from its third step on: before that it does not compress.
+        **options: as for `State`.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ConfigError: for wrong options and numbers.
+
+    Example:
+        >>> predict("qsgd_mn", 1 << 20, 4, bandwidth_bit_per_s=1e9, bits=4).speedup
     """
     for name, count in (("d", d), ("n", n)):
         _check(isinstance(count, int) and count >= 1, name, count, "a whole number of at least 1")
     _check(bandwidth_bit_per_s > 0, "bandwidth_bit_per_s", bandwidth_bit_per_s, "a number above 0")
     _check(latency_s >= 0, "latency_s", latency_s, "0 or more")
-    for name, given in (kernel_seconds or {}).items():
-        _check(name in PARTS, f"kernel_seconds.{name}", given, f"only {', '.join(KERNELS)}")
-        _check(given >= 0, f"kernel_seconds.{name}", given, "0 or more")
-    kernels = {part: (kernel_seconds or {}).get(part, 0.0) for part in KERNELS}
+    kernels = _kernels(kernel_seconds or {})
     rate = bandwidth_bit_per_s / 8
     plan = plan_of(Gradients(method=method, **options), d, n, shapes)
     exchanges = plan.exchanges()
@@ -111,12 +134,22 @@ def predict(
 
 
 def compression_pays(beta: float, gamma: float, omega: float, rho: float) -> bool:
-    """Whether compression makes an all-reduce faster: β < 2ω(ρ − 1) / (1 − ωρ) · γ, and always where 1 − ωρ ≤ 0.
+    """Say whether compression makes an all-reduce faster: β < 2ω(ρ − 1) / (1 − ωρ) · γ, and always where 1 − ωρ ≤ 0.
 
-    beta: rate of the links; gamma: of reducing plain values; both in bytes per second. omega: speed of reducing
-    compressed values over that of plain ones, both by their bytes. rho: plain bytes over compressed ones, above 1.
-    Quantizing and decoding are left out. ConfigError for other numbers than positive ones, and for rho of at most 1.
+    Quantizing and decoding are left out.
     Source: arXiv:2305.18627 (Global-QSGD), section 5, equation 8 before ρ = 4 is put in.
+
+    Args:
+        beta: rate of the links in bytes per second.
+        gamma: rate of reducing uncompressed values in bytes per second.
+        omega: speed of reducing compressed values over that of uncompressed ones, both by their bytes.
+        rho: uncompressed bytes over compressed ones, above 1.
+
+    Returns:
+        Whether it does.
+
+    Raises:
+        ConfigError: for other numbers than positive ones, and for rho of at most 1.
     """
     for name, value in (("beta", beta), ("gamma", gamma), ("omega", omega)):
         _check(value > 0, name, value, "a number above 0")
@@ -124,9 +157,26 @@ def compression_pays(beta: float, gamma: float, omega: float, rho: float) -> boo
     return beta * (1 - omega * rho) < 2 * omega * (rho - 1) * gamma
 
 
+def _kernels(given: Mapping[str, float]) -> dict[str, float]:
+    for name, seconds in given.items():
+        _check(name in PARTS, f"kernel_seconds.{name}", seconds, f"only {', '.join(KERNELS)}")
+        _check(seconds >= 0, f"kernel_seconds.{name}", seconds, "0 or more")
+    return {part: given.get(part, 0.0) for part in KERNELS}
+
+
 def _check(right: bool, key: str, got: object, allowed: str) -> None:
     if not right:
         raise ConfigError(key, got, allowed)
+
+
+def plan_of(options: Gradients, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    """What `options` exchange for d values over n ranks. shapes: of the parameters, for methods that look at them."""
+    chosen = options.chosen
+    if shapes is not None and (not chosen.by_matrix or sum(map(math.prod, shapes)) != d):
+        users = ", ".join(repr(name) for name, method in METHODS.items() if method.by_matrix)
+        raise ConfigError("shapes", list(shapes), f"with {users} only, {d} values in all")
+    plan = chosen.plan(d, n, shapes)
+    return plan if options.adaptive is None else replace(plan, exact=False)
 
 
 class _Clock:
@@ -160,7 +210,7 @@ def _play(plan: Plan, n: int, kernels: Mapping[str, float], rate: float, latency
 
 
 def _play_pieces(pieces: Sequence[Piece], seconds_per_byte: Mapping[str, float], clock: _Clock) -> None:
-    """The turns of `dense.reduce_bucket`, or of `gathered.average_gathered` where nothing is returned."""
+    """The turns of `reduce_scatter.reduce_bucket`, or of `all_gather.average_gathered` where nothing is returned."""
     sent: dict[int, float] = {}
     returned: dict[int, float] = {}
 

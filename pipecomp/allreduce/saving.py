@@ -24,36 +24,46 @@ from pipecomp.files import replacing
 from pipecomp.json_tree import describe, rebuild
 
 FORMAT = "pipecomp gradient memories 1"
-_TORCHS = ("error_dict", "p_memory_dict", "q_memory_dict")  # what PowerSGD keeps of each bucket
 
 
 def number_parameters(state: State, parameters: Iterable[Tensor]) -> None:
-    """Tie memories to parameters by the model's order.
+    """Tie residuals to parameters by the model's order.
 
     Otherwise the order of DDP's first buckets counts: another one when a model that has trained before goes on.
+
+    Args:
+        state: before its first average.
+        parameters: all that have gradients.
     """
     for parameter in parameters:
         state._numbers.setdefault(parameter, len(state._numbers))
 
 
 def save(state: State, path: str | os.PathLike[str]) -> None:
-    """Write what `state.state_dict()` holds, and PowerSGD's memories, to a file that appears whole or not at all."""
-    content = state.state_dict()
-    if state._hook is not None:
-        content["torch"] = {
-            key: {name: getattr(memory, name) for name in _TORCHS} for key, memory in state._hook._states.items()
-        }
+    """Write what `state.state_dict()` holds to a file that appears whole or not at all.
+
+    Args:
+        state: of this rank, between steps.
+        path: a file of this rank's own.
+    """
     tensors: dict[str, Tensor] = {}
-    described = json.dumps(_describe(content, tensors))
+    described = json.dumps(_describe(state.state_dict(), tensors))
     with replacing(path) as part:
         save_file(tensors, part, metadata={"format": FORMAT, "state": described})
 
 
 def load(state: State, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-    """Go on with what `save` wrote; device: where the gradients are.
+    """Go on with what `save` wrote.
 
-    PowerSGD sends two steps whole, as at its start, before it uses its memories: DDP may cut its buckets anew after the
-    first. Raises ConfigError if the file is not a whole one, or of another method, rank or number of ranks.
+    PowerSGD sends two steps uncompressed, as at its start, before it uses what it kept.
+
+    Args:
+        state: with the same options, rank and number of ranks as the one that was saved.
+        path: what `save` was given.
+        device: where the gradients are.
+
+    Raises:
+        ConfigError: if the file is not a whole one, or of another method, rank or number of ranks.
     """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
@@ -63,13 +73,7 @@ def load(state: State, path: str | os.PathLike[str], device: torch.device | str 
         raise ConfigError("gradient memories", os.fspath(path), f"a file that was saved whole ({error})") from error
     if metadata.get("format") != FORMAT:
         raise ConfigError("gradient memories", metadata.get("format"), f"{FORMAT!r}, in {Path(path).name}")
-    content = _rebuild(json.loads(metadata["state"]), tensors)
-    state.load_state_dict(content, device)
-    if state._hook is not None:
-        for key, memories in content["torch"].items():
-            memory = state._hook._state(key)
-            for name in _TORCHS:
-                setattr(memory, name, {bucket: tensor.to(device) for bucket, tensor in memories[name].items()})
+    state.load_state_dict(_rebuild(json.loads(metadata["state"]), tensors), device)
 
 
 def _describe(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pipecomp.allreduce.adaptive import AdaptiveAverage
 from pipecomp.allreduce.call import Call, Counters
-from pipecomp.allreduce.casq import Casq
 from pipecomp.allreduce.error_feedback import Residuals, Slices
+from pipecomp.allreduce.exchanges import ring_bytes
 from pipecomp.allreduce.group import Group
-from pipecomp.allreduce.methods import make_method
-from pipecomp.allreduce.torch_hooks import LoneBucket, TorchHook
+from pipecomp.allreduce.method import Average, Stateful
+from pipecomp.allreduce.methods.torch_hooks import LoneBucket
+from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.gradient_config import Gradients
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -38,12 +39,24 @@ class _Job:
 
 
 class State:
-    """Averages tensors over a group's ranks, compressed; with `ddp_hook` the state of a DDP communication hook.
+    """Average tensors over a group's ranks, compressed; with `ddp_hook` the state of a DDP communication hook.
 
-    method and options: see `pipecomp.gradient_config.Gradients` (ConfigError for a wrong one). group: a process group
-    or a list of global ranks, None for all ranks; without torch.distributed there is one rank, and only the method's
-    own error is seen. seed: of all random draws, the same on all ranks. timeout_s: silence after which a rank counts as
-    lost (PeerLostError). All ranks must make states, and average with them, in the same order.
+    All ranks must make states, and average with them, in the same order.
+
+    Args:
+        method: a gradient method's name, see `pipecomp.gradient_config.Gradients`.
+        group: a process group or a list of global ranks, None for all ranks; without torch.distributed there is one
+            rank, and only the method's own error is seen.
+        seed: of all random draws, the same on all ranks.
+        timeout_s: seconds of silence after which a rank counts as lost.
+        **options: the method's options.
+
+    Raises:
+        ConfigError: for a method, or an option of it, that is not allowed.
+
+    Example:
+        >>> state = State(method="global_qsgd", levels="exponential", bits=8)
+        >>> ddp.register_comm_hook(state, ddp_hook)
     """
 
     def __init__(
@@ -63,8 +76,12 @@ class State:
         self._counters = Counters()
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
-        self._hook = TorchHook(self.options, self._hooks_group(group)) if method in ("powersgd", "fp16") else None
-        self._method = None if self._hook else make_method(self.options, self.memory)
+        chosen = self.options.chosen
+        self._hook = chosen.hook(self._hooks_group(group))
+        self._average: Average | None = None
+        if self._hook is None:
+            layers = self.options.layerwise
+            self._average = AdaptiveAverage(chosen, layers, self.memory) if layers else chosen.average(self.memory)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -77,10 +94,20 @@ class State:
     def submit(
         self, tensor: Tensor, key: str, *, slices: Slices | None = None, out: Tensor | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Start averaging `tensor` (any float dtype and shape) and return a future of the mean, in its dtype and shape.
+        """Start averaging a tensor, which must not change before the future is done.
 
-        key: whose error-feedback residual; slices: which parameters, see `memory`. out: where the mean goes,
-        contiguous, may be `tensor` itself; otherwise a new tensor. Do not change `tensor` before the future is done.
+        Args:
+            tensor: of any float dtype and shape.
+            key: names its error-feedback residual.
+            slices: (number, values) of the parameters that it is made of, where residuals belong to these, as they do
+                with DDP, whose buckets change; each is a layer of its own for `adaptive`.
+            out: where the mean goes, contiguous, may be `tensor` itself; None for a new tensor.
+
+        Returns:
+            A future of the mean, in the tensor's dtype and shape.
+
+        Raises:
+            ShapeError: for a dtype that is no float, and an `out` of another shape or dtype.
         """
         if tensor.dtype not in DTYPES:
             raise ShapeError(f"gradient {key}: dtype {tensor.dtype}, allowed: {', '.join(map(str, DTYPES))}")
@@ -103,7 +130,7 @@ class State:
         return future
 
     def run_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average one of DDP's buckets in place."""
+        """Average one of DDP's buckets in place and return a future of its buffer."""
         if self._hook is None:
             return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
         self._count(bucket.buffer())
@@ -116,9 +143,8 @@ class State:
 
     def _count(self, tensor: Tensor) -> None:
         self._calls += 1
-        n = self.group.size
         self._counters.calls += 1
-        self._counters.bytes_raw += 2 * tensor.numel() * tensor.element_size() * (n - 1) // n
+        self._counters.bytes_raw += ring_bytes(tensor.numel() * tensor.element_size(), self.group.size)
 
     def _slices(self, bucket: Any) -> Slices:
         """Parameters by the order in which they were first seen, which is the same after a restart."""
@@ -139,7 +165,7 @@ class State:
             atexit.register(_stop, self._jobs, self._thread)
 
     def _run(self, job: _Job) -> None:
-        assert self._method is not None
+        assert self._average is not None
         if job.ready is not None:
             job.ready.synchronize()
         call = Call(self.group, self._counters, self.seed, job.number, job.key, job.slices)
@@ -147,7 +173,7 @@ class State:
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
         if job.x_d.numel():
-            self._method.mean(job.x_d, mean_d, call)
+            self._average.mean(job.x_d, mean_d, call)
         if mean_d is not out_d:
             out_d.copy_(mean_d)
         self._counters.bytes_sent += self.group.bytes_sent - before
@@ -155,35 +181,59 @@ class State:
     # -- what is known
 
     def stats(self) -> dict[str, Any]:
-        """`calls`, `bytes_raw`, `bytes_sent` (what this rank put on its links), `relative_error`, `seconds` by part.
+        """Tell what was averaged so far, on this rank.
 
-        relative_error: mean over calls of ‖x − sent‖ / ‖x‖ for the beginning of each bucket (None where torch does it).
+        Returns:
+            `calls`; `bytes_raw`, of a ring all-reduce without compression; `bytes_sent`, what this rank put on its
+            links; `relative_error`, the mean over calls of ‖x − sent‖ / ‖x‖ for the beginning of each bucket (None
+            where torch compresses); `seconds` by part: quantize, wait, reduce, decode.
         """
         return self._counters.as_dict()
 
+    def layer_values(self) -> dict[Any, Any]:
+        """Tell what each layer has of the option that is adaptive, by parameter number or key; empty before a plan."""
+        return dict(self._average.values) if isinstance(self._average, AdaptiveAverage) else {}
+
+    def _kept(self) -> Stateful | None:
+        """What keeps more than residuals."""
+        worker = self._average if self._hook is None else self._hook
+        return worker if isinstance(worker, Stateful) else None
+
     def state_dict(self) -> dict[str, Any]:
-        """Error-feedback residuals and place in the random numbers, of this rank; call it between steps."""
+        """Return this rank's residuals, place in the random numbers and what its method keeps; call it between steps.
+
+        Returns:
+            Plain containers and tensors on the CPU, for `torch.save` and `load_state_dict`.
+        """
         state = {
-            "options": dataclasses.asdict(self.options),
+            "options": self.options.as_dict(),
             "rank": self.group.rank,
             "ranks": self.group.size,
             "calls": self._calls,
             "memory": self.memory.state_dict(),
         }
-        if isinstance(self._method, Casq):
-            state["casq"] = self._method.state_dict()
+        if (kept := self._kept()) is not None:
+            state[kept.saved_as] = kept.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Go on with what `state_dict` returned on the same rank. ConfigError if it was another method or group."""
-        mine = {"options": dataclasses.asdict(self.options), "rank": self.group.rank, "ranks": self.group.size}
+        """Go on with what `state_dict` returned on the same rank.
+
+        Args:
+            state: of a state with the same options, rank and number of ranks.
+            device: where the gradients are.
+
+        Raises:
+            ConfigError: if it is of another one.
+        """
+        mine = {"options": self.options.as_dict(), "rank": self.group.rank, "ranks": self.group.size}
         for key, value in mine.items():
             if state.get(key) != value:
                 raise ConfigError(f"state.{key}", state.get(key), f"{value}, as this state has")
         self._calls = state["calls"]
         self.memory.load_state_dict(state["memory"], torch.device(device))
-        if isinstance(self._method, Casq):
-            self._method.load_state_dict(state["casq"])
+        if (kept := self._kept()) is not None and kept.saved_as in state:
+            kept.load_state_dict(state[kept.saved_as], torch.device(device))
 
     def close(self) -> None:
         """Finish what is under way and end the thread; safe to call twice."""
@@ -215,7 +265,18 @@ def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> Non
 
 
 def ddp_hook(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
-    """For `ddp.register_comm_hook(state, ddp_hook)`; the future keeps DDP's overlap with the backward pass."""
+    """Average one of DDP's buckets; the future keeps DDP's overlap with the backward pass.
+
+    Args:
+        state: what averages.
+        bucket: a `torch.distributed.GradBucket`; its buffer gets the mean.
+
+    Returns:
+        A future of the buffer.
+
+    Example:
+        >>> ddp.register_comm_hook(State("double_squeeze"), ddp_hook)
+    """
     return state.run_bucket(bucket)
 
 
@@ -223,9 +284,22 @@ ddp_hook.__annotations__.clear()  # DDP reads them, and refuses strings, which t
 
 
 def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
-    """The mean of all ranks' `tensor` (float, any shape), as a new tensor: the same bits on every rank.
+    """Average a tensor over all ranks of a state, without DDP.
 
-    key names the error-feedback residual: one for each tensor that is averaged again and again. NaN or Inf on any rank
-    gives NaN on every rank and leaves the memories as they were.
+    Args:
+        state: what averages.
+        tensor: of any float dtype and shape, the same on every rank.
+        key: names its error-feedback residual: one for each tensor that is averaged again and again.
+
+    Returns:
+        The mean as a new tensor, the same bits on every rank. NaN or Inf on any rank gives NaN on every rank and leaves
+        the residuals as they were.
+
+    Raises:
+        ShapeError: for a dtype that is no float, and another size than `key` had before.
+        PeerLostError: for a rank that is gone or silent.
+
+    Example:
+        >>> mean = allreduce_mean(state, layer.weight.grad, key="weight")
     """
     return state.submit(tensor, key).wait()

@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
-from pipecomp.allreduce.exchanges import plan_of, ring_bytes
+from pipecomp.allreduce.exchanges import ring_bytes
+from pipecomp.allreduce.options import Gradients
+from pipecomp.allreduce.predict import plan_of
+from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
-from pipecomp.gradient_config import Gradients
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB
@@ -57,28 +58,11 @@ class Variant:
 
 
 FP32 = Variant("none", torchs_own=True)
-VARIANTS = (
-    Variant("none"),
-    Variant("fp16"),
-    Variant("fp16", torchs_own=True),
-    Variant("powersgd", {"rank": 1}),
-    Variant("powersgd", {"rank": 1}, torchs_own=True),
-    Variant("powersgd", {"rank": 2}),
-    Variant("powersgd", {"rank": 2}, torchs_own=True),
-    Variant("global_qsgd", {"levels": "exponential", "bits": 8}),
-    Variant("global_qsgd", {"levels": "exponential", "bits": 4}),
-    Variant("global_qsgd", {"levels": "linear", "bits": 8}),
-    Variant("global_qsgd", {"levels": "linear", "bits": 4}),
-    Variant("global_qsgd", {"levels": "linear", "sparse": True}),
-    Variant("qsgd_mn", {"bits": 8}),
-    Variant("qsgd_mn_ts", {"bits": (4, 8)}),
-    Variant("grandk_mn", {"k": 10_000}),
-    Variant("grandk_mn_ts", {"k": 10_000}),
-    Variant("qsgd", {"bits": 8}),
-    Variant("terngrad"),
-    Variant("nuqsgd", {"bits": 4}),
-    Variant("casq", {"bits": 4}),
-    Variant("double_squeeze", {"bits": 4}),
+VARIANTS = tuple(
+    Variant(name, dict(options), torchs_own)
+    for name, method in METHODS.items()
+    for options in method.measured
+    for torchs_own in ((False, True) if hasattr(method, "plain_hook") else (False,))
 )
 
 
@@ -92,13 +76,23 @@ def bench_allreduce(
 ) -> list[Row]:
     """Measure each variant, and float32, on buckets of each size over each number of ranks.
 
-    sizes: values in a bucket (one matrix, as square as can be), or the shapes of its parameters. seconds: for one case.
-    run: starts the ranks, as `run_ranks`. Returns one row per number of ranks, size and variant. Times in milliseconds,
-    of the round whose total is the median, means over ranks: `total_ms`, and of it `quantize_ms`, `wait_ms`,
-    `reduce_ms`, `decode_ms` (torch's own functions: all `wait`; the rest is handing over to a state's thread and
-    measuring its error). `bytes_raw`, `bytes_sent`: of one call, of the rank that sends most. `error`: ‖mean − exact
-    mean‖ / ‖exact mean‖; `state_error`: as State.stats() tells it, None where it does not. `speedup`: float32's time
-    over this one's, the median over rounds. `rounds`: how many.
+    Args:
+        sizes: values in a bucket (one matrix, as square as can be), or the shapes of its parameters.
+        ranks: numbers of processes.
+        variants: methods with their options.
+        seconds: for one case.
+        run: starts the ranks, as `run_ranks`.
+
+    Returns:
+        One row per number of ranks, size and variant. Times in milliseconds, of the round whose total is the median,
+        means over ranks: `total_ms`, and of it `quantize_ms`, `wait_ms`, `reduce_ms`, `decode_ms` (torch's own
+        functions: all `wait`; the rest is handing over to a state's thread and measuring its error). `bytes_raw`,
+        `bytes_sent`: of one call, of the rank that sends most. `error`: ‖mean − exact mean‖ / ‖exact mean‖;
+        `state_error`: as State.stats() tells it, None where it does not. `speedup`: float32's time over this one's, the
+        median over rounds. `rounds`: how many.
+
+    Raises:
+        ConfigError: for numbers that are not above 0.
     """
     buckets = [shapes_of(size) for size in sizes]
     for key, values in (("ranks", ranks), ("sizes", [values_in(bucket) for bucket in buckets])):
@@ -117,7 +111,11 @@ def bench_allreduce(
 
 
 def variants_of(methods: str) -> tuple[Variant, ...]:
-    """Those of VARIANTS whose method is one of the comma-separated names. ConfigError for one that is none."""
+    """Choose those of VARIANTS whose method is one of the comma-separated names.
+
+    Raises:
+        ConfigError: for a name that is none of a method's.
+    """
     known = list(dict.fromkeys(v.method for v in VARIANTS))
     wanted = [name.strip() for name in methods.split(",")]
     for name in wanted:
@@ -222,8 +220,8 @@ class _Case:
         variant = self._variant
         if variant == FP32:
             return ring_bytes(4 * d, self._n)
-        shapes = self._shapes if variant.method == "powersgd" else None
-        plan = plan_of(Gradients(method=variant.method, **variant.options), d, self._n, shapes)
+        options = Gradients(method=variant.method, **variant.options)
+        plan = plan_of(options, d, self._n, self._shapes if options.chosen.by_matrix else None)
         return round(sum(exchange.sends[0] for exchange in plan.exchanges()))
 
 
@@ -233,13 +231,9 @@ def _average(variant: Variant, state: State | None) -> Callable[[Any], Tensor]:
         return lambda bucket: ddp_hook(state, bucket).wait()
     if variant == FP32:
         return _plain_mean
-    world: Any = dist.group.WORLD
-    if variant.method == "fp16":
-        return lambda bucket: default_hooks.fp16_compress_hook(world, bucket).wait()
-    memory = powerSGD_hook.PowerSGDState(
-        world, matrix_approximation_rank=variant.options["rank"], start_powerSGD_iter=2, min_compression_rate=1
-    )
-    return lambda bucket: powerSGD_hook.powerSGD_hook(memory, bucket).wait()
+    method: Any = Gradients(method=variant.method, **variant.options).chosen
+    hook = method.plain_hook(dist.group.WORLD)
+    return lambda bucket: hook(bucket).wait()
 
 
 def _plain_mean(bucket: Bucket) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipecomp.allreduce import State, saving
 from pipecomp.allreduce.buckets import BUCKET
+from pipecomp.allreduce.error_feedback import Slices
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.optim import QuantizedAdam
@@ -69,7 +70,8 @@ class GradientExchange:
         if options.exchanges_in_optimizer:
             given = {"method": "double_squeeze", "bits": options.bits, "group_size": options.group_size}
         self._tied_ranks = tied
-        self._by_matrix = options.method == "powersgd"
+        self._by_matrix = options.chosen.by_matrix
+        self._layers: dict[str, int] | None = None if options.adaptive is None else {}
 
         def state(ranks: list[int] | tuple[int, ...]) -> State:
             return State(group=list(ranks), seed=seed, timeout_s=timeout_s, **given)
@@ -93,7 +95,8 @@ class GradientExchange:
                     waiting.append((self._data.submit(g, name), [g], 1))
             for i, bucket in enumerate(buckets(list(rest.values()))):
                 flat = torch.cat([g.reshape(-1) for g in bucket])
-                waiting.append((self._data.submit(flat, f"bucket-{i}", out=flat), bucket, 1))
+                future = self._data.submit(flat, f"bucket-{i}", slices=self._slices(rest, bucket), out=flat)
+                waiting.append((future, bucket, 1))
         for future, targets, stages in waiting:
             mean = future.wait().view(-1)
             for target, part in zip(targets, mean.split([g.numel() for g in targets]), strict=True):
@@ -101,6 +104,13 @@ class GradientExchange:
                     target.copy_(part.view_as(target))
                 if stages > 1:
                     target.mul_(stages)
+
+    def _slices(self, grads: dict[str, Tensor], bucket: list[Tensor]) -> Slices | None:
+        """The bucket's layers, numbered as they are first seen, where each has an option's value of its own."""
+        if self._layers is None:
+            return None
+        numbers = {id(g): self._layers.setdefault(name, len(self._layers)) for name, g in grads.items()}
+        return tuple((numbers[id(g)], g.numel()) for g in bucket)
 
     def states(self) -> Iterator[tuple[str, State]]:
         """Every group's state by the name under which it is reported and saved."""

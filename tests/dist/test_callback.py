@@ -143,6 +143,7 @@ def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         ("casq", {"method": "casq", "bits": 4, "interval": 4}),
         ("random", {"method": "global_qsgd", "seed": 5}),
         ("powersgd", {"method": "powersgd", "rank": 2}),
+        ("adaptive", {**SQUEEZE, "adaptive": {"every": 2}}),
     ):
         where = f"{folder}/{name}"
         callback = CompressionCallback(**options)
@@ -375,7 +376,7 @@ def test_all_ranks_skip_a_step_that_overflows_in_float16(scaled: Ran) -> None:
 # -- resuming
 
 
-@pytest.mark.parametrize("method", ["squeeze", "casq", "random"])
+@pytest.mark.parametrize("method", ["squeeze", "casq", "random", "adaptive"])
 def test_a_resumed_training_is_the_same_training(resumed: Ran, method: str) -> None:
     _, ranks = resumed
     for out in ranks.values():

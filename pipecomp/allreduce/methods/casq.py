@@ -4,19 +4,23 @@ Every `interval` steps rank 0 makes centers by k-means on a tenth of its values 
 sends them to all. A value goes to the nearest center on its side of zero, in b bits; inside its cluster a hash of its
 coordinate picks one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the buckets
 by how many values they have and how those spread (entropy). What is left out stays in an error-feedback residual.
-Source: docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its memory is what is compressed.
+Source: docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its residual is what is compressed.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.finite_check import with_memory
-from pipecomp.allreduce.reduce_scatter import on_device, on_host
-from pipecomp.gradient_config import Gradients
+from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, to_all
+from pipecomp.allreduce.finite_check import with_residual
+from pipecomp.allreduce.method import Average, Method, one_width, option, share, whole, widths
+from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes
 from pipecomp.kernels import ops
 from pipecomp.kernels.rng import uniform
 
@@ -24,25 +28,55 @@ SHARE = 0.1  # of the values that clustering looks at
 ROUNDS = 10  # of k-means
 _BINS = 32  # of a cluster's histogram
 _SAMPLING, _HASH = 3, 4  # what a random draw is for
-LARGEST = 2.0**120  # of a value with its memory
+LARGEST = 2.0**120  # of a value with its residual
 
 
-class Casq:
+@dataclass(frozen=True, kw_only=True)
+class Casq(Method):
+    """ "casq".
+
+    bits: of a cluster's number. buckets: share of the values that means are of. interval: steps between clusterings.
+    """
+
+    bits: int = option(4, widths)
+    buckets: float = option(0.005, share)
+    interval: int = option(100, whole(1))
+
+    measured: ClassVar = ({"bits": 4},)
+
+    def check(self, name: str) -> None:
+        """See Method."""
+        one_width(self.bits, name, least=1)
+
+    def average(self, residuals: Residuals) -> Average:
+        """See Method."""
+        return CasqAverage(self, residuals)
+
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+        """Cluster numbers and means; at times rank 0's centers and bucket counts. No more than these bytes."""
+        clusters = 1 << self.bits
+        centers = 12 * clusters * (n - 1) / self.interval
+        broadcast = Exchange((centers, *[0.0] * (n - 1)), centers)
+        means = clusters + max(1, round(self.buckets * d))
+        everything = Piece(to_all(FLOAT * means + packed_bytes(d, self.bits), n))
+        return Plan((to_all(16, n), broadcast), ((everything,),), exact=False)
+
+
+class CasqAverage:
     """Clusters and sketches with error feedback; the mean of all workers' decoded values."""
 
-    def __init__(self, options: Gradients, memory: Residuals) -> None:
-        assert isinstance(options.bits, int)
-        assert options.buckets is not None
-        assert options.interval is not None
+    saved_as = "casq"
+
+    def __init__(self, options: Casq, residuals: Residuals) -> None:
         self._clusters, self._bits = 1 << options.bits, options.bits
-        self._share, self._interval, self._memory = options.buckets, options.interval, memory
+        self._share, self._interval, self._residuals = options.buckets, options.interval, residuals
         self._hash = torch.empty(0)
         self._plans: dict[str, tuple[int, Tensor, Tensor]] = {}  # key: (uses, centers, buckets of each cluster)
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Method. With NaN or Inf on any rank all get NaN, and no memory changes."""
+        """See Average. With NaN or Inf on any rank all get NaN, and no residual changes."""
         d = x_d.numel()
-        found = with_memory(x_d, out_d, self._memory, call, LARGEST)
+        found = with_residual(x_d, out_d, self._residuals, call, LARGEST)
         if found is None:
             return
         e_d, sum_d = found
@@ -93,12 +127,12 @@ class Casq:
             self._hash = uniform(ops.mix_seed(call.seed, _HASH), 0, d, x_d.device)
         return self._hash[:d]
 
-    def state_dict(self) -> dict:
-        """Centers in use."""
+    def state_dict(self) -> dict[Any, Any]:
+        """Centers in use, by key."""
         return {key: (uses, centers.clone(), counts.clone()) for key, (uses, centers, counts) in self._plans.items()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on with what `state_dict` returned."""
+    def load_state_dict(self, state: dict[Any, Any], device: torch.device) -> None:
+        """See Stateful. Centers stay on the CPU."""
         self._plans = dict(state)
 
 

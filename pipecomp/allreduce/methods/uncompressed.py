@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
+from pipecomp.allreduce.error_feedback import Residuals
+from pipecomp.allreduce.exchanges import FLOAT, Plan, Shapes, scattered
+from pipecomp.allreduce.method import Average, Method
 from pipecomp.allreduce.reduce_scatter import on_device, on_host, reduce_bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncompressed(Method):
+    """ "none": values in the dtype that they have."""
+
+    def average(self, residuals: Residuals) -> Average:
+        """See Method."""
+        return PlainAverage()
+
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+        """See Method; of float32 values."""
+        return Plan((), (scattered(d, n, lambda count: FLOAT * count),))
 
 
 class FloatCode:
@@ -37,7 +55,7 @@ class FloatCode:
         out.copy_(on_device(reduced.view(self._dtype), out))
 
 
-class Plain:
+class PlainAverage:
     """The mean of all ranks' values."""
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:

@@ -1,0 +1,115 @@
+"""A new gradient method is one file and one line: followed to the letter in a copy of the package, over real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+FILE = '''
+from dataclasses import dataclass
+
+import torch
+
+from pipecomp.allreduce.exchanges import Plan, scattered
+from pipecomp.allreduce.method import Method, option, whole
+from pipecomp.allreduce.methods.uncompressed import FloatCode
+from pipecomp.allreduce.reduce_scatter import reduce_bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryNth(Method):
+    """Average each nth value; the others are zero."""
+
+    stride: int = option(2, whole(1))
+
+    def average(self, residuals):
+        return EveryNthAverage(self.stride)
+
+    def plan(self, d, n, shapes=None):
+        return Plan((), (scattered(-(-d // self.stride), n, lambda count: 4 * count),))
+
+
+class EveryNthAverage:
+    def __init__(self, stride):
+        self.stride = stride
+
+    def mean(self, x_d, out_d, call):
+        chosen = x_d[:: self.stride].contiguous()
+        mean = torch.empty(chosen.numel())
+        reduce_bucket(chosen, mean, FloatCode(chosen.dtype, call), call)
+        out_d.zero_()
+        out_d[:: self.stride] = mean
+'''
+IMPORT = "from pipecomp.allreduce.methods.every_nth import EveryNth\n"
+LINE = '    "every_nth": EveryNth,\n'
+
+USE = """
+import json, os, sys
+import torch, torch.distributed as dist, torch.multiprocessing
+import pipecomp.allreduce
+from pipecomp.allreduce import State, allreduce_mean, predict
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError
+
+def rank(number, n, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{n}", rank=number, world_size=n)
+    state = State(method="every_nth", stride=3)
+    mean = allreduce_mean(state, torch.arange(100.0) + number)
+    assert torch.equal(mean[::3], torch.arange(0.0, 100, 3) + (n - 1) / 2), mean
+    assert float(mean.sum()) == float(mean[::3].sum())
+    wanted = predict("every_nth", 100, n, bandwidth_bit_per_s=1e9, stride=3)
+    assert wanted.exact and wanted.bytes_sent_by_rank[number] == state.stats()["bytes_sent"] > 0
+    assert state.state_dict()["options"]["stride"] == 3
+    state.close()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    assert pipecomp.allreduce.__file__.startswith(sys.argv[1])
+    assert Config.from_dict({"gradients": {"method": "every_nth"}}).gradients.stride == 2
+    said = {}
+    for section in ({"method": "every_nth", "stride": 0}, {"method": "qsgd", "stride": 2}):
+        try:
+            Config.from_dict({"gradients": section})
+        except ConfigError as error:
+            said[section["method"]] = str(error)
+    for n in (2, 3):
+        torch.multiprocessing.spawn(rank, (n, sys.argv[1]), nprocs=n)
+    print(json.dumps(said))
+"""
+
+
+def test_a_file_and_a_line_make_a_method(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "pipecomp", tmp_path / "pipecomp", symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for folder in ("kernels", "stages", "buffers"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "pipecomp" / "allreduce" / "methods" / "every_nth.py").write_text(FILE)
+    registry = tmp_path / "pipecomp" / "allreduce" / "registry.py"
+    before, line, after = registry.read_text().partition('    "qsgd": Qsgd,\n')
+    assert line
+    registry.write_text(before.replace("\nMETHODS", f"{IMPORT}\nMETHODS", 1) + line + LINE + after)
+    (tmp_path / "use.py").write_text(USE)
+    done = subprocess.run(
+        [sys.executable, "use.py", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["every_nth"] == "gradients.stride: got 0, allowed: a whole number of at least 1"
+    assert said["qsgd"] == "gradients.stride: got 2, allowed: only with 'every_nth', not 'qsgd'"
