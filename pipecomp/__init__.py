@@ -8,7 +8,14 @@ Importing this package is cheap; DeepSpeed and transformers are imported when so
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+_FOLDER = Path(__file__).parent
+if not all((_FOLDER / name).is_dir() for name in ("stages", "buffers", "kernels")):
+    # A checkout without symbolic links, or an unpacked sdist: these three are found beside this folder.
+    __path__.append(str(_FOLDER.parent))
 
 from pipecomp import kernels
 from pipecomp.config import Config
@@ -16,6 +23,7 @@ from pipecomp.errors import PipecompError
 from pipecomp.kernels import ops as _ops  # noqa: F401 (makes pipecomp.kernels.ops reachable)
 
 if TYPE_CHECKING:
+    from pipecomp import allreduce, buffers, netlab, optim, stages
     from pipecomp.engine.engine import PipelineEngine
     from pipecomp.engine.initialize import initialize
     from pipecomp.trainer import PipelineTrainer
@@ -28,31 +36,37 @@ __all__ = [
     "PipecompError",
     "PipelineEngine",
     "PipelineTrainer",
+    "allreduce",
+    "buffers",
     "initialize",
     "kernels",
+    "netlab",
+    "optim",
     "stages",
 ]
 
+# Imported when they are first asked for. Of a module that is named like its key, the module itself is meant.
+_LAZY = {
+    "CompressionCallback": "pipecomp.trainer.ddp_callback",
+    "PipelineEngine": "pipecomp.engine.engine",
+    "PipelineTrainer": "pipecomp.trainer",
+    "allreduce": "pipecomp.allreduce",
+    "buffers": "pipecomp.buffers",
+    "initialize": "pipecomp.engine.initialize",
+    "netlab": "pipecomp.netlab",
+    "optim": "pipecomp.optim",
+    "stages": "pipecomp.stages",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        from pipecomp.engine.initialize import initialize
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pipecomp' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    found = module if _LAZY[name] == f"pipecomp.{name}" else getattr(module, name)
+    globals()[name] = found
+    return found
 
-        return initialize
-    if name == "PipelineEngine":
-        from pipecomp.engine.engine import PipelineEngine
 
-        return PipelineEngine
-    if name == "PipelineTrainer":
-        from pipecomp.trainer import PipelineTrainer
-
-        return PipelineTrainer
-    if name == "CompressionCallback":
-        from pipecomp.trainer.ddp_callback import CompressionCallback
-
-        return CompressionCallback
-    if name in ("stages", "buffers"):
-        import importlib
-
-        return importlib.import_module(f"pipecomp.{name}")
-    raise AttributeError(f"module 'pipecomp' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
