@@ -1,0 +1,93 @@
+"""The Python blocks of pages, run on each rank with small stand-ins for what the pages leave to the reader."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.dist.small import ds_config, gpt2, samples
+
+
+class Prepared(NamedTuple):
+    """How a block is run: on so many ranks, with other text for some of its own, after `prepare(folder)`."""
+
+    ranks: int
+    prepare: Callable[[Path], dict[str, Any]]  # the names that the block takes from the reader's own script
+    instead: tuple[tuple[str, str], ...] = ()
+
+
+def trainer_names(folder: Path) -> dict[str, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+        report_to="none", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    return {"Trainer": Trainer, "model": gpt2(), "training_args": arguments, "dataset": samples(8)}
+
+
+def engine_names(folder: Path) -> dict[str, Any]:
+    from transformers import default_data_collator
+
+    if os.environ["RANK"] == "0":
+        gpt2().save_pretrained(folder / "path" / "to" / "gpt2")
+        (folder / "ds_config.json").write_text(json.dumps(ds_config({"activations": {"method": "aqsgd"}})))
+    return {"dataset": samples(24), "collator": default_data_collator}
+
+
+def ddp_names(folder: Path) -> dict[str, Any]:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import pipecomp
+
+    torch.distributed.init_process_group("gloo")
+    return {"pipecomp": pipecomp, "ddp": DistributedDataParallel(torch.nn.Linear(4, 4)), "tensor": torch.ones(1000)}
+
+
+def adapter_names(folder: Path) -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    model = gpt2()
+    model.save_pretrained(folder / "runs" / "llama")
+    get_peft_model(model, LoraConfig(target_modules=["c_attn"])).save_pretrained(folder / "runs" / "adapter")
+    return {}
+
+
+DATASETS = (("train_dataset=...", "train_dataset=dataset"), ("eval_dataset=...", "eval_dataset=dataset"))
+# page, and a line of the block -> how it is run
+BLOCKS = {
+    ("README.md", "engine = pipecomp.initialize("): Prepared(2, engine_names, (("range(1000)", "range(3)"),)),
+    ("README.md", "trainer = pipecomp.PipelineTrainer("): Prepared(2, trainer_names, DATASETS),
+    ("README.md", "ddp.register_comm_hook(state, pipecomp.allreduce.ddp_hook)"): Prepared(2, ddp_names),
+    ("examples/README.md", "trainer = Trainer(..., callbacks="): Prepared(
+        2, trainer_names, (("Trainer(...", "Trainer(model, training_args, train_dataset=dataset"),)
+    ),
+    ("recipes/llama_lora/README.md", "model = PeftModel.from_pretrained("): Prepared(1, adapter_names),
+}
+
+
+def run(rank: int, world: int, note: Any, key: tuple[str, str], text: str, folder: str) -> list[str]:
+    """Run a block in `folder`; the names that it leaves."""
+    import torch
+
+    import pipecomp
+
+    os.chdir(folder)
+    prepared = BLOCKS[key]
+    names = {"pipecomp": pipecomp, **prepared.prepare(Path(folder))}
+    for old, new in prepared.instead:
+        assert old in text, f"{old!r} is not in the block any more"
+        text = text.replace(old, new)
+    if key[1].startswith("trainer = Trainer"):
+        text += "trainer.train()\n"
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    exec(compile(text, key[0], "exec"), names)
+    engine = names.get("engine")
+    if engine is not None:
+        engine.close()
+    return sorted(names)
