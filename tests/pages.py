@@ -162,8 +162,10 @@ def _check_make(given: list[str]) -> None:
         assert re.search(where, known, re.MULTILINE), word
         if name == "ARGS" and value not in ELIDED:
             target = next(other for other in given if "=" not in other)
-            if target in ("demo", "bench"):
-                _check_own(["demo" if target == "demo" else "bench", *shlex.split(value)], elided=False)
+            if target == "test":
+                _check_pytest(shlex.split(value))
+            elif target == "demo":
+                _check_own(["demo", *shlex.split(value)], elided=False)
 
 
 def _check_own(given: list[str], elided: bool) -> None:
@@ -189,6 +191,16 @@ def _check_own(given: list[str], elided: bool) -> None:
         raise AssertionError(f"pipecomp {' '.join(given)}: {error.format_message()}") from error
 
 
+def _check_pytest(given: list[str]) -> None:
+    """Folders and files are there, and markers are registered."""
+    registered = (ROOT / "pyproject.toml").read_text()
+    for before, word in zip(["", *given], given, strict=False):
+        if before == "-m":
+            assert f'"{word}: ' in registered, f"no marker {word!r}"
+        elif before != "-k" and not word.startswith("-"):
+            assert (ROOT / word).exists(), word
+
+
 def _check_python(given: list[str], elided: bool) -> None:
     if given == [READERS_SCRIPT]:
         return
@@ -197,6 +209,12 @@ def _check_python(given: list[str], elided: bool) -> None:
         return
     if given[0] == "-m" and given[1] == "pipecomp.cli":
         _check_own(given[2:], elided)
+        return
+    if given[:2] == ["-m", "pytest"]:
+        _check_pytest(given[2:])
+        return
+    if given == ["-m", "pipecomp.kernels.build"]:  # takes no arguments
+        assert (ROOT / "kernels" / "build.py").is_file()
         return
     if given[0] == "-m":
         path, rest = ROOT / (given[1].replace(".", "/") + ".py"), given[2:]
