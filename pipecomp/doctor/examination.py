@@ -36,7 +36,7 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     limit_s: float = 30.0,
 ) -> bool:
-    """Examine this machine and the links between ranks, and report.
+    r"""Examine this machine and the links between ranks, and report.
 
     Under a launcher every rank must call this; rank 0 reports for all (every rank for itself, if they do not meet).
 
