@@ -4,6 +4,8 @@ import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 # Folders beside pipecomp/ that are imported as pipecomp.…; inside it stand symbolic links, where a checkout has such.
 OUTSIDE = ("stages", "buffers", "kernels")
@@ -12,20 +14,34 @@ outside = [f"pipecomp.{name}" for name in OUTSIDE]
 linked = [pattern for name in outside for pattern in (name, f"{name}.*")]
 inside = find_packages(include=["pipecomp", "pipecomp.*"], exclude=linked)
 below = [f"pipecomp.{name}.{inner}" for name in OUTSIDE for inner in find_packages(name)]
-build = runpy.run_path(str(Path(__file__).parent / "kernels" / "build.py"), run_name="build")
+
+KERNELS = Path("kernels")
+build = runpy.run_path(str(Path(__file__).parent / KERNELS / "build.py"), run_name="build")
+
+
+class BuildKernels(build_ext):
+    """Compiles the kernels as `python -m pipecomp.kernels.build` does: all sources at the same time."""
+
+    def build_extension(self, ext: Extension) -> None:
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            build["build"](output)
+        except RuntimeError as error:
+            raise CompileError(str(error)) from error
+
 
 setup(
     packages=[*inside, *outside, *below],
     package_dir={f"pipecomp.{name}": name for name in OUTSIDE},
     package_data={"pipecomp": ["py.typed"], "pipecomp.kernels": ["*.cpp", "*.h"]},
+    cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(
             "pipecomp.kernels._native",
-            sources=[f"kernels/{build['SOURCE']}"],
-            depends=[str(path) for path in sorted(Path("kernels").glob("native*.h"))],
+            sources=[str(KERNELS / source) for source in build["SOURCES"]],
+            depends=[str(path) for path in sorted(KERNELS.glob("native*.h"))],
             language="c++",
-            extra_compile_args=list(build["COMPILE_FLAGS"]),
-            extra_link_args=list(build["LINK_FLAGS"]),
             optional=True,
         )
     ],

@@ -1,6 +1,6 @@
 """Which backend runs an operation, and why.
 
-A backend is an object with the functions of `torch_backend` under the same names and signatures.
+What a backend is: `pipecomp.kernels.backend`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, KernelError, ShapeError
 from pipecomp.kernels import native, torch_backend
+from pipecomp.kernels.backend import Backend
 
 BACKENDS = ("auto", "torch", "native", "triton")
 
@@ -31,7 +32,7 @@ class SlowKernelsWarning(RuntimeWarning):
     """The torch path runs because faster kernels are not there."""
 
 
-_preferred: dict[str, Any] = {}  # by device: what "auto" runs in this process, where something else was asked for
+_preferred: dict[str, Backend] = {}  # by device: what "auto" runs in this process, where something else was asked for
 
 
 def prefer(backend: str, device: str) -> None:
@@ -44,18 +45,13 @@ def prefer(backend: str, device: str) -> None:
     if backend == "auto":
         _preferred.pop(device, None)
         return
-    choices: dict[str, Any] = {
-        "torch": lambda: torch_backend,
-        "native": lambda: load_native(device),
-        "triton": lambda: load_triton(device),
-    }
-    loaded = choices[backend]()
+    loaded = load(backend, device)
     if isinstance(loaded, str):
         raise ConfigError("kernels", backend, f"'auto', or what runs here: {loaded}")
     _preferred[device] = loaded
 
 
-def pick(backend: str, *tensors: Tensor) -> Any:
+def pick(backend: str, *tensors: Tensor) -> Backend:
     """The backend for these tensors, which must share a device.
 
     ConfigError for an unknown name, ShapeError for mixed devices, KernelError for a backend that cannot run here.
@@ -66,23 +62,28 @@ def pick(backend: str, *tensors: Tensor) -> Any:
     for tensor in tensors[1:]:
         if tensor.device != device:
             raise ShapeError(f"tensors on {device} and {tensor.device}, allowed: one device")
-    if backend == "torch":
-        return torch_backend
     if backend == "auto":
         return _preferred.get(device.type) or automatic(device.type)
-    loaded = load_native(device.type) if backend == "native" else load_triton(device.type)
+    loaded = load(backend, device.type)
     if isinstance(loaded, str):
         raise KernelError(f"backend {backend!r}: {loaded}")
     return loaded
 
 
-def load_native(device: str) -> Any:
+def load(backend: str, device: str) -> Backend | str:
+    """The backend of that name, which is not "auto", or a sentence saying why it cannot run on this device."""
+    if backend == "torch":
+        return torch_backend
+    return load_native(device) if backend == "native" else load_triton(device)
+
+
+def load_native(device: str) -> native.Backend | str:
     """The native backend, or a sentence saying why it cannot run on this device."""
     return native.load() if device == "cpu" else f"takes CPU tensors, got one on {device}"
 
 
 @cache
-def load_triton(device: str) -> Any:
+def load_triton(device: str) -> Backend | str:
     """The Triton backend, or a sentence saying why it cannot run on this device."""
     try:
         import triton
@@ -96,7 +97,7 @@ def load_triton(device: str) -> Any:
 
 
 @cache
-def automatic(device: str) -> Any:
+def automatic(device: str) -> Backend:
     """What "auto" means on a device; warns once where that is the torch path."""
     loaded = load_triton(device) if device == "cuda" else load_native(device)
     if not isinstance(loaded, str):
@@ -128,6 +129,6 @@ def status() -> list[Status]:
     else:
         lines.append(Status("cpu", "native", f"{loaded.isa} code, {loaded.threads} threads"))
     if torch.cuda.is_available():
-        loaded = load_triton("cuda")
-        lines.append(Status("cuda", *(("torch", loaded) if isinstance(loaded, str) else ("triton", "GPU tensors"))))
+        on_gpu = load_triton("cuda")
+        lines.append(Status("cuda", *(("torch", on_gpu) if isinstance(on_gpu, str) else ("triton", "GPU tensors"))))
     return lines

@@ -36,8 +36,7 @@ def feedback_quantize_(
     check_kind(scale)
     check_memory(x, e, group_size)
     chosen = dispatch.pick(backend, x, e)
-    found: tuple[Tensor, Tensor] = chosen.feedback_quantize_(x, e, bits, group_size, scale == "mean")
-    return found
+    return chosen.feedback_quantize_(x, e, bits, group_size, scale == "mean")
 
 
 @torch.no_grad()
@@ -64,10 +63,7 @@ def feedback_reduce_(
     for packed, scale_G in zip(codes, scales, strict=True):
         layout.check_codes(packed, scale_G, bits, tuple(e.shape), group_size)
     chosen = dispatch.pick(backend, e, *codes, *scales)
-    found: tuple[Tensor, Tensor] = chosen.feedback_reduce_(
-        list(codes), list(scales), bits, e, group_size, scale == "mean"
-    )
-    return found
+    return chosen.feedback_reduce_(list(codes), list(scales), bits, e, group_size, scale == "mean")
 
 
 def check_kind(scale: str) -> None:

@@ -76,8 +76,7 @@ def linear_encode(
     values = check_gradient(g, norm)
     picked = None if scale_index is None else scale_index.reshape(-1)
     tensors = (values,) if picked is None else (values, picked)
-    codes: Tensor = dispatch.pick(backend, *tensors).linear_encode(values, norm, choices, picked, width, seed, start)
-    return codes
+    return dispatch.pick(backend, *tensors).linear_encode(values, norm, choices, picked, width, seed, start)
 
 
 @torch.no_grad()
@@ -96,8 +95,7 @@ def linear_reduce(
     layout.check_bits(sum_bits, high=layout.MAX_PACK_BITS, key="bits of a sum")
     for codes in parts:
         check_bytes(codes, d, width)
-    out: Tensor = dispatch.pick(backend, *parts).linear_reduce(list(parts), d, width, sum_bits)
-    return out
+    return dispatch.pick(backend, *parts).linear_reduce(list(parts), d, width, sum_bits)
 
 
 @torch.no_grad()
@@ -129,8 +127,7 @@ def linear_decode(
     tensors = (codes, target) if picked is None else (codes, target, picked)
     chosen = dispatch.pick(backend, *tensors)
     divisor = workers if divide else 1
-    values: Tensor = chosen.linear_decode(codes, norm, choices, picked, width, workers, divisor, target, add)
-    return values
+    return chosen.linear_decode(codes, norm, choices, picked, width, workers, divisor, target, add)
 
 
 @torch.no_grad()
@@ -141,8 +138,7 @@ def multiscale_index(g: Tensor, norm: float, levels: tuple[int, ...], *, backend
     """
     choices = check_levels(levels, torch.empty(0), 0)
     values = check_gradient(g, norm)
-    out: Tensor = dispatch.pick(backend, values).scale_index(values, norm, choices)
-    return out
+    return dispatch.pick(backend, values).scale_index(values, norm, choices)
 
 
 @torch.no_grad()
@@ -158,8 +154,7 @@ def exponential_encode(
     depth = tree_depth(workers)
     check_exponential(bits, depth)
     values = check_gradient(g, norm)
-    codes: Tensor = dispatch.pick(backend, values).exponential_encode(values, norm, bits, depth, seed, start)
-    return codes
+    return dispatch.pick(backend, values).exponential_encode(values, norm, bits, depth, seed, start)
 
 
 @torch.no_grad()
@@ -172,8 +167,7 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, *, bits: int = 8, seed: in
     check_exponential(bits, 0)
     check_bytes(a, d, bits)
     check_bytes(b, d, bits)
-    out: Tensor = dispatch.pick(backend, a, b).exponential_reduce_(a, b, d, bits, seed)
-    return out
+    return dispatch.pick(backend, a, b).exponential_reduce_(a, b, d, bits, seed)
 
 
 @torch.no_grad()
@@ -199,8 +193,7 @@ def exponential_decode(
     target, add = check_target(out, add_to, codes, d)
     divisor = workers if divide else 1
     chosen = dispatch.pick(backend, codes, target)
-    values: Tensor = chosen.exponential_decode(codes, norm, bits, depth, divisor, target, add)
-    return values
+    return chosen.exponential_decode(codes, norm, bits, depth, divisor, target, add)
 
 
 @torch.no_grad()
@@ -217,8 +210,7 @@ def kmeans_assign(x: Tensor, centers: Tensor, *, backend: str = "auto") -> Tenso
     bounds = dithering.boundaries(centers)
     if not bool((centers[1:] >= centers[:-1]).all()) or not bool(centers.isfinite().all()):
         raise ConfigError("centers", "unsorted or not finite", "finite values in ascending order")
-    out: Tensor = dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1), bounds)
-    return out
+    return dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1), bounds)
 
 
 def check_workers(workers: int) -> None:

@@ -1,6 +1,7 @@
 // Native CPU kernels of pipecomp: a plain C interface, called through ctypes. See native.h for the rules that make every
 // backend's bytes the same. A call names an instruction set (0 portable, 1 AVX2, 2 AVX-512); pipecomp_best_isa says
-// which one this CPU takes.
+// which one this CPU takes. The kernels of each set are a unit of their own (native_portable.cpp, native_avx2.cpp,
+// native_avx512.cpp), so that the compiler can work on them at the same time.
 
 #include "native.h"
 
@@ -12,53 +13,12 @@
 #include "native_crc.h"
 #include "native_threads.h"
 
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "pipecomp's packed codes are little-endian; the torch backend runs on this machine"
-#endif
-
-#pragma GCC diagnostic ignored "-Wpsabi"
-
-#define PC_AVX2 0
-namespace pipecomp {
-namespace base {
-#include "native_body.h"
-}
-}  // namespace pipecomp
-#undef PC_AVX2
-
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define PC_AVX2 1
+#endif
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
-namespace pipecomp {
-namespace avx2 {
-#include "native_body.h"
-}
-}  // namespace pipecomp
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")
-#endif
-namespace pipecomp {
-namespace avx512 {
-#include "native_body.h"
-}
-}  // namespace pipecomp
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pipecomp's packed codes are little-endian; the torch backend runs on this machine"
 #endif
 
 namespace pipecomp {

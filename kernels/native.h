@@ -1,6 +1,6 @@
 // What the native kernels share: argument blocks, constants, the counter-based random numbers, one table of functions
 // per instruction set. Every value passes through single, rounded float32 operations (-ffp-contract=off), in the order
-// that reference.py and dithering.py define; the bodies in native_*.h are compiled once per instruction set.
+// that reference.py and dithering.py define; native_body.h is compiled once per instruction set.
 #pragma once
 
 #include <cstddef>

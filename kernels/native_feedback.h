@@ -106,8 +106,8 @@ static void feedback_group(const FeedbackArgs& a, const Layout& l, const Layout:
             for (int64_t i = 0; i < u.n; i++) e[i] = one_value(x + i) + e[i];
         return;
     }
-    if (a.bits <= 4) return feedback_values<T, 4>(x, e, u.n, scale, a.bits, out, limit);
-    if (a.bits < 8) return feedback_values<T, 7>(x, e, u.n, scale, a.bits, out, limit);
+    if (a.bits <= 4) return feedback_values<T, CLASS_OF(4)>(x, e, u.n, scale, a.bits, out, limit);
+    if (a.bits < 8) return feedback_values<T, CLASS_OF(7)>(x, e, u.n, scale, a.bits, out, limit);
     feedback_values<T, 8>(x, e, u.n, scale, a.bits, out, limit);
 }
 
@@ -179,9 +179,9 @@ static void mean_of_group(const FeedbackReduceArgs& a, const Layout& l, const La
 static void feedback_reduce(const FeedbackReduceArgs& a, const Layout& l, const Layout::Unit& u, const uint8_t* limit,
                             float* mean) {
     const int bits = a.to.bits;
-    (bits <= 3   ? mean_of_group<3>
-     : bits == 4 ? mean_of_group<4>
-     : bits < 8  ? mean_of_group<7>
+    (bits <= 3   ? mean_of_group<CLASS_OF(3)>
+     : bits == 4 ? mean_of_group<CLASS_OF(4)>
+     : bits < 8  ? mean_of_group<CLASS_OF(7)>
                  : mean_of_group<8>)(a, l, u, mean);
     FeedbackArgs to = a.to;
     to.x = mean;

@@ -44,6 +44,31 @@ INLINE void encode(const Code& code, const T* g, uint8_t* codes, int bits, int64
     __builtin_memcpy(out, part, size_t(limit - out));
 }
 
+// Calls encode(from, to, block) for [begin, end), where `block` names the 2**32 elements whose random numbers it takes;
+// element 0 has the index `start`. 32 values with a border of blocks among them are encoded for either block, and each
+// gives the codes on its side.
+template <class Encode>
+static void by_blocks(uint8_t* codes, int bits, uint64_t start, int64_t begin, int64_t end, const Encode& encode) {
+    uint8_t before[32] = {};  // of 32 values from `begin` on, of which those up to `border` are right
+    int64_t border = begin;
+    for (uint32_t block = uint32_t((start + uint64_t(begin)) >> 32);; block++) {
+        const uint64_t last = (uint64_t(block) << 32 | 0xFFFFFFFFu) - start;
+        const int64_t next = last < uint64_t(end) ? int64_t(last) + 1 : end, from = next & ~int64_t(31);
+        encode(begin, next < end && next > from ? (from + 32 < end ? from + 32 : end) : next, uint64_t(block));
+        uint8_t* const first = codes + begin / 8 * bits;
+        const int64_t kept = (border - begin) * bits;
+        __builtin_memcpy(first, before, size_t(kept / 8));
+        if (kept % 8) {
+            const int low = (1 << kept % 8) - 1;
+            first[kept / 8] = uint8_t((before[kept / 8] & low) | (first[kept / 8] & ~low));
+        }
+        if (next == end) return;
+        begin = from;
+        border = next;
+        __builtin_memcpy(before, codes + begin / 8 * bits, size_t(((border - begin) * bits + 7) / 8));
+    }
+}
+
 // One number for all values (INDEXED false), or one of `count` for each.
 template <bool INDEXED>
 struct Choice {
@@ -94,29 +119,24 @@ struct LinearCode {
     }
 };
 
-template <class T, class R, bool INDEXED>
-static void linear_encode_bits(const LinearArgs& a, int64_t begin, int64_t end) {
+template <class T, bool INDEXED>
+static void linear_encode_bits(const LinearArgs& a, int64_t begin, int64_t end, uint64_t block) {
     const T* g = static_cast<const T*>(a.g);
     const LinearCode<INDEXED> code(a, end);
-    const R random = R::start(a.seed, a.start + uint64_t(begin));
-    if (a.bits <= 4) return encode<T, 4>(code, g, a.codes, a.bits, begin, end, random);
-    if (a.bits < 8) return encode<T, 7>(code, g, a.codes, a.bits, begin, end, random);
+    const Random random = Random::start(a.seed, block, uint32_t(a.start + uint64_t(begin)));
+    if (a.bits <= 4) return encode<T, CLASS_OF(4)>(code, g, a.codes, a.bits, begin, end, random);
+    if (a.bits < 8) return encode<T, CLASS_OF(7)>(code, g, a.codes, a.bits, begin, end, random);
     encode<T, 8>(code, g, a.codes, a.bits, begin, end, random);
 }
 
-template <class T>
-static void linear_encode_values(const LinearArgs& a, int64_t begin, int64_t end) {
-    const bool across = crosses(a.start + uint64_t(begin), end - begin);
-    if (a.index && across) return linear_encode_bits<T, RandomAcross, true>(a, begin, end);
-    if (a.index) return linear_encode_bits<T, Random, true>(a, begin, end);
-    if (across) return linear_encode_bits<T, RandomAcross, false>(a, begin, end);
-    linear_encode_bits<T, Random, false>(a, begin, end);
-}
-
 static void linear_encode(const LinearArgs& a, int64_t begin, int64_t end) {
-#define CALL(T) linear_encode_values<T>(a, begin, end)
-    BY_DTYPE(a.dtype, CALL)
+    by_blocks(a.codes, a.bits, a.start, begin, end, [&a](int64_t from, int64_t to, uint64_t block) {
+#define CALL(T)                                                           \
+    if (a.index) return linear_encode_bits<T, true>(a, from, to, block);  \
+    return linear_encode_bits<T, false>(a, from, to, block)
+        BY_DTYPE(a.dtype, CALL)
 #undef CALL
+    });
 }
 
 static void scale_index(uint8_t* out, const void* g, int dtype, float norm, const float* levels, int count,
@@ -155,21 +175,20 @@ struct ExponentialCode {
     }
 };
 
-template <class T, class R>
-static void exponential_encode_bits(const ExponentialArgs& a, int64_t begin, int64_t end) {
+template <class T>
+static void exponential_encode_bits(const ExponentialArgs& a, int64_t begin, int64_t end, uint64_t block) {
     const T* g = static_cast<const T*>(a.g);
-    const R random = R::start(a.seed, a.start + uint64_t(begin));
+    const Random random = Random::start(a.seed, block, uint32_t(a.start + uint64_t(begin)));
     if (a.bits == 8) return encode<T, 8>(ExponentialCode<8>(a), g, a.codes, 8, begin, end, random);
-    encode<T, 4>(ExponentialCode<4>(a), g, a.codes, 4, begin, end, random);
+    encode<T, CLASS_OF(4)>(ExponentialCode<4>(a), g, a.codes, 4, begin, end, random);
 }
 
 static void exponential_encode(const ExponentialArgs& a, int64_t begin, int64_t end) {
-    const bool across = crosses(a.start + uint64_t(begin), end - begin);
-#define CALL(T)                                                                 \
-    if (across) return exponential_encode_bits<T, RandomAcross>(a, begin, end); \
-    return exponential_encode_bits<T, Random>(a, begin, end)
-    BY_DTYPE(a.dtype, CALL)
+    by_blocks(a.codes, a.bits, a.start, begin, end, [&a](int64_t from, int64_t to, uint64_t block) {
+#define CALL(T) exponential_encode_bits<T>(a, from, to, block)
+        BY_DTYPE(a.dtype, CALL)
 #undef CALL
+    });
 }
 
 template <bool ADD>

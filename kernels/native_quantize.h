@@ -179,8 +179,8 @@ static void quantize_class(const QuantizeArgs& a, const Layout& l, const Layout:
 template <class T, bool DELTA>
 static void quantize_bits(const QuantizeArgs& a, const Layout& l, const Layout::Unit& u, float scale,
                           const uint8_t* limit) {
-    if (a.bits <= 4) return quantize_class<T, 4, DELTA>(a, l, u, scale, limit);
-    if (a.bits < 8) return quantize_class<T, 7, DELTA>(a, l, u, scale, limit);
+    if (a.bits <= 4) return quantize_class<T, CLASS_OF(4), DELTA>(a, l, u, scale, limit);
+    if (a.bits < 8) return quantize_class<T, CLASS_OF(7), DELTA>(a, l, u, scale, limit);
     quantize_class<T, 8, DELTA>(a, l, u, scale, limit);
 }
 
@@ -276,8 +276,8 @@ static void dequantize(const DequantizeArgs& a, const Layout&, const Layout::Uni
     if (pattern < SCALE_MIN_BITS || pattern > SCALE_MAX_BITS)
         return dequantize_plainly(in, constants.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add);
     stream = stream && reinterpret_cast<uintptr_t>(out) % 32 == 0;
-    if (a.bits <= 3) return dequantize_class<3>(a, in, limit, out, u.n, scale, stream);
-    if (a.bits == 4) return dequantize_class<4>(a, in, limit, out, u.n, scale, stream);
-    if (a.bits < 8) return dequantize_class<7>(a, in, limit, out, u.n, scale, stream);
+    if (a.bits <= 3) return dequantize_class<CLASS_OF(3)>(a, in, limit, out, u.n, scale, stream);
+    if (a.bits == 4) return dequantize_class<CLASS_OF(4)>(a, in, limit, out, u.n, scale, stream);
+    if (a.bits < 8) return dequantize_class<CLASS_OF(7)>(a, in, limit, out, u.n, scale, stream);
     dequantize_class<8>(a, in, limit, out, u.n, scale, stream);
 }

@@ -13,8 +13,8 @@ static void pack_values(uint8_t* out, const T* values, int64_t n, int bits) {
             I8 c[4];
             for (int j = 0; j < 4; j++)
                 c[j] = I8(__builtin_convertvector(loadu<V>(values + i + 8 * j), U8) & splat(mask));
-            if (bits <= 4) Packer::put<4>(packer, c, out, limit);
-            else if (bits < 8) Packer::put<7>(packer, c, out, limit);
+            if (bits <= 4) Packer::put<CLASS_OF(4)>(packer, c, out, limit);
+            else if (bits < 8) Packer::put<CLASS_OF(7)>(packer, c, out, limit);
             else Packer::put<8>(packer, c, out, limit);
         }
     }

@@ -113,8 +113,7 @@ def quantize(
     """
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(x, name)
-    pair: tuple[Tensor, Tensor] = dispatch.pick(backend, x).quantize(x, options, name)
-    return pair
+    return dispatch.pick(backend, x).quantize(x, options, name)
 
 
 @torch.no_grad()
@@ -159,10 +158,7 @@ def dequantize(
         check_message(target, size, "out" if add_to is None else "add_to")
         tensors.append(target)
     chosen = dispatch.pick(backend, *tensors)
-    decoded: Tensor = chosen.dequantize(
-        codes, scale, bits, size, options.group_size, options.rounding, target, add_to is not None
-    )
-    return decoded
+    return chosen.dequantize(codes, scale, bits, size, options.group_size, options.rounding, target, add_to is not None)
 
 
 @torch.no_grad()
@@ -195,8 +191,7 @@ def delta_quantize_(
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(a, name)
     check_message(m, tuple(a.shape), "m")
-    pair: tuple[Tensor, Tensor] = dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
-    return pair
+    return dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
 
 
 def check_message(m: Tensor, shape: tuple[int, ...], name: str) -> None:
@@ -225,8 +220,7 @@ def top_k_select(
     layout.check_input(x, "x")
     layout.check_group_size(group_size)
     topk.check_fraction(fraction)
-    pair: tuple[Tensor, Tensor] = dispatch.pick(backend, x).select(x, fraction, group_size)
-    return pair
+    return dispatch.pick(backend, x).select(x, fraction, group_size)
 
 
 def top_k_kept(H: int, fraction: float, group_size: int | None = None) -> int:
@@ -272,15 +266,13 @@ def pack_bits(values: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
     Returns uint8 [..., ceil(n * bits / 8)]: bit i * bits of a row is the lowest bit of value i, padding bits are zero.
     """
     bitpack.check_pack(values, bits)
-    packed: Tensor = dispatch.pick(backend, values).pack_bits(values, bits)
-    return packed
+    return dispatch.pick(backend, values).pack_bits(values, bits)
 
 
 def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") -> Tensor:
     """Undo `pack_bits`: codes uint8 [..., ceil(count * bits / 8)] to int32 [..., count]."""
     bitpack.check_unpack(codes, bits, count)
-    values: Tensor = dispatch.pick(backend, codes).unpack_bits(codes, bits, count)
-    return values
+    return dispatch.pick(backend, codes).unpack_bits(codes, bits, count)
 
 
 def crc32(data: Tensor | ReadableBuffer, value: int = 0) -> int:
