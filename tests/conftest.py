@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        from pipecomp.cluster.local_ranks import LARGE_PACKAGES  # it imports torch, which reads what is set above
+    from pipecomp.cluster.local_ranks import preload_large_packages  # it imports torch, which reads what is set above
 
-        multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
+    preload_large_packages()
 
 
 @pytest.fixture

@@ -7,20 +7,21 @@ left behind.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
 
 from pipecomp.errors import PipecompError
 
-# For `multiprocessing.set_forkserver_preload`: what ranks that train need besides, seconds less for each of them.
-LARGE_PACKAGES = [
+_LARGE_PACKAGES = [
     "torch.distributed",
     "transformers.models.gpt2.modeling_gpt2",
     "deepspeed.pipe",
@@ -30,6 +31,16 @@ LARGE_PACKAGES = [
 
 class RankFailedError(PipecompError, RuntimeError):
     """A rank raised or died; the message has its traceback or exit code."""
+
+
+def preload_large_packages() -> None:
+    """Let the server that forks ranks import what ranks that train need: seconds less for each of them.
+
+    To be called before the first `run_ranks`. It does nothing on a machine with an NVIDIA GPU, whose driver must not be
+    touched before a fork.
+    """
+    if not Path("/dev/nvidiactl").exists():
+        multiprocessing.set_forkserver_preload(_LARGE_PACKAGES)
 
 
 def free_port() -> int:

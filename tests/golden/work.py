@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there instead
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 
 HERE = Path(__file__).parent
@@ -275,6 +275,7 @@ def with_plain_instructions() -> None:
 
 if __name__ == "__main__":
     with_plain_instructions()
+    preload_large_packages()
     if sys.argv[1] == "record":
         pack_old_run()
         GOLDEN.write_text(json.dumps(everything(), indent=1) + "\n")

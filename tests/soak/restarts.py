@@ -22,9 +22,9 @@ class Start:
 
     def __init__(self, job: Job, world: int, number: int, environment: Callable[[int], Mapping[str, str]]) -> None:
         """environment: of a rank, what is set besides what launchers set."""
-        from pipecomp.cluster.local_ranks import LARGE_PACKAGES, free_port
+        from pipecomp.cluster.local_ranks import free_port, preload_large_packages
 
-        multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
+        preload_large_packages()
         context = multiprocessing.get_context("forkserver")
         port = free_port()
         self.job, self.world, self.began = job, world, time.monotonic()
