@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.recipe_runs import Ended, launch, run
+from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2"
@@ -73,7 +73,7 @@ def arguments(**changed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
-    return launch(work, "gpt2_wikitext2", *arguments())
+    return launch_deepspeed(work, "gpt2_wikitext2", *arguments())
 
 
 @pytest.fixture

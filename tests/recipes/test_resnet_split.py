@@ -13,7 +13,7 @@ from pipecomp.errors import DataError
 from pipecomp.recipes.images import read_images
 from pipecomp.recipes.resnet import resnet
 from pipecomp.recipes.resume import DATA
-from tests.recipes.recipe_runs import ROOT, Ended, launch, launch_nodes, script
+from tests.recipes.recipe_runs import ROOT, Ended, launch, launch_each, script
 
 RECIPE = ROOT / "recipes" / "resnet_split"
 IMAGES, HELD_OUT, CLASSES, SIDE, ROUNDS, BATCH = 40, 11, 3, 16, 3, 8
@@ -65,9 +65,9 @@ def arguments(**changed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
-    """A launcher for each node of the hostfile, as on three machines without ssh. The server has no images."""
+    """Each process has arguments of its own, as on three machines. The server has no images."""
     nodes = [arguments(checkpoint="checkpoints", **(NO_FILES if node == 1 else {})) for node in range(3)]
-    return launch_nodes(work, "resnet_split", *nodes)
+    return launch_each(work, "resnet_split", *nodes)
 
 
 @pytest.fixture
