@@ -21,8 +21,6 @@ from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.optim import QuantizedAdam
 
-pytestmark = pytest.mark.timeout(60)
-
 SIZES = (1, 2, 3, 5)
 SHAPES = ((37, 11), (130,), (3, 5, 7), (600,))
 Steps = Callable[[int, int], list[Tensor]]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import import_graph as house
 
@@ -48,7 +50,7 @@ def repository() -> frozenset[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     )
     if listed.returncode:
         pytest.skip("not a git checkout")

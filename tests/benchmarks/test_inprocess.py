@@ -12,6 +12,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.data import eval_batches
 from pipecomp.demo.task import Sequences, gpt2
 from pipecomp.errors import ConfigError
+from tests.limits import HANG_S
 
 STEPS = 8
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -67,9 +68,8 @@ def engine_losses(rank: int, world: int, note: Any) -> dict[str, list[float]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 def test_losses_are_those_of_the_engine_bit_for_bit() -> None:
-    expected = run_ranks(2, engine_losses, timeout_s=240)
+    expected = run_ranks(2, engine_losses, timeout_s=HANG_S)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -104,7 +104,6 @@ def test_rows_of_other_settings_are_kept_apart(some):
     assert kept.missing(CASES) == [("AQ-SGD", 0), ("AQ-SGD", 1)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [0, 1])  # in this process and in one that has to import torch first
 def test_a_case_that_fails_is_reported_and_the_others_go_on(some, capsys, workers):
     some.counter.write_text("not AQ-SGD 0\n")

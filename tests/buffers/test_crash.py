@@ -14,6 +14,7 @@ import torch
 
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.lmdb_check import unsound
+from tests.limits import HANG_S
 
 SAMPLES, LINKS = 24, 2
 KILLS = 8
@@ -101,7 +102,7 @@ def host():
     yield host
     host.process.stdin.close()
     host.process.stdout.close()
-    host.process.wait(timeout=30)
+    host.process.wait(timeout=HANG_S)
 
 
 @pytest.mark.parametrize("bits", [8, 32])
@@ -170,7 +171,7 @@ def test_an_exit_without_close_still_writes_what_was_committed(tmp_path):
         store.commit()
     store.put(0, 99, torch.zeros(50, 64))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "r")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "r")], check=True, timeout=HANG_S)
     environment = LmdbEnvironment(tmp_path / "r")
     held = environment.link("link-0", {}).inventory()
     assert [line.version for line in held] == [2] * 4

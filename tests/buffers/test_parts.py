@@ -14,7 +14,7 @@ from pipecomp.buffers.prefetch import Prefetcher
 from pipecomp.buffers.writer import STEPS_BEHIND, Writer
 from pipecomp.errors import ConfigError, StoreError
 
-WAIT_S = 20
+WAIT_S = 600.0  # guards against a hang: nothing here takes a second on a quiet machine
 
 
 def greedy(sizes: dict[int, int], budget: int) -> set[int]:

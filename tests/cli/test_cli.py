@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from tests.limits import HANG_S
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ranks
 
 DEMO_KEYS = {
     "method",
@@ -30,7 +31,7 @@ DEMO_KEYS = {
 }
 
 
-def pipecomp(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def pipecomp(*arguments: str, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipecomp.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -82,7 +83,7 @@ def test_store_commands_on_the_demos_store(demo, tmp_path):
 
 
 def test_an_error_ends_the_command_with_one_line():
-    done = pipecomp("store", "info", "/no/such/folder", timeout_s=60)
+    done = pipecomp("store", "info", "/no/such/folder", timeout_s=HANG_S)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("pipecomp: ")
     assert "/no/such/folder" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.dist.small import ds_config, gpt2, samples
 from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 def trained(rank, world, note, folder, forward, backward, with_data):
@@ -43,7 +44,7 @@ def trained(rank, world, note, folder, forward, backward, with_data):
 
 @pytest.mark.parametrize(("forward", "backward", "with_data"), [("auto", "auto", True), (3, "auto", False)])
 def test_every_rank_takes_the_same_bits(forward, backward, with_data, tmp_path):
-    ranks = run_ranks(2, trained, str(tmp_path), forward, backward, with_data, timeout_s=250)
+    ranks = run_ranks(2, trained, str(tmp_path), forward, backward, with_data, timeout_s=HANG_S)
     (first, said), (second, silent) = ranks[0], ranks[1]
     assert first == second
     for (f, b), _ in first:
@@ -66,4 +67,4 @@ def refused(rank, world, note):
 
 
 def test_auto_with_one_stage_is_refused():
-    assert run_ranks(1, refused, timeout_s=100)[0]
+    assert run_ranks(1, refused, timeout_s=HANG_S)[0]

@@ -29,7 +29,7 @@ from pipecomp.bench.gradients import Bucket, gradient, shapes_of, values_in
 from pipecomp.cli import app
 from pipecomp.errors import ConfigError
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 SHAPES = ((40, 30, 3), (40,), (9, 40))
 SIZES = (4096, SHAPES)

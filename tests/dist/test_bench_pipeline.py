@@ -11,7 +11,7 @@ from pipecomp.bench.configurations import LINES, TWICE, Model, lines_of, message
 from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
 from pipecomp.errors import ConfigError
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.ranks
 SMALL = Model(blocks=2, width=32, heads=2, tokens=16, vocabulary=64, samples=8)
 
 

@@ -5,6 +5,7 @@ Two nodes of a network lab, unshaped; each runs one stage. Needs root and iprout
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import sys
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from pipecomp.netlab import Lab, missing
 WHY_NOT = missing()
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces here: {WHY_NOT}"),
 ]
 
@@ -53,7 +53,7 @@ def train(rank, world, note):
 
 def test_bytes_after_the_first_epoch():
     with Lab(nodes=2) as lab:
-        counts = lab.run(train, timeout_s=200)[0]
+        counts = lab.run(train, timeout_s=HANG_S)[0]
     raw, sent, interface = (last - first for first, last in zip(counts[3], counts[-1], strict=True))
     assert raw == 8 * MICRO_BATCHES * MICRO_BATCH * LENGTH * WIDTH * 4
     assert sent <= 1.08 * BITS / 32 * raw

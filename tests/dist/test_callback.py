@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import hashlib
 import importlib.util
 import json
@@ -19,7 +20,7 @@ from tests.dist.small import gpt2, samples
 from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(320)]
+pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"grad_bytes_raw", "grad_bytes_sent", "grad_compression", "grad_error"}
@@ -258,7 +259,7 @@ def both(rank: int, world: int, note: Any, folder: str) -> tuple[dict[str, Any],
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     folder = tmp_path_factory.mktemp("trainers")
-    return folder, run_ranks(2, both, str(folder), timeout_s=300)
+    return folder, run_ranks(2, both, str(folder), timeout_s=HANG_S)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import hashlib
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ranks
 
 STEPS = 10
 UNCLIPPED = {"gradient_clipping": 1e9}  # stock DeepSpeed counts only the first stage's norm
@@ -74,7 +75,7 @@ def stock_and_ours(rank, world, note):
 
 
 def test_without_compression_every_loss_and_weight_is_stock_deepspeeds():
-    for ours, theirs, same_weights in run_ranks(2, stock_and_ours, timeout_s=200).values():
+    for ours, theirs, same_weights in run_ranks(2, stock_and_ours, timeout_s=HANG_S).values():
         assert ours == theirs
         assert same_weights
         assert len(set(ours)) == STEPS
@@ -171,7 +172,7 @@ def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp
     torch.set_num_threads(1)
     stages = len(forward_bits) + 1
     losses, held = algorithm_1(forward_bits, backward_bits, STEPS)
-    ranks = run_ranks(stages, compressed, str(tmp_path), bits, timeout_s=200)
+    ranks = run_ranks(stages, compressed, str(tmp_path), bits, timeout_s=HANG_S)
     for name in ("lmdb", "memory"):
         for rank, result in ranks.items():
             got, kept, untouched, evaluated, stats = result[name]
@@ -246,10 +247,10 @@ def all_modes(rank, world, note, stages):
 
 def test_stages_and_replicas_train_alike_in_every_precision():
     """Same losses and the same true global norm for one stage and two, one replica and two; tied weights stay equal."""
-    whole = run_ranks(1, all_modes, 1, timeout_s=250)[0]
-    halves = run_ranks(2, all_modes, 2, timeout_s=250)
-    replicas = run_ranks(2, all_modes, 1, timeout_s=250)
-    both = run_ranks(4, all_modes, 2, timeout_s=250)
+    whole = run_ranks(1, all_modes, 1, timeout_s=HANG_S)[0]
+    halves = run_ranks(2, all_modes, 2, timeout_s=HANG_S)
+    replicas = run_ranks(2, all_modes, 1, timeout_s=HANG_S)
+    both = run_ranks(4, all_modes, 2, timeout_s=HANG_S)
     for mode in MODES:
         tolerance = 2e-3 if "bf16" in mode else 1e-6
         for one, several in ((whole, halves), (replicas[0], both)):
@@ -308,7 +309,7 @@ def refused(rank, world, note):
 
 
 def test_what_is_refused():
-    ranks = run_ranks(2, refused, timeout_s=100)
+    ranks = run_ranks(2, refused, timeout_s=HANG_S)
     for out in ranks.values():
         assert "num_stages: got 3, allowed: a divisor of the 2 processes" in out["stages"]
         assert "activations.method: got 'direct', allowed: 'none' with one stage" in out["one stage"]
@@ -332,6 +333,6 @@ def misaligned(rank, world, note):
 
 
 def test_labels_of_other_samples_are_an_error_everywhere():
-    ranks = run_ranks(2, misaligned, timeout_s=100)
+    ranks = run_ranks(2, misaligned, timeout_s=HANG_S)
     assert "DataError: step 0, micro-batch 0: the first stage sent samples" in ranks[1]
     assert "PeerLostError: rank 1 stopped: DataError" in ranks[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 STEPS = 8
 SECTION = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
@@ -75,7 +76,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    return run_ranks(2, everything, str(tmp_path_factory.mktemp("fp16")), timeout_s=250)
+    return run_ranks(2, everything, str(tmp_path_factory.mktemp("fp16")), timeout_s=HANG_S)
 
 
 def test_trains_as_float32_does(ran: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import hashlib
 import sys
 from pathlib import Path
@@ -62,10 +63,10 @@ def all_cases(rank, world, note, stages):
 @pytest.fixture(scope="module")
 def four() -> dict[int, dict]:
     """Two stages with two replicas: ranks 0, 1 are the first stage, 2, 3 the last."""
-    return run_ranks(4, all_cases, 2, timeout_s=250)
+    return run_ranks(4, all_cases, 2, timeout_s=HANG_S)
 
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -107,7 +108,7 @@ def test_bytes_are_counted(four, case, least):
 
 
 def test_tied_weights_are_compressed_without_replicas():
-    found = run_ranks(2, tied_only, timeout_s=120)
+    found = run_ranks(2, tied_only, timeout_s=HANG_S)
     losses, _, weights, groups = found[0]
     assert weights["transformer.wte.weight"] == found[1][2]["lm_head.weight"]
     assert set(groups) == {"tied transformer.wte.weight"}
@@ -117,7 +118,7 @@ def test_tied_weights_are_compressed_without_replicas():
 @pytest.mark.parametrize("method", ["squeeze", "momentum", "adaptive"])
 def test_resumed_training_is_the_same(method, tmp_path):
     """Error-feedback residuals and momentum go on where they were, on every replica."""
-    for rank, (straight, resumed) in run_ranks(2, stop_and_go, method, str(tmp_path), timeout_s=120).items():
+    for rank, (straight, resumed) in run_ranks(2, stop_and_go, method, str(tmp_path), timeout_s=HANG_S).items():
         assert resumed == straight, f"rank {rank}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import gc
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.dist.small import VOCABULARY, ds_config, samples
 from pipecomp.cluster.local_ranks import run_ranks
 
 peft = pytest.importorskip("peft")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ranks
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, RATE = 5, 3, 2, 2e-2
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}}
@@ -165,7 +166,7 @@ def alone(rate: float) -> list[float]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     folder = tmp_path_factory.mktemp("lora")
-    return folder, run_ranks(2, everything, str(folder), timeout_s=350)
+    return folder, run_ranks(2, everything, str(folder), timeout_s=HANG_S)
 
 
 def test_trains_as_peft_does_alone(ran: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from pipecomp.netlab.names import folder_of
 
 WHY_NOT = missing()
 needs_kernel = pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs of the kernel here: {WHY_NOT}")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.ranks
 FORMS = pytest.mark.parametrize("software", [pytest.param(False, marks=needs_kernel, id="kernel"), True])
 HEADERS = 1514 / 1448  # of full frames
 
@@ -47,7 +48,7 @@ def test_every_byte_is_counted_in_its_direction(bandwidth):
     with Lab(nodes=3, bandwidth=bandwidth) as lab:
         time.sleep(1.0)
         assert [tuple(counted) for counted in lab.bytes()] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-        found = lab.run(plain_tcp, 3_000_000, lab.network.address(0), timeout_s=60, on_line=quiet)
+        found = lab.run(plain_tcp, 3_000_000, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
         first, second, third = lab.bytes()
     assert found[1][0] == 3_000_000
     assert 3_000_000 * HEADERS <= second.sent < 3_000_000 * HEADERS * 1.03
@@ -76,7 +77,7 @@ def test_software_is_as_fast_as_the_kernel():
     seconds = {}
     for software in (False, True):
         with Lab(nodes=2, bandwidth="20mbit", software=software) as lab:
-            found = lab.run(transfer, [size // 4] * 4, timeout_s=90, on_line=quiet)
+            found = lab.run(transfer, [size // 4] * 4, timeout_s=HANG_S, on_line=quiet)
             seconds[software] = found[1][-1] - found[0][0]
             counted = lab.bytes()
         assert size * HEADERS * 0.99 < counted[0].sent < size * HEADERS * 1.03
@@ -93,7 +94,7 @@ def test_a_message_takes_the_delay(software):
     with Lab(nodes=2, delay="150ms", software=software) as lab:
         assert lab.network.delay_by == ("netem" if not software and has_netem() else "software")
         assert len(lab.notes) == (0 if lab.network.delay_by == "netem" else 1)
-        found = lab.run(transfer, [1000] * 5, 0.05, timeout_s=90, on_line=quiet)
+        found = lab.run(transfer, [1000] * 5, 0.05, timeout_s=HANG_S, on_line=quiet)
     (began, _), arrivals = found[0], found[1]
     for i, arrival in enumerate(arrivals):
         assert arrival - began >= 0.15 + 0.05 * i
@@ -109,7 +110,7 @@ def test_a_cut_ends(software):
             time.sleep(1.0)
             lab.join(1)
 
-        found = lab.run(transfer, [300_000] * 4, 0.0, True, timeout_s=100, on_line=quiet, on_note=on_note)
+        found = lab.run(transfer, [300_000] * 4, 0.0, True, timeout_s=HANG_S, on_line=quiet, on_note=on_note)
     assert found[1][-1] - found[0][0] > 1.0
 
 
@@ -126,7 +127,7 @@ def test_a_cut_for_good_shows_as_silence(software):
         # gloo closes the connection of a receive that ran out of time: without a kernel's link, the other end sees that.
         words = LinkTimeoutError.__name__ + (f"|{PeerLostError.__name__}" if software else "")
         with pytest.raises(RankFailedError, match=words):
-            lab.run(transfer, [300_000] * 4, 0.1, True, 3.0, timeout_s=150, on_line=quiet, on_note=on_note)
+            lab.run(transfer, [300_000] * 4, 0.1, True, 3.0, timeout_s=HANG_S, on_line=quiet, on_note=on_note)
     assert (1, "silence") in notes
 
 
@@ -137,7 +138,7 @@ def test_training_in_software():
     """The engine's own links are throttled and counted."""
     config = ds_config({"activations": {"method": "direct", "forward_bits": 4, "backward_bits": 8}})
     with Lab(nodes=2, bandwidth="20mbit", delay="2ms", software=True) as lab:
-        stats = lab.run(trains, config, 2, timeout_s=150, on_line=quiet)
+        stats = lab.run(trains, config, 2, timeout_s=HANG_S, on_line=quiet)
         counted = lab.bytes()
     for node, direction in ((0, "forward"), (1, "backward")):
         sent = stats[node][direction]["bytes_sent"]
@@ -160,7 +161,7 @@ def test_deepspeeds_launcher(tmp_path):
     lines = []
     with Lab(nodes=2) as lab:
         done = lab.run(
-            [str(script)], launcher="deepspeed", procs_per_node=2, timeout_s=200, grace_s=30,
+            [str(script)], launcher="deepspeed", procs_per_node=2, timeout_s=HANG_S, grace_s=30,
             environment={"DS_ACCELERATOR": "cpu"}, on_line=lambda label, stream, line: lines.append((label, line)),
         )
     shown = sorted((label, line.split()[1:]) for label, line in lines if line.startswith("ranks"))
@@ -180,7 +181,7 @@ def test_a_rate_that_changes():
 
     with Lab(nodes=2, bandwidth="100mbit") as lab:
         assert rates(lab) == [100_000_000] * 4
-        lab.run(plain_tcp, 100_000, lab.network.address(0), timeout_s=60, on_line=quiet)
+        lab.run(plain_tcp, 100_000, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
         sent = lab.bytes()[1].sent
         lab.set_bandwidth("3mbit")
         assert rates(lab) == [3_000_000] * 4
@@ -225,7 +226,7 @@ def start_command() -> tuple[subprocess.Popen, str]:
     """A lab with daemons on its nodes, made by the command in another process; its name."""
     words = [sys.executable, "-m", "pipecomp.cli", "netlab", "--", "sh", "-c", "env -i setsid sleep 300 & sleep 300"]
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while True:
         names = [name for name in namespace_names() if name.startswith(f"pclab-{running.pid}-")]
         nodes = [name for name in names if "-n" in name]
@@ -241,7 +242,7 @@ def test_ctrl_c_takes_the_lab_down():
     running, name = start_command()
     daemons = processes_in([f"{name}-n0", f"{name}-n1"])
     running.send_signal(signal.SIGINT)
-    assert running.wait(60) == 128 + signal.SIGINT
+    assert running.wait(HANG_S) == 128 + signal.SIGINT
     assert left_over(name) == []
     assert running_now(daemons) == []
 
@@ -254,13 +255,13 @@ def test_the_next_lab_removes_what_a_killed_one_left(monkeypatch):
     with Lab(nodes=2) as other:
         assert left_over(name)  # its process lives
         running.kill()
-        running.wait(30)
+        running.wait(HANG_S)
         assert left_over(name)
         with Lab(nodes=2) as third:
             assert left_over(name) == []
             assert running_now(daemons) == []
-            found = third.run(place, 2, timeout_s=60, on_line=quiet)
+            found = third.run(place, 2, timeout_s=HANG_S, on_line=quiet)
             assert found == {0: (0, 2, "198.18.0.1", False), 1: (2, 2, "198.18.0.1", False)}
-        assert other.run(["true"], timeout_s=30).status == 0
+        assert other.run(["true"], timeout_s=HANG_S).status == 0
     assert left_over(other.name) == left_over(third.name) == []
     assert os.getpid() == int(other.name.split("-")[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import hashlib
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.optim import QuantizedAdam
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.ranks
 
 
 def train(rank: int, group: Any, *, ddp: bool, bad_at: int = -1) -> tuple[str, float, int]:
@@ -60,7 +61,7 @@ def real_rank(rank: int, world: int, note: Any, bad_at: int) -> tuple[str, str, 
 @pytest.mark.filterwarnings("ignore:a gradient is NaN")
 @pytest.mark.parametrize(("world", "bad_at"), [(2, -1), (3, 9)])
 def test_real_ranks_agree_with_each_other_and_with_threads(world: int, bad_at: int) -> None:
-    ranks = run_ranks(world, real_rank, bad_at, timeout_s=120)
+    ranks = run_ranks(world, real_rank, bad_at, timeout_s=HANG_S)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
 

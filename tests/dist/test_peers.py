@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S, TOLD_S
 import os
 import signal
 import sys
@@ -14,9 +15,8 @@ from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.ranks
 
-WITHIN_S = 60.0
 
 
 def dies_at_step_3(rank, world, note, victim, folder, stages):
@@ -40,12 +40,12 @@ def dies_at_step_3(rank, world, note, victim, folder, stages):
     ("world", "stages", "victim"), [(3, 3, 0), (3, 3, 2), (4, 2, 1)], ids=["first", "last", "of two replicas"]
 )
 def test_the_lost_rank_is_named_by_all_others(world, stages, victim, tmp_path):
-    ranks = run_ranks(world, dies_at_step_3, victim, str(tmp_path), stages, timeout_s=150, may_die=(victim,))
+    ranks = run_ranks(world, dies_at_step_3, victim, str(tmp_path), stages, timeout_s=HANG_S, may_die=(victim,))
     assert set(ranks) == set(range(world)) - {victim}
     for lost, message, seconds, step in ranks.values():
         assert lost == victim
         assert f"rank {victim}" in message
-        assert seconds < WITHIN_S
+        assert seconds < TOLD_S
         assert step in (2, 3)
 
 
@@ -71,7 +71,7 @@ def stops_at_step_3(rank, world, note, victim, folder):
 
 def test_why_a_replica_stopped_is_said_by_all_others(tmp_path):
     victim = 1
-    ranks = run_ranks(4, stops_at_step_3, victim, str(tmp_path), timeout_s=150)
+    ranks = run_ranks(4, stops_at_step_3, victim, str(tmp_path), timeout_s=HANG_S)
     lost, reason = ranks.pop(victim)
     assert lost is None
     assert "NaN" in reason

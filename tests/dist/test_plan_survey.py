@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import io
 import json
 
@@ -15,7 +16,7 @@ from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 OPTIONS = {"batch": 4, "micro_batch": 1, "tokens": 16, "measure": True}
 
@@ -40,7 +41,7 @@ def planned(rank, world, note, model, options):
 
 
 def test_two_ranks_measure_what_connects_them(model):
-    ranks = run_ranks(2, planned, model, {}, timeout_s=250)
+    ranks = run_ranks(2, planned, model, {}, timeout_s=HANG_S)
     found, text = ranks[0]
     assert ranks[1] == (None, "")
     assert "the slowest of 2" in " ".join(text.split())
@@ -58,9 +59,9 @@ def test_two_ranks_measure_what_connects_them(model):
 
 
 def test_options_that_ranks_measure_are_refused(model):
-    ranks = run_ranks(2, planned, model, {"bandwidth": "1gbit"}, timeout_s=200)
+    ranks = run_ranks(2, planned, model, {"bandwidth": "1gbit"}, timeout_s=HANG_S)
     assert "bandwidth: got '1gbit'" in ranks[0][1]
-    ranks = run_ranks(1, planned, model, {"speed": "1"}, timeout_s=200)
+    ranks = run_ranks(1, planned, model, {"speed": "1"}, timeout_s=HANG_S)
     assert "speed: got '1', allowed: no value together with --measure" in ranks[0][1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import hashlib
 import sys
 from pathlib import Path
@@ -42,9 +43,8 @@ def trained(rank: int, world: int, note: Any) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 def test_the_same_training_bit_for_bit() -> None:
-    for result in run_ranks(2, trained, timeout_s=250).values():
+    for result in run_ranks(2, trained, timeout_s=HANG_S).values():
         kept, recomputed = result["kept"], result["recomputed"]
         assert recomputed[:2] == kept[:2]
         assert len(set(kept[0])) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import gc
 import hashlib
 import sys
@@ -15,7 +16,7 @@ from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 BF16_ZERO1 = {
     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
@@ -188,7 +189,7 @@ def refused(folder: str, rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    return run_ranks(4, everything, str(tmp_path_factory.mktemp("recut")), timeout_s=800)
+    return run_ranks(4, everything, str(tmp_path_factory.mktemp("recut")), timeout_s=HANG_S)
 
 
 def merged(parts: list[dict[str, str]]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import json
 import sys
 from pathlib import Path
@@ -14,11 +15,11 @@ from typer.testing import CliRunner
 from pipecomp.cli import app
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 def test_a_store_belongs_to_its_run(tmp_path):
-    ranks = run_ranks(2, work.runs, str(tmp_path), timeout_s=200)
+    ranks = run_ranks(2, work.runs, str(tmp_path), timeout_s=HANG_S)
     for out in ranks.values():
         assert out["id"] == ranks[0]["id"]
         assert f"belongs to run {out['id']}, and this is a new one" in out["another run"]
@@ -48,7 +49,7 @@ def test_a_store_belongs_to_its_run(tmp_path):
 
 
 def test_resuming_is_exact_where_the_store_is_the_checkpoints(tmp_path):
-    ranks = run_ranks(2, work.exact, str(tmp_path), timeout_s=200)
+    ranks = run_ranks(2, work.exact, str(tmp_path), timeout_s=HANG_S)
     for out in ranks.values():
         for name in ("copied", "stopped"):
             expected, resumed, same, got, _ = out[name]
@@ -65,7 +66,7 @@ def test_resuming_is_exact_where_the_store_is_the_checkpoints(tmp_path):
 
 
 def test_drift_is_noticed_repaired_once_and_then_an_error(tmp_path):
-    ranks = run_ranks(2, work.drifts, str(tmp_path / "m"), timeout_s=200)
+    ranks = run_ranks(2, work.drifts, str(tmp_path / "m"), timeout_s=HANG_S)
     checks = 3
     for rank, out in ranks.items():
         assert out["quiet"] == []
@@ -84,7 +85,7 @@ def test_drift_is_noticed_repaired_once_and_then_an_error(tmp_path):
 
 
 def test_ranks_that_differ_are_told_in_what(tmp_path):
-    ranks = run_ranks(3, work.unlike, str(tmp_path), timeout_s=200)
+    ranks = run_ranks(3, work.unlike, str(tmp_path), timeout_s=HANG_S)
     for rank, out in ranks.items():
         for name, words in {
             "bits": "pipecomp.activations.forward_bits is 2 on rank 1, 4 on ranks 0, 2",
@@ -103,8 +104,8 @@ def test_ranks_that_differ_are_told_in_what(tmp_path):
 
 
 def test_a_network_interface_that_leads_nowhere():
-    for rank, error in run_ranks(2, work.wrong_interface, timeout_s=100).items():
+    for rank, error in run_ranks(2, work.wrong_interface, timeout_s=HANG_S).items():
         assert "GLOO_SOCKET_IFNAME: got 'nowhere0', allowed: interfaces of this machine that are up" in error
         assert error.startswith("ConfigError" if rank == 1 else "LinkError: rank 1 could not start")
-    for error in run_ranks(2, work.lonely_interface, timeout_s=100).values():
+    for error in run_ranks(2, work.lonely_interface, timeout_s=HANG_S).values():
         assert error.startswith("LinkError: gloo would take addresses that other machines cannot reach: rank 1 127.0.1.1")

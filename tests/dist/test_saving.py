@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.dist.small import ds_config, gpt2, samples
 from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.ranks
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -72,7 +73,7 @@ def eval_data():
 def test_checkpoints_and_folders(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    ranks = run_ranks(2, saving, str(tmp_path), timeout_s=180)
+    ranks = run_ranks(2, saving, str(tmp_path), timeout_s=HANG_S)
     for name, (expected, got) in ranks[0][0].items():
         if name == "aqsgd":  # the messages are newer than the checkpoint, so the errors differ
             assert got == pytest.approx(expected, rel=1e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pipecomp.recipes.images import ClientTurns, Images, Views
 from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.stages import modules
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 STEPS, MARGIN = 7, 2
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ def over_processes(rank: int, world: int, note: Any) -> dict[str, Any]:
 
 
 def test_losses_and_bytes_are_those_of_one_process_bit_for_bit() -> None:
-    expected = run_ranks(3, over_processes, timeout_s=240)
+    expected = run_ranks(3, over_processes, timeout_s=HANG_S)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

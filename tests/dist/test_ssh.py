@@ -5,6 +5,7 @@ Needs root, iproute2, and Debian's openssh-server and pdsh.
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import json
 import shutil
 import subprocess
@@ -22,7 +23,6 @@ WHY_NOT = missing() or next(
 )
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no ssh between namespaces here: {WHY_NOT}"),
 ]
 
@@ -72,7 +72,7 @@ def test_a_recipe_over_ssh(folder):
     with Lab(nodes=2) as lab:
         done = lab.run(
             [sys.executable, str(Path(__file__).with_name("ssh_node.py")), str(folder), str(script), *arguments],
-            timeout_s=240, on_line=lambda label, stream, line: said.append(f"{label} | {line}"),
+            timeout_s=HANG_S, on_line=lambda label, stream, line: said.append(f"{label} | {line}"),
         )
         counted = lab.bytes()
     assert done.status == 0, "\n".join(said)

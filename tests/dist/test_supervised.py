@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import contextlib
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 
 from tests.recipes.recipe_runs import ROOT, run
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ranks
 
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"
 STEPS, EVERY, KILLED_AFTER = 14, 3, 7
@@ -68,7 +69,7 @@ def lines(work: Path, where: str) -> list[dict]:
 
 def finish(process: subprocess.Popen) -> str:
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
@@ -85,7 +86,7 @@ def ended(work: Path) -> tuple[str, str]:
     undisturbed = start(work, "undisturbed")
     killed = start(work, "killed")
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + HANG_S
         while not any(line["step"] >= KILLED_AFTER for line in lines(work, "killed")):
             assert time.monotonic() < deadline, "no step in time"
             assert killed.poll() is None, killed.communicate()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import itertools
 import json
 import sys
@@ -13,7 +14,7 @@ from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.ranks
 
 STEPS, MICRO_BATCHES = 3, 3
 
@@ -34,7 +35,7 @@ def traced(rank, world, note, folder):
 
 
 def test_everything_is_in_the_trace(tmp_path):
-    found = run_ranks(2, traced, str(tmp_path), timeout_s=150)
+    found = run_ranks(2, traced, str(tmp_path), timeout_s=HANG_S)
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     count = STEPS * MICRO_BATCHES
     for rank in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import gc
 import json
 import shutil
@@ -19,7 +20,7 @@ from tests.dist.small import gpt2, samples
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -296,7 +297,7 @@ def refused(folder: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("trainer")
-    return folder, run_ranks(2, everything, str(folder), timeout_s=400)
+    return folder, run_ranks(2, everything, str(folder), timeout_s=HANG_S)
 
 
 # -- transformers.Trainer

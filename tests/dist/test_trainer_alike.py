@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.dist.small import gpt2, samples
 from pipecomp.errors import PipecompError
 from pipecomp.cluster.local_ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def model_init(folder: str) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("alike")
-    return folder, run_ranks(2, everything, str(folder), timeout_s=250)
+    return folder, run_ranks(2, everything, str(folder), timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.limits import HANG_S
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 import tests.dist.trainer_work as work
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = (
@@ -56,7 +57,7 @@ def run(folder: Path, script: Path, out: str, *launcher: str) -> tuple[dict[str,
     """What the script's last evaluation found, and all that it printed."""
     env = {**os.environ, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, *launcher, str(script), *ARGUMENTS, "--output_dir", out]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / out / "eval_results.json").read_text()), done.stdout + done.stderr
 

@@ -31,6 +31,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.throttle import ThrottleSettings
+from tests.limits import HANG_S
 
 GIB, MIB = 2**30, 2**20
 ALONE = Launch()
@@ -704,14 +705,13 @@ def test_two_ranks_here_that_fail(quick, monkeypatch):
     expect(told[-1], PROBLEM, "no loopback")
 
 
-@pytest.mark.timeout(600)
 def test_the_whole_command_on_this_machine(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
         [sys.executable, "-m", "pipecomp.cli", "doctor", "--json", "--store", str(tmp_path / "messages")],
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=HANG_S,
         env=environ,
         check=False,
     )

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden.json").read_text())
 RUNS = [name for name in GOLDEN if name != "probe"]
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
 def now(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("golden") / "now.json"
-    subprocess.run([sys.executable, str(HERE / "work.py"), "run", str(out)], check=True, timeout=800)
+    subprocess.run([sys.executable, str(HERE / "work.py"), "run", str(out)], check=True, timeout=HANG_S)
     return json.loads(out.read_text())
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from tests.limits import HANG_S
+
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there instead
 from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
 from tests.dist.small import ds_config, gpt2, samples
@@ -244,9 +246,9 @@ def everything() -> dict[str, Any]:
             json.dumps(
                 {
                     "probe": probe(),
-                    "3 stages x 2 replicas": run_ranks(6, three_by_two, folder, timeout_s=600),
-                    "2 stages x 2 replicas": run_ranks(4, two_by_two, folder, timeout_s=600),
-                    "gradient methods": run_ranks(3, gradient_methods, timeout_s=300),
+                    "3 stages x 2 replicas": run_ranks(6, three_by_two, folder, timeout_s=HANG_S),
+                    "2 stages x 2 replicas": run_ranks(4, two_by_two, folder, timeout_s=HANG_S),
+                    "gradient methods": run_ranks(3, gradient_methods, timeout_s=HANG_S),
                     "resumed": _from_old_run(folder),
                 }
             )
@@ -256,12 +258,12 @@ def everything() -> dict[str, Any]:
 def _from_old_run(folder: str) -> dict[int, Any]:
     with tarfile.open(OLD_RUN) as archive:
         archive.extractall(folder, filter="data")
-    return run_ranks(4, resumed, f"{folder}/old_run", timeout_s=300)
+    return run_ranks(4, resumed, f"{folder}/old_run", timeout_s=HANG_S)
 
 
 def pack_old_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(4, old_run, f"{folder}/old_run", timeout_s=300)
+        run_ranks(4, old_run, f"{folder}/old_run", timeout_s=HANG_S)
         shutil.rmtree(f"{folder}/old_run/messages/__pycache__", ignore_errors=True)
         with tarfile.open(OLD_RUN, "w:xz") as archive:
             archive.add(f"{folder}/old_run", "old_run")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, reference, topk
 from pipecomp.kernels.layout import Options
+from tests.limits import HANG_S
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -251,13 +252,12 @@ if INTERPRETED:
 
 else:
 
-    @pytest.mark.timeout(300)
     def test_triton_in_its_interpreter():
         pytest.importorskip("triton", reason="triton is not installed")
         root = Path(__file__).parents[2]
         env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=HANG_S)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
         assert "passed" in done.stdout
         assert "skipped" not in done.stdout

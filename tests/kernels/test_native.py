@@ -15,9 +15,10 @@ import torch
 from pipecomp.errors import ConfigError, KernelError, ShapeError
 from pipecomp.kernels import build, dispatch, native, native_library, ops, reference, torch_backend
 from pipecomp.kernels.layout import Options
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
-HANG_S = 600  # guards against a hang; seconds are enough on a quiet machine
+
 BUILT = not isinstance(native.load(), str)
 needs_native = pytest.mark.skipif(not BUILT, reason="native kernels are not built")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -130,7 +131,7 @@ def test_threads_follow_torch_and_calls_may_overlap():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     for x, got in zip(inputs, results, strict=True):
         want = reference.quantize(x, options)
         assert torch.equal(got[0], want[0])

@@ -25,8 +25,7 @@ from pipecomp.netlab.shape import burst_bytes, queue_bytes, read_shape
 from pipecomp.netlab.throttle import VARIABLE, SharedState, Throttle, ThrottleSettings, throttle_to
 from pipecomp.rates import wire_bytes
 from tests.dist.netlab_work import fails_on_rank_1, place
-
-pytestmark = pytest.mark.timeout(120)
+from tests.limits import HANG_S
 
 # -- options
 
@@ -417,7 +416,7 @@ def test_what_the_kernel_lacks_is_named(monkeypatch, refused, message):
 
 def test_labs_of_living_processes_are_not_leftovers():
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(30)
+    ended.wait(HANG_S)
     name = new_name()
     assert abandoned(f"{name}-n0") is None
     assert abandoned(f"pclab-{ended.pid}-123-0-hub") == f"pclab-{ended.pid}-123-0"
@@ -445,7 +444,7 @@ def test_a_command_finds_its_rank(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     lines = Lines()
     with Lab(nodes=2, software=True) as lab:
-        done = lab.run(shell(f"{SHOW}; echo to stderr >&2"), procs_per_node=2, on_line=lines, timeout_s=30)
+        done = lab.run(shell(f"{SHOW}; echo to stderr >&2"), procs_per_node=2, on_line=lines, timeout_s=HANG_S)
     assert (done.status, done.failed) == (0, None)
     assert done.statuses == {"node0.0": 0, "node0.1": 0, "node1.0": 0, "node1.1": 0}
     assert sorted(text for _, stream, text in lines if stream == "stdout") == [
@@ -463,7 +462,7 @@ def test_the_first_failing_node_decides():
         done = lab.run(shell(script), grace_s=2.0, on_line=Lines())
         assert (done.status, done.failed) == (7, "node2")
         assert done.statuses == {"node0": 128 + signal.SIGTERM, "node1": 5, "node2": 7}
-        killed = lab.run(shell("[ $RANK = 1 ] && kill -9 $$; sleep 0.2"), timeout_s=30, on_line=Lines())
+        killed = lab.run(shell("[ $RANK = 1 ] && kill -9 $$; sleep 0.2"), timeout_s=HANG_S, on_line=Lines())
         assert (killed.status, killed.failed) == (128 + 9, "node1")
 
 
@@ -471,7 +470,7 @@ def test_nothing_outlives_a_run():
     lines = Lines()
     with Lab(nodes=2, software=True) as lab:
         # A session of its own, and pipes that stay open: neither may keep the run from ending.
-        done = lab.run(shell("setsid sleep 300 & trap '' TERM; echo started"), on_line=lines, timeout_s=30)
+        done = lab.run(shell("setsid sleep 300 & trap '' TERM; echo started"), on_line=lines, timeout_s=HANG_S)
         assert done.status == 0
         assert marked(lab.name) == set()
         with pytest.raises(NetlabError, match="the run took more than 1 s"):
@@ -500,7 +499,7 @@ def test_a_broken_listener_ends_the_run():
         raise BrokenPipeError("nobody reads this")
 
     with Lab(nodes=2, software=True) as lab, pytest.raises(BrokenPipeError):
-        lab.run(shell("while true; do echo line; done"), on_line=listen, timeout_s=30)
+        lab.run(shell("while true; do echo line; done"), on_line=listen, timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +521,7 @@ def test_impossible_runs_are_refused(arguments, options, key):
 def test_a_function_on_every_rank():
     notes = []
     with Lab(nodes=2, software=True) as lab:
-        found = lab.run(place, 3, procs_per_node=2, timeout_s=60, on_note=lambda r, v: notes.append((r, v)))
+        found = lab.run(place, 3, procs_per_node=2, timeout_s=HANG_S, on_note=lambda r, v: notes.append((r, v)))
     assert found == {rank: (3 * rank, 4, "127.0.0.1", True) for rank in range(4)}
     assert sorted(notes, key=lambda n: n[0]) == [(rank, {"rank": rank}) for rank in range(4)]
 
@@ -537,7 +536,7 @@ def test_a_function_on_every_rank():
 def test_a_failing_rank_is_an_error(how, message):
     with Lab(nodes=2, software=True) as lab:
         with pytest.raises(RankFailedError, match=message):
-            lab.run(fails_on_rank_1, how, timeout_s=60, on_line=Lines())
+            lab.run(fails_on_rank_1, how, timeout_s=HANG_S, on_line=Lines())
         assert marked(lab.name) == set()
 
 
@@ -549,7 +548,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(condition, what: str, timeout_s: float = 60.0):
+def wait_for(condition, what: str, timeout_s: float = HANG_S):
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, what
@@ -576,7 +575,7 @@ def test_the_command_reports(tmp_path):
         "-c",
         "echo out $RANK; exit $((3 * RANK))",
     )
-    out, errors = done.communicate(timeout=90)
+    out, errors = done.communicate(timeout=HANG_S)
     assert done.returncode == 3
     assert {"node0 | out 0", "node1 | out 1"} <= set(out.splitlines())
     assert "only pipecomp's own links between stages are throttled" in errors.lower()
@@ -589,7 +588,7 @@ def test_the_command_reports(tmp_path):
 
 def test_errors_are_one_line():
     done = start("--bandwidth", "fast", "--", "true")
-    _, errors = done.communicate(timeout=60)
+    _, errors = done.communicate(timeout=HANG_S)
     assert done.returncode == 1
     assert errors.startswith("pipecomp: bandwidth: got 'fast', allowed: a number and bit, kbit")
     assert "Traceback" not in errors
@@ -600,7 +599,7 @@ def test_a_signal_takes_the_lab_down():
     name = wait_for(lambda: lab_of(running.pid), "the lab has begun")
     wait_for(lambda: len(marked(name)) >= 6, "the nodes have begun")
     running.send_signal(signal.SIGTERM)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=HANG_S)
     assert running.returncode == 128 + signal.SIGTERM
     assert "Stopped by" in errors
     assert marked(name) == set()
@@ -612,7 +611,7 @@ def test_the_next_lab_removes_what_a_killed_one_left():
     name = wait_for(lambda: lab_of(running.pid), "the lab has begun")
     wait_for(lambda: len(marked(name)) >= 4, "the nodes have begun")
     running.kill()
-    running.communicate(timeout=30)
+    running.communicate(timeout=HANG_S)
     assert marked(name)
     with Lab(nodes=2, software=True):
         assert marked(name) == set()

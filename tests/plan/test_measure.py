@@ -16,6 +16,7 @@ from pipecomp.plan.probe import _Over, measure_links, network_of
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
+from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ def test_links_are_measured_in_turns():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert found[2] is None
     for k in (0, 1):
         assert found[k].out_bit_s > 1e6

@@ -29,6 +29,7 @@ from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from tests.limits import HANG_S
 
 SECTIONS = [
     {"method": "none"},
@@ -322,7 +323,7 @@ def test_rates_of_the_command():
 
 def pipecomp(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipecomp.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 @pytest.fixture
@@ -333,7 +334,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.timeout(300)
 def test_the_command(folder):
     """Given numbers: tables, a recommendation, and the same as JSON."""
     out = folder / "plan.json"
@@ -443,7 +443,6 @@ class TestWithoutASpeed:
         assert "per micro-batch" not in text
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

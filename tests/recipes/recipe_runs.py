@@ -19,9 +19,10 @@ from types import ModuleType
 import pytest
 
 from pipecomp.cluster.local_ranks import free_port
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-HANG_S = 1200.0  # guards against a hang: twenty times what the longest run takes on a quiet machine
+
 LAUNCHER_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

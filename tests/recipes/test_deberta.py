@@ -18,7 +18,7 @@ RECIPES = ROOT / "recipes"
 WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 4, 2, 2, 2
 SAMPLES, HELD_OUT = 40, 22
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 def words(**given: str) -> list[str]:

@@ -16,8 +16,6 @@ from tests.recipes.recipe_runs import ROOT, Ended, run
 SCRIPT = ROOT / "recipes" / "gpt2_wikitext2" / "generate.py"
 PROMPT, NEW, CASES = 6, 5, 3
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:

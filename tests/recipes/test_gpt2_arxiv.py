@@ -71,7 +71,6 @@ def test_documents_are_joined_with_an_end_between_them():
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 def test_the_recipe_with_torchrun(tmp_path: Path) -> None:
     abstracts = [f"In paper {n} we show that the method of paper {n + 1} sends fewer bytes ." for n in range(80)]
     lines = "".join(json.dumps({"abstract": text}) + "\n" for text in abstracts[:60])

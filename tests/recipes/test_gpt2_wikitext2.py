@@ -18,7 +18,7 @@ RECIPE = ROOT / "recipes" / "gpt2_wikitext2"
 DATA = ROOT.parent / "shared" / "data"
 BLOCK, WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 64, 4, 2, 2, 4
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 def made_up_text(sentences: int, seed: int) -> str:

@@ -14,7 +14,7 @@ from pipecomp.stages.partition.loading import skeleton
 from tests.recipes.recipe_runs import ROOT, Ended, launch, launch_nodes
 
 peft = pytest.importorskip("peft")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ranks
 
 RECIPE, BLOCK = "llama_lora", 32
 NO_LORA: dict[str, str | None] = {"lora-rank": None, "lora-targets": None}

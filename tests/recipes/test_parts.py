@@ -24,6 +24,7 @@ from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import fit, run, steps, text
 from pipecomp.recipes.report import Report
 from pipecomp.stats import Traffic
+from tests.limits import HANG_S
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]
 
@@ -161,7 +162,7 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
 
 @pytest.mark.ranks
 def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
-    found = run_ranks(2, _share_errors, str(tmp_path), timeout_s=110)
+    found = run_ranks(2, _share_errors, str(tmp_path), timeout_s=HANG_S)
     own, everywhere = "DataError: no such file", "LinkError: rank 1 could not start: DataError: no such file"
     assert found[0][:3] == ["fine", everywhere, own]
     assert found[1][:3] == ["fine", own, own]

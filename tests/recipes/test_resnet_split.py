@@ -20,7 +20,7 @@ IMAGES, HELD_OUT, CLASSES, SIDE, ROUNDS, BATCH = 40, 11, 3, 16, 3, 8
 
 NO_FILES = {"train-file": "none.npz", "eval-file": "none.npz"}
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

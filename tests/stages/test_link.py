@@ -17,6 +17,7 @@ from pipecomp.stages.link.handshake import agree
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from tests.limits import HANG_S
 
 B, S, H = 3, 8, 16
 
@@ -374,7 +375,7 @@ class TestAgreement:
         for t in threads:
             t.start()
         for t in threads:
-            t.join(5)
+            t.join(HANG_S)
         return results["up"], results["down"]
 
     def trained(self):

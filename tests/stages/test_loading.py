@@ -32,6 +32,7 @@ from pipecomp.stages import (
     write_shard,
 )
 from pipecomp.stages.partition.checkpoints import Checkpoint
+from tests.limits import HANG_S
 
 transformers = pytest.importorskip("transformers")
 
@@ -240,7 +241,7 @@ class TestFromFolder:
         for key, value in environment.items():
             monkeypatch.setenv(key, value)
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert done.returncode == 0, done.stderr
         expected = make_model("gpt2").transformer.ln_f.weight.sum().item()
@@ -300,7 +301,7 @@ class TestOnlyItsOwn:
             print(*measure(folder), *measure(AutoConfig.from_pretrained(folder)))
         """
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert done.returncode == 0, done.stderr
         from_folder, share, from_config, _ = (float(word) for word in done.stdout.split()[-4:])

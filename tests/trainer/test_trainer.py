@@ -34,8 +34,6 @@ from pipecomp.trainer.packing import pack, unpack
 from pipecomp.trainer.reports import TrafficMeter
 from tests.dist.small import gpt2
 
-pytestmark = pytest.mark.timeout(60)
-
 NO_WORKERS: dict[str, Any] = {"num_workers": 0}
 
 

@@ -1,0 +1,10 @@
+"""How long tests wait for what comes by itself.
+
+No test may fail because a machine is slow, so these guard against hangs alone: they are ten times and more what the
+slowest test takes on a quiet machine with two cores.
+"""
+
+from __future__ import annotations
+
+HANG_S = 1200.0  # for one command, or one function on several ranks; a test's own limit is pyproject.toml's `timeout`
+TOLD_S = 900.0  # for ranks to hear that one is lost; torch by itself would let them wait for half an hour
