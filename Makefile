@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test soak lint bench clean
 
 setup: $(READY)
 
@@ -14,10 +14,14 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cp
 demo: $(READY)
 	$(BIN)/pipecomp demo $(ARGS)
 
-# File by file, so that what a file's tests share is made once; in the files' order: the longest, of several ranks, come
-# first. Three at a time on two cores: half of what they take is waiting.
+# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Three at a
+# time on two cores: half of what they take is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
+
+# What is long and random, or for a machine that does nothing else: kills, fuzzing, sanitizers, installing.
+soak: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -23,6 +23,33 @@ def pytest_configure() -> None:
     preload_large_packages()
 
 
+# The files that take longest, in that order: begun first, several workers end together.
+LONGEST = (
+    "dist/test_netlab.py",
+    "cli/test_cli.py",
+    "dist/test_supervised.py",
+    "recipes/test_gpt2_wikitext2.py",
+    "dist/test_trainer_script.py",
+    "dist/test_silence.py",
+    "recipes/test_llama_lora.py",
+    "dist/test_doctor.py",
+    "dist/test_trainer.py",
+    "golden/test_golden.py",
+    "recipes/test_deberta.py",
+    "dist/test_engine.py",
+    "recipes/test_resnet_split.py",
+    "doctor/test_doctor.py",
+    "dist/test_faults.py",
+    "dist/test_callback.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, all others in their order."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture
 def memory_folder() -> Iterator[Path]:
     """A folder in memory where there is such a place: an fsync can take seconds while others write to the same disk."""

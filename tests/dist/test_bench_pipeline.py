@@ -15,6 +15,7 @@ pytestmark = pytest.mark.ranks
 SMALL = Model(blocks=2, width=32, heads=2, tokens=16, vocabulary=64, samples=8)
 
 
+@pytest.mark.soak
 def test_lines_train_alike_over_a_slow_link():
     if os.geteuid() != 0 or shutil.which("tc") is None:
         pytest.skip("network namespaces need root and iproute2")

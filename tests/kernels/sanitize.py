@@ -1,4 +1,4 @@
-"""Runs test_kernels_backends.py on native kernels built with the address and undefined-behaviour sanitizers.
+"""Runs test_backends.py on native kernels built with the address and undefined-behaviour sanitizers.
 
     python tests/kernels/sanitize.py
 

@@ -30,7 +30,7 @@ if INTERPRETED:
     BACKENDS = {"triton": triton_backend}
     EXAMPLES, HEIGHT, WIDTHS = 8, 2, [1, 5, 8, 31, 64, 100]
 else:
-    named = os.environ.get("KERNELS_UNDER_TEST")  # set by sanitize_kernels.py
+    named = os.environ.get("KERNELS_UNDER_TEST")  # set by sanitize.py
     path = Path(named) if named else native_library.library_path()
     BACKENDS = {}
     if path is not None and (named or not isinstance(native.load(), str)):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.soak import kill_report, kill_rounds
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 ROUNDS = 20
 TIMEOUT_S = 12.0  # so that a rank that is killed before it has connections is missed soon
