@@ -25,6 +25,7 @@ ELIDED = ("…", "...")
 # Words of commands that stand for something that the page explains.
 PLACEHOLDERS = {
     "TRAIN": "recipes/gpt2_wikitext2/train.py …",
+    "NAME": "convergence",
     "R": "1",
     "MACHINES": "2",
     "PROCESSES": "2",
@@ -216,8 +217,13 @@ def _check_python(given: list[str], elided: bool) -> None:
     if given == ["-m", "pipecomp.kernels.build"]:  # takes no arguments
         assert (ROOT / "kernels" / "build.py").is_file()
         return
+    if given == ["-m", "benchmarks"]:  # lists them
+        assert (ROOT / "benchmarks" / "__main__.py").is_file()
+        return
     if given[0] == "-m":
         path, rest = ROOT / (given[1].replace(".", "/") + ".py"), given[2:]
+        if not path.is_file():
+            path = path.with_suffix("") / "__main__.py"
     else:
         path, rest = ROOT / given[0], given[1:]
     assert path.is_file(), given
