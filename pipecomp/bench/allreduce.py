@@ -25,6 +25,7 @@ from torch import Tensor
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
 from pipecomp.allreduce.exchanges import ring_bytes
+from pipecomp.allreduce.method import Method
 from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
@@ -58,12 +59,24 @@ class Variant:
 
 
 FP32 = Variant("none", torchs_own=True)
-VARIANTS = tuple(
-    Variant(name, dict(options), torchs_own)
-    for name, method in METHODS.items()
-    for options in method.measured
-    for torchs_own in ((False, True) if hasattr(method, "plain_hook") else (False,))
-)
+
+
+def _torchs_own(method: type[Method]) -> bool:
+    return hasattr(method, "plain_hook")
+
+
+def _variants() -> tuple[Variant, ...]:
+    """What the methods say is to be measured: the baseline, those of torch's own by name, then the others."""
+    found = sorted(METHODS.items(), key=lambda item: (item[0] != "none", item[0] if _torchs_own(item[1]) else "~"))
+    return tuple(
+        Variant(name, dict(options), own)
+        for name, method in found
+        for options in method.measured
+        for own in ((False, True) if _torchs_own(method) else (False,))
+    )
+
+
+VARIANTS = _variants()
 
 
 def bench_allreduce(

@@ -175,7 +175,7 @@ def test_the_command_writes_what_it_shows(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--methods", "gzip"), "methods: got 'gzip', allowed: none, global_qsgd, qsgd_mn"),
+        (("--methods", "gzip"), "methods: got 'gzip', allowed: none, fp16, powersgd"),
         (("--sizes", "1e6"), "sizes: got '1e6', allowed: whole numbers"),
         (("--ranks", "0"), "ranks: got 0, allowed: whole numbers of at least 1"),
     ],
