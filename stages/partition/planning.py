@@ -84,6 +84,7 @@ def plan_model(
     alike.
     """
     architecture = architecture_of(model.config)
+    head = head_name(architecture, type(model))
     named = dict(model.named_parameters(remove_duplicate=False))
     costs = _costs(model, architecture, block_seconds)
     bounds = check_cuts(len(costs.blocks), num_stages, cuts)
@@ -91,7 +92,6 @@ def plan_model(
         assert num_stages is not None, "check_cuts allows only one of them to be missing"
         bounds = balance(costs.blocks, num_stages, first=costs.first, last=costs.last, slowdowns=slowdowns)
     tied, held = _tied_groups(model, architecture, bounds)
-    head = head_name(architecture, type(model))
     if not tie:
         one_name = [group.name for group in tied if len(set(group.parameters)) < len(group.stages)]
         if one_name:

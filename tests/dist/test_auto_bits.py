@@ -53,7 +53,7 @@ def test_every_rank_takes_the_same_bits(forward, backward, with_data, tmp_path):
         assert 4 <= b <= 8
     assert len(said) == 2
     assert "bits 'auto': " in said[0]
-    assert "without compression" in said[0]
+    assert "uncompressed" in said[0]
     assert silent == []
 
 

@@ -71,7 +71,7 @@ def test_drift_is_noticed_repaired_once_and_then_an_error(tmp_path):
     for rank, out in ranks.items():
         assert out["quiet"] == []
         (first, *_) = out["said"]
-        sample = int(first.partition("different messages of ")[2].split()[0])
+        sample = int(first.partition("different cached activations of ")[2].split()[0])
         assert first.startswith("link 0, step 5: this end and rank ")
         assert out["stats"]["drift_checks"] == checks
         assert out["stats"]["drifts"] == out["stats"]["drift_samples"] == 1

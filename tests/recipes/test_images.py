@@ -56,7 +56,7 @@ def test_files_that_are_none(tmp_path):
         ("text.npz",): "text.npz: not an .npz file",
         ("floats.npz",): r"x is float64 \(1, 4, 4, 3\); needed: uint8",
         ("names.npz",): "has a; needed: x_train and y_train, or x and y",
-        ("labels.npz",): "y must have a whole number of 0 or more for each of 2 images",
+        ("labels.npz",): "y must have an integer of at least 0 for each of 2 images",
         ("small.npz", "large.npz"): "images of different sizes",
     }.items():
         with pytest.raises(DataError, match=message):
