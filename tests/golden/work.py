@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from tests.limits import HANG_S
-
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there instead
 from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
 from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 HERE = Path(__file__).parent
 GOLDEN, OLD_RUN = HERE / "golden.json", HERE / "old_run.tar.xz"
