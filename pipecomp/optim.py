@@ -70,6 +70,9 @@ class QuantizedAdam(torch.optim.Optimizer):
         tied: those of params that other pipeline stages hold too, their gradients summed over these stages before
             `step`; each has buckets of its own, so that the groups of all its stages get the same bits.
         adam_w: decoupled weight decay; otherwise it is added to the gradient.
+        max_norm: clips gradients to this L2 norm; None for no limit. As long as gradients are exchanged it is their
+            mean that is clipped, as by `clip_grad_norm_` in a single process; later, when only the momentum is, each
+            rank's own. Clip here, not before `step`: clipped rank by rank, gradients have another mean.
 
     Raises:
         ConfigError: for a wrong setting and, at the first step, if ranks differ in settings or parameters.
@@ -99,10 +102,15 @@ class QuantizedAdam(torch.optim.Optimizer):
         seed: int = 0,
         tied: Iterable[Tensor] = (),
         adam_w: bool = True,
+        max_norm: float | None = None,
     ) -> None:
         Gradients(method="quantized_adam", bits=bits, group_size=group_size, freeze_step=freeze_step)  # checks them
         self._settings = {"freeze_step": freeze_step, "bits": bits, "group_size": group_size}
         self._freeze_step, self._bits, self._adam_w = freeze_step, bits, adam_w
+        if max_norm is not None and not max_norm > 0:
+            raise ConfigError("max_norm", max_norm, "a number above 0, or None")
+        self._max_norm = max_norm
+        self._global_grad_norm: float | None = None  # before clipping; DeepSpeed looks for it by this name
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._tied = {id(p) for p in tied}
         strangers = self._tied - {id(p) for p, _ in self._all()}
@@ -164,6 +172,9 @@ class QuantizedAdam(torch.optim.Optimizer):
         warm = [i for i in active if not self.state[listed[i][0]]["frozen_at"]]
         # One after the other: both use the same group, whose messages are told apart by their order.
         gradients = self._average_gradients(listed, warm, unscale)
+        if self._max_norm is not None:
+            frozen = [listed[i][0] for i in sorted(set(active) - set(warm))]
+            unscale = self._clip([listed[i][0] for i in warm], list(gradients.values()), frozen, unscale)
         momenta = self._average_momenta(listed, active, unscale)
         for i in warm:
             self._adam(*listed[i], gradients[i])
@@ -240,6 +251,24 @@ class QuantizedAdam(torch.optim.Optimizer):
             for piece, part in views(bucket, future.wait()):
                 means[piece.owner].append(part)
         return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in means.items()}
+
+    def _clip(
+        self, warm: list[Tensor], means: list[Tensor], frozen: list[Tensor], unscale: float | None
+    ) -> float | None:
+        """Clip the mean gradients of `warm`; what this rank's gradients of `frozen` are to be multiplied by."""
+        assert self._max_norm is not None
+        held = [p for p in frozen if p.grad is not None]
+        mean = self._norm(warm, means)
+        own = self._norm(held, [cast(Tensor, p.grad) for p in held]) * (unscale or 1.0)
+        self._global_grad_norm = math.hypot(mean, own)
+        if (scale := self._max_norm / (mean + 1e-6)) < 1:
+            torch._foreach_mul_(means, scale)
+        scale = self._max_norm / (own + 1e-6)
+        return scale * (unscale or 1.0) if scale < 1 else unscale
+
+    def _norm(self, parameters: list[Tensor], gradients: list[Tensor]) -> float:
+        """The L2 norm of these parameters' gradients, the same on all ranks for the same gradients."""
+        return float(torch.stack(torch._foreach_norm(gradients)).double().norm()) if gradients else 0.0
 
     def _average_momenta(self, listed: Listed, active: list[int], unscale: float | None) -> list[tuple[Bucket, Tensor]]:
         """What the momenta become, in each parameter's unit, by bucket."""

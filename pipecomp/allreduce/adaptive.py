@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.adaptive_options import Adaptive
-from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.error_feedback import Residuals, Slices
+from pipecomp.allreduce.call import Call, Name, Slices
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.layer_plan import choose
 from pipecomp.allreduce.method import LayerAverage, Method
@@ -36,14 +36,13 @@ from pipecomp.kernels import ops
 
 MEASURED = 4  # steps at the end of a window
 _VALUE = 5  # what a random draw is for
-Layer = int | str  # a parameter's number, or a tensor's key
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A layer in its bucket: values [start, end), divided by `scale` before they are quantized."""
 
-    layer: Layer
+    layer: Name
     start: int
     end: int
     scale: float
@@ -63,15 +62,15 @@ class AdaptiveAverage:
     saved_as = "adaptive"
 
     def __init__(self, method: Method, adaptive: Adaptive, residuals: Residuals) -> None:
-        self.values: dict[Layer, Any] = {}
+        self.values: dict[Name, Any] = {}
         self._adaptive, self._residuals = adaptive, residuals
         self._own = getattr(method, adaptive.option)
         self._methods = {v: dataclasses.replace(method, **{adaptive.option: v}) for v in adaptive.values}
         self._window = _Window(residuals)
         self._averages = {v: cast(LayerAverage, m.average(self._window)) for v, m in self._methods.items()}
         self._step, self._seen = 0, dict[str, None]()
-        self._sizes: dict[Layer, int] = {}
-        self._errors: dict[Layer, list[float]] = {}  # sums over measured steps, with each value
+        self._sizes: dict[Name, int] = {}
+        self._errors: dict[Name, list[float]] = {}  # sums over measured steps, with each value
 
     # -- averaging
 
@@ -102,12 +101,12 @@ class AdaptiveAverage:
         for part, mean in zip(parts, y_d.split([part.count for part in parts]), strict=True):
             torch.mul(mean, part.scale, out=out_d[part.start : part.end])
 
-    def _value(self, layer: Layer) -> Any:
+    def _value(self, layer: Name) -> Any:
         return self.values.get(layer, self._own)
 
     def _parts(self, x_d: Tensor, call: Call) -> list[_Part] | None:
         """The bucket's layers with their scales; None if a value of any rank is not finite or too large."""
-        slices: Sequence[tuple[Layer, int]] = call.slices or ((call.key, x_d.numel()),)
+        slices: Sequence[tuple[Name, int]] = call.slices or ((call.key, x_d.numel()),)
         ends = list(accumulate(count for _, count in slices))
         places = [(layer, end - count, end) for (layer, count), end in zip(slices, ends, strict=True) if count]
         average = self._averages[self._own]
@@ -171,9 +170,7 @@ class AdaptiveAverage:
         costs = [[_code_bytes(self._methods[v], self._sizes[layer], n) for v in values] for layer in self._errors]
         found = choose(errors, costs, values.index(self._own), self._adaptive.error)
         plan = {layer: values[i] for layer, i in zip(self._errors, found, strict=True)}
-        if plan != self.values:
-            self.values = plan
-            self._residuals.forget_owners()
+        self.values = plan
         self._errors = {}
 
     def state_dict(self) -> dict[Any, Any]:
@@ -216,7 +213,7 @@ class _Window(Residuals):
 
 
 def _slices(call: Call, parts: list[_Part]) -> Slices | None:
-    return None if call.slices is None else tuple((cast(int, part.layer), part.count) for part in parts)
+    return None if call.slices is None else tuple((part.layer, part.count) for part in parts)
 
 
 def _code_bytes(method: Method, d: int, n: int) -> float:

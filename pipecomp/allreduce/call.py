@@ -13,6 +13,8 @@ from torch import Tensor
 from pipecomp.allreduce.group import Group
 from pipecomp.kernels import ops
 
+Name = int | str  # of a parameter
+Slices = tuple[tuple[Name, int], ...]  # what a bucket is made of: (parameter, its values)
 PARTS = ("quantize", "wait", "reduce", "decode")
 SAMPLE = 1 << 16  # values of a bucket's beginning of which the compression's error is measured
 
@@ -69,7 +71,7 @@ class Call:
     seed: int
     number: int
     key: str
-    slices: tuple[tuple[int, int], ...] | None = None
+    slices: Slices | None = None
     norm: float | None = None
 
     def draw(self, *what: int) -> int:

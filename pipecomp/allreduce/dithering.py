@@ -150,6 +150,14 @@ class LeastIndexCode:
         out.copy_(ops.unpack_bits(on_device(reduced, out), self._bits, out.numel()))
 
 
+def count_error(x_d: Tensor, code: LinearCode | ExponentialCode, call: Call, sent_d: Tensor | None) -> None:
+    """Count the error of a bucket's beginning; sent_d: see `DitheredAverage.mean`."""
+    if sent_d is not None:
+        sent_d.copy_(code.own(x_d))
+    sample = x_d[:SAMPLE]
+    call.counters.add_error(sample, code.own(sample) if sent_d is None else sent_d[:SAMPLE])
+
+
 class DitheredAverage:
     """One norm for all workers, linear or exponential levels, reduced by the chunks' owners. Unbiased."""
 
@@ -159,12 +167,12 @@ class DitheredAverage:
         self.exponents = exponents
         self._bits, self._code = bits, ExponentialCode if exponential else LinearCode
 
-    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Average."""
+    def mean(self, x_d: Tensor, out_d: Tensor, call: Call, sent_d: Tensor | None = None) -> None:
+        """See Average. sent_d: zeros, which become what this rank's values are sent as."""
         norm = shared_norm(x_d, self.exponents, call)
         if not finish_without_codes(norm, out_d):
             code = self._code(norm, self._bits, call)
-            call.counters.add_error(x_d[:SAMPLE], code.own(x_d[:SAMPLE]))
+            count_error(x_d, code, call, sent_d)
             reduce_bucket(x_d, out_d, code, call)
 
     def squared_error(self, x_d: Tensor, call: Call) -> float:

@@ -74,6 +74,11 @@ def piece_length(n: int) -> int:
     return PIECE * max(1, n // 4)
 
 
+def owned_spans(d: int, n: int, rank: int) -> list[Span]:
+    """What a rank owns of a bucket of d values: its chunk of each piece."""
+    return [chunks(piece, n)[rank] for piece in spans(0, d, piece_length(n))]
+
+
 def reduce_bucket(x_d: Tensor, out_d: Tensor, code: Code, call: Call) -> None:
     """out ← the mean of all ranks' x, through `code`; out may be x."""
     pieces = spans(0, x_d.numel(), piece_length(call.group.size))

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipecomp.allreduce.adaptive import AdaptiveAverage
-from pipecomp.allreduce.call import Call, Counters
-from pipecomp.allreduce.error_feedback import Residuals, Slices
+from pipecomp.allreduce.call import Call, Counters, Slices
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import ring_bytes
 from pipecomp.allreduce.group import Group
 from pipecomp.allreduce.method import Average, Stateful
@@ -34,6 +34,7 @@ class _Job:
     key: str
     slices: Slices | None
     number: int
+    loss_scale: float
     future: torch.futures.Future[Tensor]
     ready: Any = None  # CUDA event after which x_d may be read
 
@@ -50,6 +51,10 @@ class State:
         seed: of all random draws, the same on all ranks.
         timeout_s: seconds of silence after which a rank counts as lost.
         **options: the method's options.
+
+    Attributes:
+        loss_scale: what the gradients given from here on were multiplied by (FP16), the same on all ranks. Residuals
+            and all else that is kept are without, so that the scale may change.
 
     Raises:
         ConfigError: for a method, or an option of it, that is not allowed.
@@ -70,9 +75,9 @@ class State:
             raise ConfigError(unknown[0] if unknown else "options", options, ", ".join(known)) from error
         if self.options.exchanges_in_optimizer:
             raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
-        self.seed = seed
+        self.seed, self.loss_scale = seed, 1.0
         self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
-        self.memory = Residuals()
+        self.memory = Residuals(self.group.rank, self.group.size)
         self._counters = Counters()
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
@@ -116,12 +121,15 @@ class State:
         self._count(tensor)
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
         if self._hook is not None:
-            return self._run_hook(LoneBucket(out.copy_(tensor), 0), key, tensor)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+            values, scale = tensor.detach(), self.loss_scale
+            lone = LoneBucket(out.copy_(values) if scale == 1 else values.to(torch.float32) / scale, 0)
+            future = self._run_hook(lone, key, tensor)
+            return future if scale == 1 else future.then(lambda f: out.copy_(f.value() * scale))
+        future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         x_d = tensor.detach().reshape(-1)
         if x_d.dtype == torch.float64:
             x_d = x_d.to(torch.float32)
-        job = _Job(x_d, out.detach(), key, slices, self._calls, future)
+        job = _Job(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future)
         if tensor.is_cuda:
             job.ready = torch.cuda.Event()
             job.ready.record()
@@ -133,8 +141,12 @@ class State:
         """Average one of DDP's buckets in place and return a future of its buffer."""
         if self._hook is None:
             return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
-        self._count(bucket.buffer())
-        return self._run_hook(bucket, "ddp", bucket.buffer())
+        buffer, scale = bucket.buffer(), self.loss_scale
+        self._count(buffer)
+        if scale == 1:
+            return self._run_hook(bucket, "ddp", buffer)
+        buffer.div_(scale)
+        return self._run_hook(bucket, "ddp", buffer).then(lambda f: f.value().mul_(scale))
 
     def _run_hook(self, bucket: Any, key: str, shape_of: Tensor) -> torch.futures.Future[Tensor]:
         assert self._hook is not None
@@ -172,8 +184,11 @@ class State:
         out_d = job.out_d.view(-1)
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
-        if job.x_d.numel():
-            self._average.mean(job.x_d, mean_d, call)
+        x_d = job.x_d if job.loss_scale == 1 else job.x_d.to(torch.float32) / job.loss_scale
+        if x_d.numel():
+            self._average.mean(x_d, mean_d, call)
+        if job.loss_scale != 1:
+            mean_d.mul_(job.loss_scale)
         if mean_d is not out_d:
             out_d.copy_(mean_d)
         self._counters.bytes_sent += self.group.bytes_sent - before

@@ -75,14 +75,20 @@ def gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> Gra
         settings.gradients,
         [ranks[stage] for ranks in replicas],
         tied,
+        stage=stage,
         seed=settings.seed,
         timeout_s=settings.transport.timeout_s,
     )
 
 
-def quantized_adam(settings: Config, section: dict[str, Any], module: PipelineModule) -> ReplicaAdam:
-    """The optimizer of the configuration's "optimizer" section, with its momentum exchanged among replicas."""
-    known = ("lr", "betas", "eps", "weight_decay")
+def quantized_adam(
+    settings: Config, ds_config: dict[str, Any], module: PipelineModule, parameters: list[Any]
+) -> ReplicaAdam:
+    """The optimizer of the configuration's "optimizer" section, with its momentum exchanged among replicas.
+
+    parameters: of the stage, or groups of them.
+    """
+    known, section = ("lr", "betas", "eps", "weight_decay"), ds_config["optimizer"]
     params = dict(section.get("params", {}))
     params.pop("torch_adam", None)
     adam_w = params.pop("adam_w_mode", section["type"].lower() == "adamw")
@@ -94,9 +100,10 @@ def quantized_adam(settings: Config, section: dict[str, Any], module: PipelineMo
     assert isinstance(g.bits, int)
     assert g.group_size is not None
     return ReplicaAdam(
-        [p for p in module.parameters() if p.requires_grad],
+        parameters,
         **params,
         adam_w=adam_w,
+        max_norm=float(ds_config.get("gradient_clipping", 0.0)) or None,
         freeze_step=g.freeze_step,
         bits=g.bits,
         group_size=g.group_size,

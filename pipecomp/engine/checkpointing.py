@@ -135,12 +135,14 @@ class Checkpoints:
         if path is None or folder is None:
             return path, state
         own = (state or {}).pop(_STATE_KEY, None)
+        if options["load_module_only"]:
+            return path, state
         same = own is None or self._same_pipeline(own["pipeline"])
         if same:
             load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
         elif engine.global_rank == 0 and any(True for _ in engine.gradients.states()):
             _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
-        if own is not None and not options["load_module_only"]:
+        if own is not None:
             self._go_on(own, folder, same)
         return path, state
 

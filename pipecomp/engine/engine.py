@@ -26,7 +26,7 @@ from pipecomp.data import TrainLoader
 from pipecomp.engine.checkpointing import Checkpoints, LoadOptions, Progress, Resumed
 from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.failure_guard import FailureGuard
-from pipecomp.engine.gradient_exchange import GradientExchange
+from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.reporting import Reporting, gathered
 from pipecomp.engine.run_ahead import RunAhead
@@ -296,7 +296,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all stages (DeepSpeed counts the first stage only)."""
-        self._global_grad_norm = self.gradients.clip(self.gradient_clipping())
+        if not isinstance(self.optimizer, ReplicaAdam):
+            self._global_grad_norm = self.gradients.clip(self.gradient_clipping())
 
     # -- the instructions of a step
 

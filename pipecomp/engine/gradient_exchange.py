@@ -7,7 +7,7 @@ apart by each stage's replicas, whose buckets differ, they would drift apart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pipecomp.allreduce import State, saving
 from pipecomp.allreduce.buckets import BUCKET
-from pipecomp.allreduce.error_feedback import Slices
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
+from pipecomp.kernels import ops
 from pipecomp.optim import QuantizedAdam
 from pipecomp.stages.partition.planning import SplitPlan
 
@@ -59,30 +59,44 @@ def check_gradients(options: Gradients, ds_config: dict[str, Any], plan: SplitPl
 class GradientExchange:
     """Averages one rank's gradients over replicas, and sums those of tied weights over the stages that share them.
 
-    replicas: global ranks of this stage's replicas. tied: of this stage's tied parameters, by name. With a method whose
-    optimizer exchanges (quantized_adam) only tied weights are summed here, over the stages of one replica.
+    replicas: global ranks of the replicas of `stage`. tied: of its tied parameters, by name. With a method whose
+    optimizer exchanges (quantized_adam) only tied weights are summed here, over the stages of one replica. seed: of the
+    run; stages draw apart from each other, and all who hold a tied weight alike.
     """
 
     def __init__(
-        self, options: Gradients, replicas: list[int], tied: dict[str, TiedRanks], *, seed: int, timeout_s: float
+        self,
+        options: Gradients,
+        replicas: list[int],
+        tied: dict[str, TiedRanks],
+        *,
+        stage: int,
+        seed: int,
+        timeout_s: float,
     ) -> None:
         given = {k: v for k, v in dataclasses.asdict(options).items() if v is not None}
         if options.exchanges_in_optimizer:
             given = {"method": "double_squeeze", "bits": options.bits, "group_size": options.group_size}
         self._tied_ranks = tied
         self._by_matrix = options.chosen.by_matrix
-        self._layers: dict[str, int] | None = None if options.adaptive is None else {}
 
-        def state(ranks: list[int] | tuple[int, ...]) -> State:
+        def state(ranks: list[int] | tuple[int, ...], seed: int) -> State:
             return State(group=list(ranks), seed=seed, timeout_s=timeout_s, **given)
 
         alone = len(replicas) == 1 or options.exchanges_in_optimizer
-        self._data = None if alone else state(replicas)
-        self._tied = {name: state(t.ranks) for name, t in tied.items()}
+        self._data = None if alone else state(replicas, ops.mix_seed(seed, stage))
+        self._tied = {name: state(t.ranks, ops.mix_seed(seed, *name.encode())) for name, t in tied.items()}
 
-    def average(self, grads: dict[str, Tensor]) -> None:
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether it wants all gradients, not those of tied weights alone."""
+        return self._data is not None
+
+    def average(self, grads: dict[str, Tensor], loss_scale: float = 1.0) -> None:
         """Replace gradients, by parameter name, in place. NaN or Inf of any rank becomes NaN on all of its group."""
         waiting = []
+        for _, state in self.states():
+            state.loss_scale = loss_scale
         for name, state in self._tied.items():
             g = grads[name]
             out = g if g.is_contiguous() else None
@@ -93,10 +107,11 @@ class GradientExchange:
                 for name in [name for name, g in rest.items() if g.dim() > 1]:
                     g = rest.pop(name)
                     waiting.append((self._data.submit(g, name), [g], 1))
-            for i, bucket in enumerate(buckets(list(rest.values()))):
-                flat = torch.cat([g.reshape(-1) for g in bucket])
-                future = self._data.submit(flat, f"bucket-{i}", slices=self._slices(rest, bucket), out=flat)
-                waiting.append((future, bucket, 1))
+            for i, bucket in enumerate(buckets(rest)):
+                flat = torch.cat([g.reshape(-1) for g in bucket.values()])
+                slices = tuple((name, g.numel()) for name, g in bucket.items())
+                future = self._data.submit(flat, f"bucket-{i}", slices=slices, out=flat)
+                waiting.append((future, list(bucket.values()), 1))
         for future, targets, stages in waiting:
             mean = future.wait().view(-1)
             for target, part in zip(targets, mean.split([g.numel() for g in targets]), strict=True):
@@ -104,13 +119,6 @@ class GradientExchange:
                     target.copy_(part.view_as(target))
                 if stages > 1:
                     target.mul_(stages)
-
-    def _slices(self, grads: dict[str, Tensor], bucket: list[Tensor]) -> Slices | None:
-        """The bucket's layers, numbered as they are first seen, where each has an option's value of its own."""
-        if self._layers is None:
-            return None
-        numbers = {id(g): self._layers.setdefault(name, len(self._layers)) for name, g in grads.items()}
-        return tuple((numbers[id(g)], g.numel()) for g in bucket)
 
     def states(self) -> Iterator[tuple[str, State]]:
         """Every group's state by the name under which it is reported and saved."""
@@ -131,9 +139,15 @@ class GradientExchange:
 
 
 class ReplicaAdam(QuantizedAdam):
-    """QuantizedAdam whose error-feedback residuals the engine saves, each rank its own: DeepSpeed saves one replica's
-    state.
+    """QuantizedAdam of one stage. norm: of gradients over all stages, by parameters and their gradients.
+
+    The engine saves its error-feedback residuals, each rank its own: DeepSpeed saves one replica's state.
     """
+
+    norm: Callable[[list[Tensor], list[Tensor]], float]
+
+    def _norm(self, parameters: list[Tensor], gradients: list[Tensor]) -> float:
+        return self.norm(parameters, gradients)
 
     def momentum_state(self) -> State:
         """What exchanges the momentum, with its memories."""
@@ -163,20 +177,20 @@ def _file(name: str, rank: int) -> str:
     return f"pipecomp-gradients-{name.replace(' ', '-')}-rank-{rank}.safetensors"
 
 
-def buckets(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients in order, those of one dtype together, in runs of about BUCKET values.
+def buckets(grads: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Gradients by name, in order, those of one dtype together, in runs of about BUCKET values.
 
     While one is copied, the one before it is on the link.
     """
-    out: list[list[Tensor]] = []
-    for dtype in sorted({g.dtype for g in grads}, key=str):
+    out: list[dict[str, Tensor]] = []
+    for dtype in sorted({g.dtype for g in grads.values()}, key=str):
         count = BUCKET
-        for g in grads:
+        for name, g in grads.items():
             if g.dtype != dtype:
                 continue
             if count >= BUCKET:
-                out.append([])
+                out.append({})
                 count = 0
-            out[-1].append(g)
+            out[-1][name] = g
             count += g.numel()
     return out

@@ -118,10 +118,12 @@ def _engine(
 ) -> PipelineEngine:
     """The engine, without links. module: of `pipeline_module`."""
     settings, ds_config, grid = agreed.settings, agreed.ds_config, module.mpu()
+    parameters = groups(module.forward_funcs[0])
     if settings.gradients.exchanges_in_optimizer:
         if optimizer is not None:
             raise ConfigError("optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
-        optimizer = quantized_adam(settings, ds_config.pop("optimizer"), module)
+        optimizer = quantized_adam(settings, ds_config, module, parameters)
+        del ds_config["optimizer"]
     engine = PipelineEngine(
         pipecomp_config=settings,
         plan=agreed.plan,
@@ -131,7 +133,7 @@ def _engine(
         model=module,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
-        model_parameters=groups(module.forward_funcs[0]),
+        model_parameters=parameters,
         mpu=grid,
         config=ds_config,
         config_class=DeepSpeedConfig(ds_config, grid),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pipecomp.allreduce import State
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
-from pipecomp.errors import PipecompError
 from pipecomp.stats import GroupStats
 
 
@@ -32,6 +31,11 @@ class GradientReduction:
         self._tied = {name: p for name, p in stage.tied_parameters().items() if p.requires_grad}
         for name, parameter in self._tied.items():
             parameter.ds_pipe_replicated = not first_holder[name]
+        if isinstance(engine.optimizer, ReplicaAdam):
+            engine.optimizer.norm = self.norm
+        if engine.using_bf16_optimizer:
+            groups = enumerate(engine.optimizer.bf16_groups)
+            self._in_bf16 = {id(p): (i, j) for i, group in groups for j, p in enumerate(group)}
         if exchange is not None and engine.zero_optimization():
             # DeepSpeed moves gradients to the ranks that update them; they are averaged before that.
             engine.optimizer.reduce_scatter = False
@@ -43,38 +47,43 @@ class GradientReduction:
             return  # together with the replicas'
         for name, parameter in self._tied.items():
             grad = self._gradient(parameter)
-            if grad is None:
-                raise PipecompError(f"tied weight {name} has no gradient on stage {self._engine.stage_id}")
             with self._counted(f"tied {name}", [grad], dist.get_world_size(self._tied_groups[name])):
                 dist.all_reduce(grad, group=self._tied_groups[name])
 
     def average_replicas(self, stock: Callable[[], None]) -> None:
         """Average over the replicas: compressed, or by `stock`, DeepSpeed's own reduction, counted."""
-        parameters = self._engine.module.named_parameters()
+        engine, tied = self._engine, {id(p) for p in self._tied.values()}
+        others = {n: p for n, p in engine.module.named_parameters() if p.requires_grad and id(p) not in tied}
         if self._exchange is None:
-            grads = [g for _, p in parameters if (g := self._gradient(p)) is not None]
-            with self._counted("data parallel", grads, self._engine.dp_world_size):
+            shared = [*self._tied.values(), *others.values()] if engine.dp_world_size > 1 else []
+            with self._counted("data parallel", [self._gradient(p) for p in shared], engine.dp_world_size):
                 stock()
             return
-        names = {id(p): name for name, p in self._tied.items()}
-        self._exchange.average(
-            {names.get(id(p), name): g for name, p in parameters if (g := self._gradient(p)) is not None}
-        )
-        if self._engine.zero_optimization():
+        averaged = self._tied | (others if self._exchange.averages_replicas else {})
+        scale = float(getattr(engine.optimizer, "cur_scale", 1.0))
+        self._exchange.average({name: self._gradient(p) for name, p in averaged.items()}, scale)
+        if engine.zero_optimization():
             stock()
 
-    def _gradient(self, parameter: Any) -> Tensor | None:
-        """What the optimizer will use: half-precision training may accumulate apart from `.grad`. None if frozen."""
-        grad: Tensor | None
-        if not parameter.requires_grad:
-            grad = None
-        elif self._engine.using_bf16_optimizer:
-            grad = parameter._hp_grad
-        elif self._engine.zero_optimization():
-            grad = self._engine.optimizer.get_gradient_for_reduction(parameter)
-        else:
-            grad = parameter.grad
-        return grad
+    def _gradient(self, parameter: Any) -> Tensor:
+        """What the optimizer will use: half-precision training may accumulate apart from `.grad`.
+
+        Zeros where this rank's samples gave none, as DeepSpeed has it: another replica's may have, and all have to
+        exchange the same parameters.
+        """
+        optimizer = self._engine.optimizer
+        if self._engine.using_bf16_optimizer:
+            group, place = self._in_bf16[id(parameter)]
+            optimizer.fp32_groups_has_gradients[group][place] = True
+            grad: Tensor = optimizer.fp32_groups_gradients[group][place]
+            return grad
+        zero = self._engine.zero_optimization()
+        name = "grad_accum" if zero and optimizer.use_grad_accum_attribute else "grad"
+        if getattr(parameter, name, None) is None:
+            dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else parameter.dtype
+            setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
+        found: Tensor = getattr(parameter, name)
+        return found
 
     @contextlib.contextmanager
     def _counted(self, group: str, grads: list[Tensor], ranks: int) -> Iterator[None]:
@@ -87,19 +96,23 @@ class GradientReduction:
     def clip(self, largest: float) -> float:
         """Clip float32 gradients to a norm over all stages, tied weights counted once. The norm before it.
 
-        DeepSpeed counts the first stage only.
+        DeepSpeed counts the first stage only. ReplicaAdam clips by itself, what it has averaged.
         """
-        engine = self._engine
-        parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        counted = [p.grad for p in parameters if not getattr(p, "ds_pipe_replicated", False)]
-        norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=engine.device)
-        square = norms.double().square().sum()
-        dist.all_reduce(square, group=engine.grid.get_pipe_parallel_group())
-        norm = square.sqrt()
-        scale = float(largest / (norm + 1e-6))
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        norm = self.norm(parameters, [p.grad for p in parameters])
+        scale = largest / (norm + 1e-6)
         if scale < 1:
             torch._foreach_mul_([p.grad for p in parameters], scale)
-        return float(norm)
+        return norm
+
+    def norm(self, parameters: list[Any], gradients: list[Tensor]) -> float:
+        """The L2 norm of all stages' gradients; every stage must call this."""
+        pairs = zip(parameters, gradients, strict=True)
+        counted = [g for p, g in pairs if not getattr(p, "ds_pipe_replicated", False)]
+        norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=self._engine.device)
+        square = norms.double().square().sum()
+        dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
+        return float(square.sqrt())
 
     def states(self) -> Iterator[tuple[str, State]]:
         """What exchanges compressed gradients or momentum on this rank, with its residuals, by name."""

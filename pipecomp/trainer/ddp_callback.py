@@ -5,8 +5,8 @@
 
 Trainer wraps the model in DistributedDataParallel (DDP); the callback registers `pipecomp.allreduce` there. With
 gradient accumulation DDP averages at each last micro-batch only, with autocast gradients are float32 as the weights
-are: neither needs anything here. With fp16 gradients are multiplied by the loss scale, and so is what error-feedback
-residuals hold: when the scale halves, what one step left out counts double once.
+are: neither needs anything here. With fp16 gradients are multiplied by the loss scale, which the callback tells the
+method before each step: error-feedback residuals are kept without it, because it changes.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class CompressionCallback(TrainerCallback):
         self._state: State | None = None
         self._hooked: weakref.ref[DistributedDataParallel] | None = None
         self._own_group: Any = None
+        self._scaler: Any = None
 
     def stats(self) -> dict[str, Any]:
         """Return what `pipecomp.allreduce.State.stats` returns, for this process and the last `train()`.
@@ -105,7 +106,7 @@ class CompressionCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make a State for this training and put it into DDP; load the residuals of the checkpoint, if any."""
         trainer, checkpoint = _caller()
-        ddp = ddp_of(trainer)
+        ddp, self._scaler = ddp_of(trainer), trainer.accelerator.scaler
         handlers = trainer.callback_handler.callbacks
         # Trainer adds TensorBoard and the like before all other callbacks. What on_log writes into the logs is seen
         # only by callbacks after this one, so it has to be the first. Nobody's turn is lost: those that move, from
@@ -129,6 +130,11 @@ class CompressionCallback(TrainerCallback):
                     "CompressionCallback", f"a model that takes no hook ({reason})", "one without another DDP hook"
                 ) from error
             self._hooked = weakref.ref(ddp)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the method what this step's loss is multiplied by."""
+        if self._state is not None and self._scaler is not None:
+            self._state.loss_scale = self._scaler.get_scale()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add what was sent to what Trainer logs about training."""

@@ -318,5 +318,5 @@ def test_wrong_tensors_are_named() -> None:
     with pytest.raises(ShapeError, match="int64"):
         allreduce_mean(state, torch.ones(3, dtype=torch.int64))
     allreduce_mean(state, torch.ones(3), key="w")
-    with pytest.raises(ShapeError, match=r"key 'w': 4 values now, 3 before"):
+    with pytest.raises(ShapeError, match=r"gradient 'w': 4 values now, 3 before"):
         allreduce_mean(state, torch.ones(4), key="w")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import SAMPLE, Call
+from pipecomp.allreduce.call import SAMPLE, Call, Slices
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, to_all
 from pipecomp.allreduce.finite_check import with_residual
@@ -71,7 +71,8 @@ class CasqAverage:
         self._clusters, self._bits = 1 << options.bits, options.bits
         self._share, self._interval, self._residuals = options.buckets, options.interval, residuals
         self._hash = torch.empty(0)
-        self._plans: dict[str, tuple[int, Tensor, Tensor]] = {}  # key: (uses, centers, buckets of each cluster)
+        # By key: uses, centers, buckets of each cluster, the parameters that they were made for.
+        self._plans: dict[str, tuple[int, Tensor, Tensor, Slices | None]] = {}
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """See Average. With NaN or Inf on any rank all get NaN, and no residual changes."""
@@ -104,8 +105,8 @@ class CasqAverage:
 
     def _plan(self, sum_d: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Centers (float32 [K], ascending) and each cluster's number of buckets (int64 [K]), the same on all ranks."""
-        uses, centers, counts = self._plans.get(call.key, (0, torch.empty(0), torch.empty(0)))
-        if uses % self._interval == 0:
+        uses, centers, counts, slices = self._plans.get(call.key, (0, torch.empty(0), torch.empty(0), None))
+        if uses % self._interval == 0 or slices != call.slices:
             data = torch.empty(12 * self._clusters, dtype=torch.uint8)
             if call.group.rank == 0:
                 with call.counters.part("quantize"):
@@ -117,7 +118,7 @@ class CasqAverage:
                 data = call.group.broadcast(data)
             centers = data[: 4 * self._clusters].clone().view(torch.float32)
             counts = data[4 * self._clusters :].clone().view(torch.int64)
-        self._plans[call.key] = (uses + 1, centers, counts)
+        self._plans[call.key] = (uses + 1, centers, counts, call.slices)
         return centers, counts
 
     def _bucket_hash(self, x_d: Tensor, call: Call) -> Tensor:
@@ -129,11 +130,11 @@ class CasqAverage:
 
     def state_dict(self) -> dict[Any, Any]:
         """Centers in use, by key."""
-        return {key: (uses, centers.clone(), counts.clone()) for key, (uses, centers, counts) in self._plans.items()}
+        return {key: (uses, mu.clone(), counts.clone(), of) for key, (uses, mu, counts, of) in self._plans.items()}
 
     def load_state_dict(self, state: dict[Any, Any], device: torch.device) -> None:
-        """See Stateful. Centers stay on the CPU."""
-        self._plans = dict(state)
+        """See Stateful. Centers stay on the CPU; what an older file does not say is whose they are."""
+        self._plans = {key: plan if len(plan) == 4 else (*plan, None) for key, plan in state.items()}
 
 
 def take_sample(x_d: Tensor, seed: int) -> Tensor:

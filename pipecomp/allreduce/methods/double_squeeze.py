@@ -23,7 +23,7 @@ from pipecomp.allreduce.exchanges import Plan, Shapes, scattered, to_all
 from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.method import REQUIRED, Average, Method, one_width, option, whole, widths
 from pipecomp.allreduce.norms import squared
-from pipecomp.allreduce.reduce_scatter import Span, chunks, on_device, on_host, piece_length, reduce_bucket, spans
+from pipecomp.allreduce.reduce_scatter import Span, on_device, on_host, owned_spans, reduce_bucket
 from pipecomp.kernels import ops
 
 SCALE_BYTES = 2
@@ -86,12 +86,12 @@ class MomentumSqueeze(DoubleSqueeze):
 class SqueezedCode:
     """Groups of values as codes and bfloat16 scales, nearest rounding; `encode` and `reduce` change the residuals.
 
-    e_d: the worker's residual of the bucket. owner_e: that of the chunks that this rank owns, one after the other.
-    starts: where in it the chunk that begins at a value of the bucket lies.
+    e_d: the worker's residual of the bucket. owner_e: that of the chunks `owned` by this rank, one after the other.
     """
 
-    def __init__(self, options: DoubleSqueeze, e_d: Tensor, owner_e: Tensor, starts: dict[int, int]) -> None:
-        self._options, self._e_d, self._owner_e, self._starts = options, e_d, owner_e, starts
+    def __init__(self, options: DoubleSqueeze, e_d: Tensor, owner_e: Tensor, owned: list[Span]) -> None:
+        self._options, self._e_d = options, e_d
+        self._owner_e = {span.start: e for span, e in zip(owned, owner_e.split([s.count for s in owned]), strict=True)}
         self._bits, self._quantizer = options.bits, options.quantizer
 
     def encoded_bytes(self, count: int) -> int:
@@ -117,8 +117,7 @@ class SqueezedCode:
         if not count:
             return torch.empty(0, dtype=torch.uint8)
         codes, scales = zip(*(self._split(data, count) for data in parts), strict=True)
-        e = self._owner_e[self._starts[start] : self._starts[start] + count]
-        return _joined(*ops.feedback_reduce_(codes, scales, self._bits, e, **self._quantizer))
+        return _joined(*ops.feedback_reduce_(codes, scales, self._bits, self._owner_e[start], **self._quantizer))
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean that every rank gets."""
@@ -150,15 +149,11 @@ class SqueezedAverage:
             out_d.fill_(math.nan)
             return
         d, n = x_d.numel(), call.group.size
-        starts, total = {}, 0
-        for piece in spans(0, d, piece_length(n)):
-            chunk = chunks(piece, n)[call.group.rank]
-            starts[chunk.start] = total
-            total += chunk.count
         e_d = self._residuals.worker(call.key, call.slices, d, x_d.device)
-        owner_e = self._residuals.owner(call.key, call.slices, total)
+        owner_e = self._residuals.owner(call.key, call.slices, d)
+        code = SqueezedCode(self._options, e_d, owner_e, owned_spans(d, n, call.group.rank))
         sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
-        reduce_bucket(x_d, out_d, SqueezedCode(self._options, e_d, owner_e, starts), call)
+        reduce_bucket(x_d, out_d, code, call)
         call.counters.add_error(sample, sample - e_d[:SAMPLE])
 
     def squared_error(self, x_d: Tensor, call: Call) -> float:

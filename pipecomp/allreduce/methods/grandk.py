@@ -1,5 +1,7 @@
 """The same K random coordinates on every worker (GRandK): what is not chosen is zero, or kept for later.
 
+With error feedback the residual also has what quantizing the chosen values left out, so that nothing is lost.
+
 Coordinates come from a generator of their own, keyed by seed and call, so that torch's global one stays as it was.
 """
 
@@ -16,13 +18,14 @@ from pipecomp.allreduce.call import Call
 from pipecomp.allreduce.dithering import DitheredAverage, linear_plan
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import Plan, Shapes, to_all
-from pipecomp.allreduce.finite_check import within
+from pipecomp.allreduce.finite_check import with_residual, within
 from pipecomp.allreduce.method import Average, Method, flag, many_widths, one_width, option, widths
 from pipecomp.allreduce.methods.qsgd_mn import MAX_OF_L2, MultiScaleAverage, multi_scale_plan
 from pipecomp.allreduce.norms import LARGEST, squared
 from pipecomp.errors import ConfigError
 
 _COORDINATES = 2  # what a random draw is for
+SUMMABLE = 2.0**100  # values of which float32 holds the L2 norm, however many there are
 
 
 def _k(key: str, value: Any) -> int | float:
@@ -114,31 +117,33 @@ class RandomKAverage:
     """`inner` on K shared random coordinates. rescale multiplies by d/K, which makes an unbiased method unbiased."""
 
     exponents = None
-    largest = LARGEST
 
-    def __init__(self, inner: Average, options: GrandKMn, residuals: Residuals) -> None:
+    def __init__(self, inner: DitheredAverage | MultiScaleAverage, options: GrandKMn, residuals: Residuals) -> None:
         self._inner, self._options, self._residuals = inner, options, residuals
+        self.largest = SUMMABLE if options.error_feedback else LARGEST
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Average."""
+        """See Average. With NaN, Inf or a value above `largest` on any rank all get NaN, and no residual changes."""
         d = x_d.numel()
         count = self._options.kept(d)
-        with call.counters.part("quantize"):
-            index = random_coordinates(d, count, call.draw(_COORDINATES)).to(x_d.device)
-            chosen = x_d[index]
-            e_d = None
-            if self._options.error_feedback:
-                e_d = self._residuals.worker(call.key, call.slices, d, x_d.device)
-                chosen = chosen.to(torch.float32) + e_d[index]
-        mean = torch.empty(count, device=x_d.device)
-        if not within(x_d, call, LARGEST):  # also where nothing was chosen: loss scaling has to see it
+        sum_d, e_d = x_d, None
+        if self._options.error_feedback:
+            found = with_residual(x_d, out_d, self._residuals, call, SUMMABLE)
+            if found is None:
+                return
+            e_d, sum_d = found
+        elif not within(x_d, call, LARGEST):  # also where nothing was chosen: loss scaling has to see it
             out_d.fill_(math.nan)
             return
-        self._inner.mean(chosen, mean, call)
+        with call.counters.part("quantize"):
+            index = random_coordinates(d, count, call.draw(_COORDINATES)).to(x_d.device)
+            chosen = sum_d[index]
+        mean, sent = torch.empty(count, device=x_d.device), torch.zeros(count, device=x_d.device)
+        self._inner.mean(chosen, mean, call, sent_d=None if e_d is None else sent)
         with call.counters.part("decode"):
             if e_d is not None:
-                e_d.add_(x_d)
-                e_d[index] = 0
+                e_d.copy_(sum_d)
+                e_d[index] -= sent
             out_d.zero_()
             out_d[index] = mean * (d / count) if self._options.rescale else mean
 

@@ -11,8 +11,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.dithering import DitheredAverage, LeastIndexCode, LinearCode, levels_of, linear_plan
+from pipecomp.allreduce.call import Call
+from pipecomp.allreduce.dithering import (
+    DitheredAverage,
+    LeastIndexCode,
+    LinearCode,
+    count_error,
+    levels_of,
+    linear_plan,
+)
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import Piece, Plan, Shapes, packed, scattered, to_all
 from pipecomp.allreduce.method import Average, Method, many_widths, one_width, option, widths
@@ -81,8 +88,8 @@ class MultiScaleAverage:
         self._bits = bits[0]
         self._levels = tuple(levels_of(b) for b in bits)
 
-    def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Average. Scales are picked before anything is rounded: picking by what was drawn would be a bias."""
+    def mean(self, x_d: Tensor, out_d: Tensor, call: Call, sent_d: Tensor | None = None) -> None:
+        """See DitheredAverage. Scales are picked before anything is rounded: picking by what was drawn is a bias."""
         norm = shared_norm(x_d, MAX_OF_L2, call)
         if finish_without_codes(norm, out_d):
             return
@@ -90,5 +97,5 @@ class MultiScaleAverage:
             index_d = ops.multiscale_index(x_d, norm, self._levels)
         reduce_bucket(index_d, index_d, LeastIndexCode(len(self._levels)), call)
         code = LinearCode(norm, self._bits, call, levels=self._levels, scale_index_d=index_d)
-        call.counters.add_error(x_d[:SAMPLE], code.own(x_d[:SAMPLE]))
+        count_error(x_d, code, call, sent_d)
         reduce_bucket(x_d, out_d, code, call)

@@ -1,0 +1,213 @@
+"""Error-feedback residuals belong to parameters: nothing is lost or sent twice, whatever buckets carry them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipecomp.allreduce import State
+from pipecomp.allreduce.call import Slices
+from pipecomp.allreduce.error_feedback import Residuals
+from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
+from pipecomp.allreduce.reduce_scatter import owned_spans
+
+CPU = torch.device("cpu")
+SIZES = (300, 7, 150, 64, 401)
+Layout = list[list[int]]  # the parameters of each bucket
+FIRST: Layout = [[4, 3], [2, 1], [0]]
+REBUILT: Layout = [[0, 4, 1], [3, 2]]
+METHODS: list[dict[str, Any]] = [
+    {"method": "double_squeeze", "bits": 2, "group_size": 32},
+    {"method": "double_squeeze", "bits": 1, "group_size": 32},
+    {"method": "double_squeeze", "bits": 4, "group_size": 32, "adaptive": {"every": 5, "error": 1.5}},
+    {"method": "casq", "bits": 3, "interval": 3},
+    {"method": "grandk_mn", "k": 0.2, "error_feedback": True},
+    {"method": "grandk_mn", "k": 0.2, "error_feedback": True, "adaptive": {"every": 5, "error": 1.5}},
+    {"method": "grandk_mn_ts", "k": 100, "error_feedback": True},
+]
+
+
+def name(options: dict[str, Any]) -> str:
+    return " ".join(str(v) for v in options.values())
+
+
+def slices(bucket: list[int]) -> Slices:
+    return tuple((p, SIZES[p]) for p in bucket)
+
+
+def gradient(rank: int, step: int, parameter: int, scale: float = 1.0) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * step + 10 * parameter + rank)
+    return scale * torch.randn(SIZES[parameter], generator=draw)
+
+
+def average(
+    state: State, layout: Layout, step: int, sums: list[Tensor], means: list[Tensor], scale: float = 1.0
+) -> None:
+    """One step with these buckets: what went in and came out is added up by parameter."""
+    for number, bucket in enumerate(layout):
+        x = [gradient(state.group.rank, step, p, scale) for p in bucket]
+        found = state.submit(torch.cat(x), str(number), slices=slices(bucket)).wait()
+        for p, g, mean in zip(bucket, x, found.split([SIZES[p] for p in bucket]), strict=True):
+            sums[p] += g.double()
+            means[p] += mean.double()
+
+
+def left_by_parameter(state: State) -> list[Tensor]:
+    """Of each parameter, what a rank has left: as a worker, and n times what it has as an owner."""
+    kept, n = state.state_dict()["memory"], state.group.size
+    found = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    seen: list[int] = []
+    for parts, e_d in kept["worker"].values():
+        for (p, _), e in zip(parts, e_d.split([count for _, count in parts]), strict=True):
+            found[p] += e.double()
+            seen.append(p)
+    assert len(seen) == len(set(seen)), "a parameter has one residual"
+    for (_, parts), e in kept["owner"].items():
+        counts = [count for _, count in parts]
+        whole = torch.zeros(sum(counts), dtype=torch.float64)
+        spans = owned_spans(len(whole), n, state.group.rank)
+        for span, part in zip(spans, e.split([span.count for span in spans]), strict=True):
+            span.of(whole).copy_(part)
+        for (p, _), part in zip(parts, whole.split(counts), strict=True):
+            found[p] += n * part
+    return found
+
+
+def run(options: dict[str, Any], layouts: list[Layout], n: int = 3, *, restart_at: int | None = None) -> list[float]:
+    """‖Σ in − Σ out − left‖ / ‖Σ in‖ of each parameter, over all ranks."""
+
+    def work(group: LoopbackGroup) -> Any:
+        state = State(group=group, seed=4, **options)
+        sums, means = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2))
+        for step, layout in enumerate(layouts):
+            if step == restart_at:
+                saved, state = state.state_dict(), State(group=group, seed=4, **options)
+                state.load_state_dict(saved)
+            average(state, layout, step, sums, means)
+        return sums, means, left_by_parameter(state)
+
+    ranks = run_threads(n, work)
+    found = []
+    for p in range(len(SIZES)):
+        went_in, left = (sum(rank[part][p] for rank in ranks) for part in (0, 2))
+        missing = went_in - n * ranks[0][1][p] - left
+        found.append(float(missing.norm() / went_in.norm()))
+    return found
+
+
+@pytest.mark.parametrize("options", METHODS, ids=name)
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_nothing_is_lost_when_buckets_change(options: dict[str, Any], n: int) -> None:
+    assert max(run(options, [FIRST] * 4 + [REBUILT] * 8 + [FIRST] * 2, n)) < 2e-6
+
+
+@pytest.mark.parametrize("options", METHODS, ids=name)
+@pytest.mark.parametrize("layouts", [[FIRST] * 3 + [REBUILT] * 3, [REBUILT] * 3 + [FIRST] * 3, [FIRST] * 6])
+def test_nothing_is_lost_or_taken_twice_after_a_restart(options: dict[str, Any], layouts: list[Layout]) -> None:
+    """Buckets change with the restart, and once more later."""
+    for restart_at in (3, 4):
+        assert max(run(options, [*layouts, REBUILT, REBUILT], restart_at=restart_at)) < 2e-6
+
+
+def test_a_residual_is_kept_while_no_bucket_has_its_parameter() -> None:
+    options = METHODS[0]
+    assert max(run(options, [FIRST] * 3 + [[[0, 1]]] * 2 + [REBUILT] * 2)) < 2e-6
+    assert max(run(options, [FIRST] * 3 + [[[0, 1]]] * 2, restart_at=4)) < 2e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_buckets_at_any_time(data: st.DataObject) -> None:
+    """A plain dict by parameter is the reference."""
+    residuals, reference = Residuals(), dict.fromkeys(range(len(SIZES)), 0.0)
+    for value in range(1, data.draw(st.integers(2, 12))):
+        order = data.draw(st.permutations(range(len(SIZES))))
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(SIZES) - 1), max_size=3)))
+        for number, (lo, hi) in enumerate(
+            itertools.pairwise([0, *cuts, data.draw(st.integers(cuts[-1] if cuts else 0, 5))])
+        ):
+            bucket = list(order[lo:hi])
+            d = sum(SIZES[p] for p in bucket)
+            e_d = residuals.worker(str(number), slices(bucket), d, CPU)
+            for p, e in zip(bucket, e_d.split([SIZES[p] for p in bucket]), strict=True):
+                assert bool((e == reference[p]).all())
+                e.fill_(10.0 * value + p)
+                reference[p] = 10.0 * value + p
+        if data.draw(st.booleans()):
+            saved, residuals = residuals.state_dict(), Residuals()
+            residuals.load_state_dict(saved, CPU)
+
+
+def test_files_from_before_residuals_belonged_to_parameters() -> None:
+    """Buckets without slices, as the pipeline engine used to have them."""
+    residuals = Residuals(0, 2)
+    d = SIZES[0] + SIZES[1]
+    old = {
+        "worker": {"bucket-0": (((-1, d),), torch.arange(d).float())},
+        "owner": {("bucket-0", ((-1, 192),)): torch.ones(192)},
+    }
+    residuals.load_state_dict(old, CPU)
+    assert torch.equal(residuals.worker("bucket-0", slices([0, 1]), d, CPU), torch.arange(d).float())
+    assert torch.equal(residuals.owner("bucket-0", slices([0, 1]), d), torch.ones(192))
+
+
+# -- what other rules residuals keep
+
+
+@pytest.mark.parametrize("options", METHODS, ids=name)
+def test_residuals_are_kept_without_the_loss_scale(options: dict[str, Any]) -> None:
+    """A scale that halves and doubles changes nothing but the unit of what comes out."""
+
+    def work(group: LoopbackGroup) -> tuple[list[Tensor], dict, dict]:
+        plain, scaled = (State(group=group, seed=4, **options) for _ in range(2))
+        differences = []
+        for step, scale in enumerate([1024.0, 1024.0, 512.0, 2.0**15, 1.0]):
+            sums, means, found = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(3))
+            average(plain, FIRST, step, sums, means)
+            scaled.loss_scale = scale
+            average(scaled, FIRST, step, sums, found, scale)
+            differences += [mean * scale - other for mean, other in zip(means, found, strict=True)]
+        return differences, plain.state_dict()["memory"]["worker"], scaled.state_dict()["memory"]["worker"]
+
+    for differences, plain, scaled in run_threads(3, work):
+        assert not any(bool(difference.any()) for difference in differences)
+        assert all(torch.equal(plain[key][1], scaled[key][1]) for key in plain)
+
+
+@pytest.mark.parametrize("large", [1e38, 2e30])
+def test_a_norm_that_overflows_leaves_residuals_as_they_were(large: float) -> None:
+    """Values that float32 holds, whose L2 norm it does not, or only without the residual."""
+
+    def work(group: LoopbackGroup) -> tuple[Tensor, bool]:
+        state = State("grandk_mn", group=group, k=0.2, error_feedback=True)
+        x = gradient(group.rank, 0, 0)
+        state.submit(x, "x").wait()
+        before = state.state_dict()["memory"]["worker"]["x"][1]
+        found = state.submit(x.sign() * large, "x").wait()
+        return found, torch.equal(before, state.state_dict()["memory"]["worker"]["x"][1])
+
+    for found, same in run_threads(2, work):
+        assert bool(found.isnan().all())
+        assert same
+
+
+def test_casqs_clusters_are_of_the_parameters_that_are_sent() -> None:
+    """A bucket of much smaller values takes the place of another: its own centers, at once."""
+
+    def work(group: LoopbackGroup) -> tuple[float, float]:
+        def relative(state: State, key: str, parameter: int, scale: float) -> float:
+            x = gradient(0, 0, parameter, scale)
+            return float((state.submit(x, key, slices=slices([parameter])).wait() - x).norm() / x.norm())
+
+        state = State("casq", group=group, bits=4, interval=100)
+        relative(state, "0", 0, 1.0)
+        return relative(state, "0", 4, 1e-4), relative(State("casq", group=group, bits=4), "0", 4, 1e-4)
+
+    for after, fresh in run_threads(2, work):
+        assert after < 1.5 * fresh
