@@ -2,8 +2,7 @@
 
     python tests/golden/work.py run OUT.json        what this code does
     python tests/golden/work.py record              keep it: only where bits are meant to change, and say why
-
-`record` also trains and saves a run, and packs its checkpoint and message stores for later code to resume.
+    python tests/golden/work.py pack                train and save a run, for later code to resume, before `record`
 
 The last bits of a matrix product depend on the processor, so libraries are held to instructions that all x86 machines
 have; `probe` tells whether that was enough.
@@ -163,7 +162,6 @@ def gradient_methods(rank: int, world: int, note: Any) -> dict[str, Any]:
     from pipecomp.allreduce.group import Group
 
     dist.init_process_group("gloo")
-    sent = hashlib.sha256()
     exchange, gather = Group.exchange, Group.gather
 
     def heard_exchange(self: Any, outgoing: list[torch.Tensor], *args: Any) -> Any:
@@ -177,6 +175,7 @@ def gradient_methods(rank: int, world: int, note: Any) -> dict[str, Any]:
     Group.exchange, Group.gather = heard_exchange, heard_gather  # type: ignore[method-assign]
     out = {}
     for name, options in METHODS.items():
+        sent = hashlib.sha256()
         state = State(**{"method": name, "seed": 3, **options})
         draw = torch.Generator().manual_seed(100 + rank)
         means = []
@@ -277,8 +276,9 @@ def with_plain_instructions() -> None:
 if __name__ == "__main__":
     with_plain_instructions()
     preload_large_packages()
-    if sys.argv[1] == "record":
+    if sys.argv[1] == "pack":
         pack_old_run()
+    elif sys.argv[1] == "record":
         GOLDEN.write_text(json.dumps(everything(), indent=1) + "\n")
     else:
         Path(sys.argv[2]).write_text(json.dumps(everything(), indent=1) + "\n")
