@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,16 @@ def test_parameters_are_numbered_by_the_models_order() -> None:
     number_parameters(state, model.parameters())
     last_first = types.SimpleNamespace(parameters=lambda: list(model.parameters())[::-1])
     assert state._slices(last_first) == ((3, 3), (2, 9), (1, 3), (0, 9))
+
+
+def test_each_step_begins_with_the_loss_scale() -> None:
+    """The scale changes between steps, and a State keeps residuals without it."""
+    callback = CompressionCallback("double_squeeze")
+    callback.on_step_begin(None, None, None)  # not training yet
+    callback._state = State("double_squeeze", group=LoopbackGroup(0, 1, {}))
+    callback.on_step_begin(None, None, None)  # without a scaler, as with float32
+    assert callback._state.loss_scale == 1.0
+    for scale in (65536.0, 32768.0):
+        callback._scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
+        callback.on_step_begin(None, None, None)
+        assert callback._state.loss_scale == scale
