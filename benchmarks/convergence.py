@@ -25,6 +25,7 @@ from benchmarks.wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABUL
 EPOCHS, BATCH, MICRO_BATCH = 6, 16, 8
 LEARNING_RATE, WARM_UP = 5e-4, 24
 BITS = ((2, 4), (3, 6), (4, 8))
+DROPOUT, DROPPED = 0.1, ", dropout"  # Hugging Face's default for GPT-2, and what says so in a method's name
 SETUP = digest(
     [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
 )
@@ -38,6 +39,7 @@ class Method:
     activations: dict[str, Any]
     store: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
+    dropout: float = 0.0
     main: bool = False
     every_k: bool = False
 
@@ -69,6 +71,10 @@ def methods() -> list[Method]:
         activations = {**_quantized("aqsgd", forward, backward), **extra}
         store = {} if bits == 32 else {"bits": bits}
         lines.append(Method(f"{base} {name}", activations, store, every_k="backward_top_k" in extra))
+    lines.append(Method(f"FP32{DROPPED}", {"method": "none"}, dropout=DROPOUT))
+    for label, method, forward in (("DirectQ", "direct", 2), ("AQ-SGD", "aqsgd", 2), ("AQ-SGD", "aqsgd", 4)):
+        activations = _quantized(method, forward, 2 * forward)
+        lines.append(Method(f"{label} fw{forward} bw{2 * forward}{DROPPED}", activations, dropout=DROPOUT))
     lines.append(Method("BF16", {"method": "none"}, bf16=True))
     lines.append(Method("BF16, AQ-SGD fw4 bw8", _quantized("aqsgd", 4, 8), bf16=True))
     return lines
@@ -97,6 +103,7 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
 
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)
+    set_dropout(model, method.dropout)
     training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
     config = adamw(
         in_memory(method.activations, seed, **method.store),
@@ -123,6 +130,15 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
         "cpu_seconds": time.process_time() - began,
         **report,
     }
+
+
+def set_dropout(model: Any, share: float) -> None:
+    """Train on with dropout of embeddings, attention and blocks."""
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(model.config, name, share)
+    for module in model.modules():
+        if type(module).__name__ == "Dropout":
+            module.p = share
 
 
 def cases(stages: list[int], seeds: int, only: list[str]) -> list[tuple[str, int, int]]:
@@ -165,13 +181,15 @@ def results(rows: list[Row]) -> list[str]:
 
         (DirectQ − AQ-SGD) / (DirectQ − FP32) of the means over seeds; in brackets the single seeds.
     """
-    more = """
+    more = f"""
         ## All methods
 
         Sent: bytes of packets, headers and scales included, as a share of the values' bytes in the training dtype;
         forward over all epochs and without the first, in which samples are sent uncompressed. FP32 is the same, bit for
         bit, for every K. Stores: both ends of all links together. Matrix products of BF16 training are computed in
-        float32 and rounded (`pipecomp/bench/bf16.py`).
+        float32 and rounded (`pipecomp/bench/bf16.py`). Lines that say "dropout" train with dropout of {DROPOUT:g} in
+        embeddings, attention and blocks, the default of Hugging Face's GPT-2, and are compared with FP32 training that
+        does: a sample's activations then change from visit to visit by their masks too, which is what AQ-SGD sends.
     """
     return [*prose(text), *_gaps(rows), *prose(more), *_table(rows)]
 
@@ -205,10 +223,11 @@ def _table(rows: list[Row]) -> list[str]:
     """One line per method and K. Bytes are those of training over all links."""
 
     def above(group: list[Row]) -> str:
-        reference = "BF16" if group[0]["method"].startswith("BF16") else "FP32"
+        name = group[0]["method"]
+        reference = "BF16" if name.startswith("BF16") else "FP32" + DROPPED * name.endswith(DROPPED)
         seeds = values(group, "seed")
         base = [row for row in _of(rows, reference) if row["seed"] in seeds]
-        if group[0]["method"] == reference or not base:
+        if name == reference or not base:
             return "–"
         found = statistics.mean(page.above(group, base, "train_loss"))
         return f"{found:+.4f} ({100 * found / statistics.mean(values(base, 'train_loss')):+.2f} %)"

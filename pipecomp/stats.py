@@ -95,7 +95,7 @@ class GroupStats:
 
     def add(self, raw: int, ranks: int, seconds: float) -> None:
         """Count one reduction of `raw` bytes over `ranks` ranks."""
-        ring = 2 * raw * (ranks - 1) // ranks
+        ring = ring_bytes(raw, ranks)
         self.calls += 1
         self.bytes_raw += ring
         self.bytes_sent += ring
@@ -134,6 +134,11 @@ class Seconds:
         began = time.perf_counter()
         yield
         setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
+
+def ring_bytes(size: int, n: int) -> int:
+    """Return what a ring all-reduce of `size` bytes over n ranks puts on a rank's links."""
+    return 2 * size * (n - 1) // n
 
 
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipecomp.allreduce.reduce_scatter import chunks, packed_bytes, piece_length, spans
+from pipecomp.stats import ring_bytes
 
 Shapes = Sequence[Sequence[int]]
 FLOAT = 4  # bytes
@@ -73,11 +74,6 @@ def ring(size: int, n: int) -> Exchange:
     """A ring all-reduce of `size` bytes, as torch's hooks use it."""
     sent = ring_bytes(size, n)
     return Exchange((sent,) * n, sent, hops=2 * (n - 1))
-
-
-def ring_bytes(size: int, n: int) -> int:
-    """What a ring all-reduce of `size` bytes puts on a rank's links."""
-    return 2 * size * (n - 1) // n
 
 
 def scattered(d: int, n: int, encoded: Bytes, reduced: Bytes | None = None) -> tuple[Piece, ...]:

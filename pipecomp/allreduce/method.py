@@ -178,3 +178,20 @@ def many_widths(bits: Any, name: str) -> None:
     ok = isinstance(bits, tuple) and len(bits) >= 2 and list(bits) == sorted(set(bits)) and bits[0] <= 8
     if not ok:
         raise ConfigError("gradients.bits", bits, "two or more ascending numbers, the first at most 8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLevels(Method):
+    """A method whose one option is the width of its linear levels. bits: of a value."""
+
+    bits: int = option(8, widths)
+
+    measured: ClassVar = ({"bits": 8},)
+
+    def check(self, name: str) -> None:
+        """See Method."""
+        one_width(self.bits, name)
+
+    def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
+        """See Method."""
+        return "bits", (2, 3, 4, 5, 6, 8)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipecomp.allreduce.call import PARTS
-from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, ring_bytes
+from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes
 from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.errors import ConfigError
+from pipecomp.stats import ring_bytes
 
 KERNELS = ("quantize", "reduce", "decode")
 

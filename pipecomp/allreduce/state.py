@@ -17,12 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pipecomp.allreduce.adaptive import AdaptiveAverage
 from pipecomp.allreduce.call import Call, Counters, Slices
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.exchanges import ring_bytes
 from pipecomp.allreduce.group import Group
 from pipecomp.allreduce.method import Average, Stateful
 from pipecomp.allreduce.methods.torch_hooks import LoneBucket
 from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, ShapeError
+from pipecomp.stats import ring_bytes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
-from pipecomp.allreduce.exchanges import ring_bytes
 from pipecomp.allreduce.method import Method
 from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.predict import plan_of
@@ -32,6 +31,7 @@ from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
+from pipecomp.stats import ring_bytes
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB

@@ -9,24 +9,12 @@ from typing import Any, ClassVar
 from pipecomp.allreduce.all_gather import GatheredAverage, gathered_plan
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import Plan, Shapes
-from pipecomp.allreduce.method import Average, Method, exponential_width, one_width, option, widths
+from pipecomp.allreduce.method import Average, LinearLevels, Method, exponential_width, option, widths
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qsgd(Method):
+class Qsgd(LinearLevels):
     """ "qsgd": linear levels of the L2 norm. bits: of a value. Source: arXiv:1610.02132."""
-
-    bits: int = option(8, widths)
-
-    measured: ClassVar = ({"bits": 8},)
-
-    def check(self, name: str) -> None:
-        """See Method."""
-        one_width(self.bits, name)
-
-    def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method."""
-        return "bits", (2, 3, 4, 5, 6, 8)
 
     def average(self, residuals: Residuals) -> Average:
         """See Method."""

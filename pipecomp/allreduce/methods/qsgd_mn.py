@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from pipecomp.allreduce.dithering import (
 )
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import Piece, Plan, Shapes, packed, scattered, to_all
-from pipecomp.allreduce.method import Average, Method, many_widths, one_width, option, widths
+from pipecomp.allreduce.method import Average, LinearLevels, Method, many_widths, option, widths
 from pipecomp.allreduce.norms import finish_without_codes, shared_norm
 from pipecomp.allreduce.reduce_scatter import reduce_bucket
 from pipecomp.kernels import ops
@@ -31,20 +31,8 @@ MAX_OF_L2 = (2.0, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QsgdMn(Method):
+class QsgdMn(LinearLevels):
     """ "qsgd_mn". bits: of a value."""
-
-    bits: int = option(8, widths)
-
-    measured: ClassVar = ({"bits": 8},)
-
-    def check(self, name: str) -> None:
-        """See Method."""
-        one_width(self.bits, name)
-
-    def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method."""
-        return "bits", (2, 3, 4, 5, 6, 8)
 
     def average(self, residuals: Residuals) -> Average:
         """See Method."""

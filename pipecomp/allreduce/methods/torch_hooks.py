@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from pipecomp.allreduce.call import Counters
-from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, ring, ring_bytes
+from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, ring
 from pipecomp.allreduce.method import HookAverage, Method, option, whole
 from pipecomp.errors import ConfigError
+from pipecomp.stats import ring_bytes
 
 COMPRESSES_FROM = 2  # PowerSGD's step; before that it sends all values
 _KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")  # what PowerSGD keeps of each bucket
