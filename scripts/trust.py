@@ -27,13 +27,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# Read when torch, DeepSpeed and the ranks' server start: the same arithmetic everywhere, and no GPU.
-os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 
 from tests.trust.conditions import FACTORS, KNOWN, STEPS, Row, all_rows  # noqa: E402
 from tests.trust.training import LIMIT, Found, compare  # noqa: E402
 
 PAGE, RECORDS = ROOT / "docs" / "trust.md", ROOT / "docs" / "trust.jsonl"
+# For DeepSpeed and the ranks: one thread, the same arithmetic everywhere, and no GPU.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 PACKAGES = ("deepspeed", "transformers", "torch")
 Versions = tuple[str, ...]
 
@@ -75,11 +75,19 @@ gradient is the mean over micro-batches and replicas.
 The difference is ‖p − q‖ / ‖q‖ in double precision, p a parameter of the pipeline after the last step, on any rank that
 holds it, and q the same one of the unsplit model; the table has the largest of all parameters. **It must be at most
 {limit:g}**, and so must the relative difference of every step's loss. Parameters move by {moved:.1g} of their norm
-(median over parameters and rows), so a gradient that is wrong by a thousandth is seen.
+(median over parameters and rows), so what is wrong by a thousandth is seen: gradients that are summed instead of
+averaged, scaled once more by each stage, or missing. A factor that all gradients have in common shows only in rows that
+are not clipped.
 
-`python scripts/trust.py` makes this page. `make trust` runs all rows; `make trust VERSIONS="deepspeed==0.19.7
-transformers==5.22.2"` runs them with other versions, which it installs into an environment of their own. Some rows run
-in `make test`. A new release of either is trusted when its rows hold: releases have changed gradients silently before.
+```bash
+make trust                                                        # all rows, with what is installed
+make trust VERSIONS="deepspeed==0.19.7 transformers==5.22.2"      # and with others, in an environment of their own
+python scripts/trust.py --redraw                                  # this page, from docs/trust.jsonl
+```
+
+Rows that are recorded for the same versions are not run again without `--again`. Eight rows more run in `make test`
+(`tests/trust/test_trust.py`). Releases of DeepSpeed and transformers have changed gradients silently before: a new one is
+trusted when its rows hold.
 
 **Conditions.** {count} rows, in which every pair of values of two columns occurs that goes together
 (`tests/trust/conditions.py`). SGD has lr 0.1 and momentum 0.9. AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**:
@@ -135,7 +143,8 @@ def _line(found: Found) -> str:
     r = found.row
     yes = {True: "yes", False: "–"}
     cells = [r.model, r.stages, r.replicas, r.micro_batches, r.padding, yes[r.tied], yes[r.clipped], yes[r.recomputed]]
-    cells += [r.zero, r.optimizer, "decays" if r.decay else "constant", _number(found), f"`{found.parameter}`"]
+    cells += [r.zero, r.optimizer, "decays" if r.decay else "constant", _number(found)]
+    cells.append(f"`{found.parameter}`" if found.difference else "–")
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -158,8 +167,8 @@ def _failures(versions: Versions, found: dict[Row, Found], rows: list[Row]) -> s
 def _unused(found: dict[Row, Found]) -> str:
     largest = max(f.unused for f in found.values())
     return (
-        "Not compared are parameters that no loss depends on, such as a second bias of RoBERTa's head without tied "
-        f"weights: torch's AdamW leaves them alone, with ZeRO they decay (by up to {largest:.1e})."
+        "Not compared are parameters that no loss depends on, such as a second bias of RoBERTa's head without tied\n"
+        f"weights: torch's AdamW leaves them alone, DeepSpeed lets them decay (by up to {largest:.1e})."
     )
 
 
@@ -185,19 +194,25 @@ def run(again: bool, only: str) -> bool:
     return not wrong
 
 
+def installed(versions: list[str], folder: str) -> str:
+    """The Python of a virtual environment where these are installed over the packages of this environment."""
+    venv.create(folder, with_pip=True)
+    python = str(Path(folder, "bin", "python"))
+    where = sysconfig.get_path("purelib", vars={"base": folder, "platbase": folder})
+    Path(where, "packages-of-the-other-environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    constraints = Path(folder, "constraints.txt")
+    constraints.write_text(f"torch=={importlib.metadata.version('torch')}\n")
+    install = [python, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-build-isolation"]
+    environment = {**os.environ, **ENVIRONMENT, "DS_BUILD_OPS": "0"}
+    subprocess.run([*install, "-c", str(constraints), *versions], env=environment, check=True)
+    return python
+
+
 def run_with(versions: list[str], arguments: list[str]) -> int:
-    """Run this script where these versions are installed over the packages of this environment."""
+    """Run this script with other versions."""
     with tempfile.TemporaryDirectory(prefix="pipecomp-trust-") as folder:
-        venv.create(folder, with_pip=True)
-        python = str(Path(folder, "bin", "python"))
-        where = sysconfig.get_path("purelib", vars={"base": folder, "platbase": folder})
-        Path(where, "packages-of-the-other-environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        constraints = Path(folder, "constraints.txt")
-        constraints.write_text(f"torch=={importlib.metadata.version('torch')}\n")
-        install = [python, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-build-isolation"]
-        environment = {**os.environ, "DS_BUILD_OPS": "0"}
-        subprocess.run([*install, "-c", str(constraints), *versions], env=environment, check=True)
-        return subprocess.run([python, __file__, *arguments], env=environment, check=False).returncode
+        python = installed(versions, folder)
+        return subprocess.run([python, __file__, *arguments], check=False).returncode
 
 
 def main() -> int:
@@ -213,6 +228,7 @@ def main() -> int:
         return 0
     if given.versions:
         return run_with(given.versions.split(), [*(["--again"] if given.again else []), "--only", given.only])
+    os.environ |= ENVIRONMENT
     from pipecomp.cluster.local_ranks import preload_large_packages
 
     preload_large_packages()

@@ -72,7 +72,8 @@ class Found:
 
 
 def unsplit(row: Row) -> Trained:
-    """Train Hugging Face's model in this process."""
+    """Train Hugging Face's model in this process, with one thread, as ranks have."""
+    torch.set_num_threads(1)
     model, data, collate = model_of(row), samples(row), collated(row)
     make = torch.optim.SGD if row.optimizer == "SGD" else torch.optim.AdamW
     optimizer = make(model.parameters(), **(SGD if row.optimizer == "SGD" else ADAMW))
@@ -136,7 +137,6 @@ def compare(rows: Sequence[Row], *, faulty: Callable | None = None) -> Iterator[
     """Each row's result; rows that need as many processes share them."""
     from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 
-    torch.set_num_threads(1)
     for ranks in sorted({row.ranks for row in rows}):
         these = [row for row in rows if row.ranks == ranks]
         try:
