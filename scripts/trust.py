@@ -75,9 +75,9 @@ gradient is the mean over micro-batches and replicas.
 The difference is ‖p − q‖ / ‖q‖ in double precision, p a parameter of the pipeline after the last step, on any rank that
 holds it, and q the same one of the unsplit model; the table has the largest of all parameters. **It must be at most
 {limit:g}**, and so must the relative difference of every step's loss. Parameters move by {moved:.1g} of their norm
-(median over parameters and rows), so what is wrong by a thousandth is seen: gradients that are summed instead of
-averaged, scaled once more by each stage, or missing. A factor that all gradients have in common shows only in rows that
-are not clipped.
+(median over parameters and rows; {least:.0e} in the row with the least), so updates that are wrong by a thousandth are
+seen in {seen} rows, and in all of them gradients that are summed instead of averaged, scaled once more by each stage,
+or missing. A factor that all gradients have in common shows only in rows that are not clipped.
 
 ```bash
 make trust                                                        # all rows, with what is installed
@@ -86,8 +86,8 @@ python scripts/trust.py --redraw                                  # this page, f
 ```
 
 Rows that are recorded for the same versions are not run again without `--again`. Eight rows more run in `make test`
-(`tests/trust/test_trust.py`). Releases of DeepSpeed and transformers have changed gradients silently before: a new one is
-trusted when its rows hold.
+(`tests/trust/test_trust.py`). Releases of DeepSpeed and transformers have changed gradients silently before: a new one
+is trusted when its rows hold.
 
 **Conditions.** {count} rows, in which every pair of values of two columns occurs that goes together
 (`tests/trust/conditions.py`). SGD has lr 0.1 and momentum 0.9. AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**:
@@ -104,7 +104,8 @@ def draw() -> str:
     versions, found = next(iter(every.items()))
     rows = all_rows()
     moved = sorted(found[row].moved for row in rows if row in found)
-    lines = [HEAD.format(steps=STEPS, limit=LIMIT, moved=moved[len(moved) // 2], count=len(rows)), "## Versions", ""]
+    facts = {"steps": STEPS, "limit": LIMIT, "count": len(rows), "moved": moved[len(moved) // 2], "least": moved[0]}
+    lines = [HEAD.format(**facts, seen=sum(1e-3 * m > LIMIT for m in moved)), "## Versions", ""]
     lines += ["| " + " | ".join(PACKAGES) + " | rows that hold | largest difference |", "|---|---|---|---|---|"]
     lines += [_summary(of, [results[row] for row in rows if row in results]) for of, results in every.items()]
     lines += ["", *(_failures(of, results, rows) for of, results in every.items() if _failures(of, results, rows))]

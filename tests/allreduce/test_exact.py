@@ -138,6 +138,20 @@ def test_what_exponential_codes_are_reduced_with_is_drawn_anew() -> None:
     assert not torch.equal(means[1], means[2])
 
 
+def test_grandk_chooses_other_coordinates_in_every_call_and_the_same_on_every_rank() -> None:
+    def work(group: LoopbackGroup) -> list[list[int]]:
+        state = State(group=group, method="grandk_mn", k=0.25)
+        found = [allreduce_mean(state, torch.ones(400)).nonzero().flatten().tolist() for _ in range(4)]
+        state.close()
+        return found
+
+    one, other = run_threads(2, work)
+    assert one == other
+    assert all(0 < len(chosen) <= 100 for chosen in one)
+    assert len({tuple(chosen) for chosen in one}) == 4
+    assert len(set().union(*one)) > 200  # of four independent choices, about 68 %
+
+
 # -- nothing is lost
 
 Submit = Callable[[State, int], Tensor]

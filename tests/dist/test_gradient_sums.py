@@ -1,4 +1,4 @@
-"""Two stages with two replicas: every gradient is exactly the mean over replicas, a tied one the sum over its stages."""
+"""Two stages with two replicas: every gradient is exactly the mean over replicas, a tied one its stages' sum."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ SOME = (
 def test_pipelines_train_as_the_unsplit_model(ranks: int) -> None:
     for found in compare([r for r in SOME if r.ranks == ranks]):
         assert found.holds, found
-        assert found.moved > 1e-3, found  # not because nothing was trained
+        assert found.moved > 300 * LIMIT, found  # not because nothing was trained
 
 
 # -- what would be noticed
