@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "the norm of each stage by itself",
         "pipecomp/engine/reduction.py",
-        "        dist.all_reduce(square, group=engine.grid.get_pipe_parallel_group())\n",
+        "        dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())\n",
         "",
         TRUST_2,
         "stages clip by different factors, so that the gradient's direction changes",
@@ -226,8 +226,8 @@ MUTANTS = (
     Mutant(
         "one CASQ plan for all tensors",
         _CASQ,
-        "self._plans.get(call.key, (0, torch.empty(0), torch.empty(0)))",
-        "next(iter(self._plans.values()), (0, torch.empty(0), torch.empty(0)))",
+        "self._plans.get(call.key, (0, torch.empty(0), torch.empty(0), None))",
+        "next(iter(self._plans.values()), (0, torch.empty(0), torch.empty(0), None))",
         EXACT,
         "a tensor is clustered around the values of another",
     ),
@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         "residuals start anew when buckets change",
         _RESIDUALS,
-        "target.copy_(pieces[number])",
+        "target.copy_(piece)",
         "target.zero_()",
         EXACT,
         "what was left out before DDP made its buckets anew is lost",
@@ -250,10 +250,18 @@ MUTANTS = (
     Mutant(
         "owners' residuals by key alone",
         _RESIDUALS,
-        "place = (key, slices or ((-1, d),))",
-        "place = (key, ((-1, d),))",
+        "*self._ranks)))\n        return self._owned[key, slices]",
+        "*self._ranks)))\n        return next(e for (k, _), e in self._owned.items() if k == key)",
         EXACT,
         "what was left out of one parameter is added to another",
+    ),
+    Mutant(
+        "owners' residuals start anew when buckets change",
+        _RESIDUALS,
+        "self._make_up(*place, left)",
+        "pass",
+        EXACT,
+        "what owners left out before DDP made its buckets anew is lost",
     ),
     # -- links: draws
     _draws_without("seed", "self._seed"),

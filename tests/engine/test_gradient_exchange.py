@@ -17,7 +17,9 @@ SIGNS = {"method": "global_qsgd", "levels": "linear", "bits": 2}  # of −1, 0 a
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_tied_weights_gradient_is_the_sum_over_its_stages(stages: int) -> None:
     """One process stands for all ranks: their mean is its gradient, and the sum that times the number of stages."""
-    exchange = GradientExchange(Gradients(**SIGNS), [0, 1], {"tied": TiedRanks((0, 1), stages)}, seed=0, timeout_s=5.0)
+    exchange = GradientExchange(
+        Gradients(**SIGNS), [0, 1], {"tied": TiedRanks((0, 1), stages)}, stage=0, seed=0, timeout_s=5.0
+    )
     grads = {"tied": torch.tensor([[1.0, -1.0], [0.0, 1.0]]), "own": torch.tensor([0.0, -1.0, 1.0])}
     wanted = {"tied": stages * grads["tied"], "own": grads["own"].clone()}
     exchange.average(grads)
@@ -33,7 +35,7 @@ def test_gradients_come_back_to_their_own_parameters() -> None:
     signs = {name: torch.randint(-1, 2, shape, generator=draw).float() for name, shape in shapes.items()}
     for x in signs.values():
         x.view(-1)[0] = 1.0
-    exchange = GradientExchange(Gradients(**SIGNS), [0, 1], {}, seed=0, timeout_s=5.0)
+    exchange = GradientExchange(Gradients(**SIGNS), [0, 1], {}, stage=0, seed=0, timeout_s=5.0)
     grads = {name: x.clone() for name, x in signs.items()}
     grads["a"] = signs["a"].t().contiguous().t()
     exchange.average(grads)
