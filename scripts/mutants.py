@@ -63,19 +63,20 @@ def survives(copy: Path, mutant: Mutant) -> bool:
     return status == 0
 
 
-def line(mutant: Mutant, killed: bool) -> str:
-    """A row of the table."""
+def line(mutant: Mutant, killed: bool | None) -> str:
+    """A row of the table; killed: None where it was not run."""
     tests = " ".join(f"`{test.partition('[')[0]}`" for test in mutant.tests)
-    return f"| {mutant.name} | {mutant.why} | {'noticed' if killed else '**not noticed**'} | {tests} |\n"
+    result = {True: "noticed", False: "**not noticed**", None: "not run yet"}[killed]
+    return f"| {mutant.name} | {mutant.why} | {result} | {tests} |\n"
 
 
 def write_page(killed: dict[str, bool]) -> None:
     """Put the table into docs/reliability.md."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    noticed = sum(killed.values())
-    table = f"{noticed} of {len(killed)} are noticed:\n\n| defect | what it would do | | by |\n|---|---|---|---|\n"
-    table += "".join(line(mutant, killed[mutant.name]) for mutant in MUTANTS)
+    table = f"{sum(killed.values())} of {len(killed)} that were run are noticed, of {len(MUTANTS)} in all:\n\n"
+    table += "| defect | what it would do | | by |\n|---|---|---|---|\n"
+    table += "".join(line(mutant, killed.get(mutant.name)) for mutant in MUTANTS)
     PAGE.write_text(before + BEGIN + table + END + after, encoding="utf-8")
 
 

@@ -108,11 +108,13 @@ def draw() -> str:
     lines = [HEAD.format(**facts, seen=sum(1e-3 * m > LIMIT for m in moved)), "## Versions", ""]
     lines += ["| " + " | ".join(PACKAGES) + " | rows that hold | largest difference |", "|---|---|---|---|---|"]
     lines += [_summary(of, [results[row] for row in rows if row in results]) for of, results in every.items()]
+    missing = sum(row not in found for row in rows)
+    lines += ["", f"{missing} rows are not recorded yet; `make trust` runs them."] if missing else []
     lines += ["", *(_failures(of, results, rows) for of, results in every.items() if _failures(of, results, rows))]
     lines += [_unused(found), "", "## Where a pipeline differs", ""]
     for row, why in KNOWN.items():
-        if row in found:
-            lines.append(f"- {row.model}, {row.stages} stages, padding {row.padding}: {_number(found[row])}. {why}")
+        measured = _number(found[row]) if row in found else "not recorded yet"
+        lines.append(f"- {row.model}, {row.stages} stages, padding {row.padding}: {measured}. {why}")
     lines += ["", "## Rows", "", f"With {', '.join(map(' '.join, zip(PACKAGES, versions, strict=True)))}.", ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += [_line(found[row]) for row in sorted(rows, key=_order) if row in found]

@@ -34,4 +34,4 @@ def test_names_differ_and_the_page_has_them_all() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     for mutant in MUTANTS:
-        assert line(mutant, True) in table, "make mutants writes the table anew"
+        assert any(line(mutant, known) in table for known in (True, None)), "make mutants writes the table anew"
