@@ -152,7 +152,7 @@ def collated(row: Row) -> Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 
     def pad(x: Tensor, length: int, value: int) -> Tensor:
         more = length - len(x)
-        return torch.nn.functional.pad(x, (more, 0) if row.padding == "left" else (0, more), value=value)
+        return torch.nn.functional.pad(x, (more, 0) if row.padding.startswith("left") else (0, more), value=value)
 
     def collate(some: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         longest = max(len(s["input_ids"]) for s in some)
