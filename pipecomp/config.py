@@ -74,6 +74,7 @@ class Activations:
 
     METHODS: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "direct", "aqsgd")
     QUANTIZED: ClassVar[tuple[str, ...]] = ("direct", "aqsgd")
+    EVAL: ClassVar[tuple[str, ...]] = ("full", *(method for method in METHODS if method not in ("none", "aqsgd")))
 
     def __post_init__(self) -> None:
         _require_choice("activations.method", self.method, self.METHODS)
@@ -100,7 +101,7 @@ class Activations:
             k = self.backward_top_k
             ok = isinstance(k, (int, float)) and not isinstance(k, bool) and 0 < k <= 1
             _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
-        _require_choice("activations.eval", self.eval, ("full", "fp16", "bf16", "direct"))
+        _require_choice("activations.eval", self.eval, self.EVAL)
         _require(isinstance(self.rotation, bool), "activations.rotation", self.rotation, "true or false")
         if self.rotation:
             something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")

@@ -13,7 +13,7 @@ NAMES = {"none": "FP32", "fp16": "FP16", "bf16": "BF16", "direct": "DirectQ", "a
 
 def label(result: dict[str, Any]) -> str:
     """ "AQ-SGD fw2 bw4" """
-    name = NAMES[result["method"]]
+    name = NAMES.get(result["method"], result["method"])
     if result["method"] in ("direct", "aqsgd"):
         return f"{name} fw{result['forward_bits']} bw{result['backward_bits']}"
     return name

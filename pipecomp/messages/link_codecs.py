@@ -8,7 +8,10 @@ from pipecomp.config import Activations
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated
 
-_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_PLAIN: dict[str, Codec] = {  # of methods without settings of their own
+    "fp16": Cast(torch.float16),
+    "bf16": Cast(torch.bfloat16),
+}
 
 
 class LinkCodecs:
@@ -47,4 +50,4 @@ class LinkCodecs:
 
 
 def _chosen(method: str, quantized: Codec, dtype: torch.dtype) -> Codec:
-    return quantized if method in Activations.QUANTIZED else Cast(_CASTS.get(method, dtype))
+    return quantized if method in Activations.QUANTIZED else _PLAIN.get(method) or Cast(dtype)
