@@ -62,31 +62,29 @@ def read_shape(
         raise ConfigError("nodes", nodes, f"2 to {MAX_NODES}")
     if bandwidth is not None and asymmetric:
         raise ConfigError("asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
-    up: list[int | None]
-    down: list[int | None]
     if asymmetric:
         if isinstance(asymmetric, str) or len(asymmetric) not in (1, nodes):
             raise ConfigError("asymmetric", asymmetric, f"DOWN/UP once for all nodes, or {nodes} times")
-        pairs = [_pair(text) for text in asymmetric] * (nodes if len(asymmetric) == 1 else 1)
-        down, up = [p[0] for p in pairs], [p[1] for p in pairs]
+        pairs: list[tuple[int | None, int | None]] = [_pair(text) for text in asymmetric]
     else:
         rate = None if bandwidth is None else parse_rate("bandwidth", bandwidth)
-        down, up = [rate] * nodes, [rate] * nodes
+        pairs = [(rate, rate)]
+    down, up = zip(*(pairs if len(pairs) == nodes else pairs * nodes), strict=True)
     delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
     jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
     if jitter_s > delay_s:
         raise ConfigError("jitter", jitter, "at most the delay")
     return Shape(
         nodes=nodes,
-        up=tuple(up),
-        down=tuple(down),
+        up=up,
+        down=down,
         delay_s=delay_s,
         jitter_s=jitter_s,
         cuts=tuple(_cut(text, nodes) for text in cuts),
     )
 
 
-def _pair(text: str) -> tuple[int, int]:
+def _pair(text: str) -> tuple[int | None, int | None]:
     down, slash, up = text.partition("/")
     if not slash:
         raise ConfigError("asymmetric", text, "DOWN/UP, as in 100mbit/10mbit")

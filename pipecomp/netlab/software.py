@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.cluster.local_ranks import free_port
-from pipecomp.netlab.errors import NetlabError
-from pipecomp.netlab.network import NodeBytes
+from pipecomp.netlab.network import NetlabError, NodeBytes
 from pipecomp.netlab.shape import Shape
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
