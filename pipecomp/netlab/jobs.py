@@ -1,4 +1,4 @@
-"""What a run starts on each node, with the environment that launchers set; functions get their work over socket pairs."""
+"""What a run starts on each node, with the environment that launchers set, and how functions get their work there."""
 
 from __future__ import annotations
 
