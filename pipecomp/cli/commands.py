@@ -88,7 +88,7 @@ def doctor(
     With DeepSpeed's launcher: deepspeed --hostfile FILE --no_local_rank --module pipecomp.cli doctor
     """
     from pipecomp.doctor.examination import examine
-    from pipecomp.doctor.report import print_report
+    from pipecomp.doctor.finding import print_report
 
     def report(findings: list[Any]) -> None:
         if json_output:

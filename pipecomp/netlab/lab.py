@@ -250,7 +250,7 @@ class Lab:
         failed: str | None = None
         began = time.monotonic()
         deadline = math.inf if timeout_s is None else began + timeout_s
-        processes = Processes(jobs, on_line or _print, self._processes)
+        processes = Processes(jobs, _print if on_line is None else on_line, self._processes)
         with closing(processes), self._cutting() as cut_what_is_due:
             if functions is not None:
                 functions.started()

@@ -8,25 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.doctor.measure import Measured, follow_peer, lead_peer
+from pipecomp.doctor.measure import Measured, follow, lead
 from pipecomp.errors import LinkError
 from pipecomp.plan.network import Line, Network
 from pipecomp.stages.link.transport import Transport
 
 
-class _Over:
-    """The other end of a transport, as `doctor.measure` wants it."""
+class TransportPeer:
+    """The rank at the other end of a transport, as `doctor.measure` wants it."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def send(self, tensor: Tensor) -> None:
+        """See doctor.measure.Peer."""
         self._transport.send(tensor.contiguous().view(torch.uint8).numpy())
 
-    def command(self, command: int, size: int = 0) -> None:
-        self.send(torch.tensor([command, size]))
-
     def receive(self, tensor: Tensor) -> Tensor:
+        """See doctor.measure.Peer."""
         data = self._transport.recv()
         if data.size != tensor.numel() * tensor.element_size():
             raise LinkError(f"rank {self._transport.peer} sent {data.size} bytes while the link was measured")
@@ -42,9 +41,9 @@ def measure_links(stage: int, to_previous: Transport | None, to_next: Transport 
     found = None
     for turn in (0, 1):
         if to_next is not None and stage % 2 == turn:
-            found = lead_peer(_Over(to_next))
+            found = lead(TransportPeer(to_next))
         elif to_previous is not None and stage % 2 != turn:
-            follow_peer(_Over(to_previous))
+            follow(TransportPeer(to_previous))
     return found
 
 
