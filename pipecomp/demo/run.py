@@ -19,9 +19,8 @@ from pipecomp.config import Activations
 from pipecomp.demo.plot import NAMES, plot
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
 from pipecomp.errors import ConfigError
-from pipecomp.plan.measured import measured_costs, measured_end
 from pipecomp.plan.network import uniform
-from pipecomp.plan.simulation import Step, play
+from pipecomp.plan.simulation import Step, measured_costs, measured_end, play
 from pipecomp.stats import total_bytes
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}

@@ -23,6 +23,13 @@ class Launch(NamedTuple):
         return self.world is not None and self.world > 1
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Rank and world of a process that a launcher has started."""
+        assert self.rank is not None, "started by a launcher"
+        assert self.world is not None, "started by a launcher"
+        return self.rank, self.world
+
+    @property
     def several_machines(self) -> bool | None:
         """Whether ranks run on more than one machine, None where that is not known."""
         if self.world is None:

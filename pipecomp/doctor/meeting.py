@@ -45,9 +45,7 @@ class Meeting:
     """
 
     def __init__(self, launch: Launch, versions: Mapping[str, Any], *, limit_s: float) -> None:
-        assert launch.rank is not None, "started by a launcher"
-        assert launch.world is not None, "started by a launcher"
-        self.rank, self.world = launch.rank, launch.world
+        self.rank, self.world = launch.place
         self._lost: set[int] = set()
         try:
             limit = timedelta(seconds=limit_s)

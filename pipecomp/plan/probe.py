@@ -47,18 +47,16 @@ def measure_links(stage: int, to_previous: Transport | None, to_next: Transport 
     return found
 
 
-def network_of(links: Sequence[Sequence[Measured]], *, shared: bool = True) -> Network:
-    """The network of what was measured, by link, of one replica or several: the slowest counts.
+def network_of(links: Sequence[Sequence[Measured]]) -> Network:
+    """Make the network of what was measured, by link, of one replica or several: the slowest counts.
 
     One way takes half of the way there and back: without clocks that agree nobody can tell more.
     """
 
-    def line(rates: list[float], trips: list[float]) -> Line:
-        return Line(bits_per_s=min(rates), latency_s=max(trips) / 2)
+    def lines(way: str) -> tuple[Line, ...]:
+        return tuple(
+            Line(bits_per_s=min(getattr(m, way) for m in found), latency_s=max(m.round_trip_s for m in found) / 2)
+            for found in links
+        )
 
-    trips = [[m.round_trip_s for m in found] for found in links]
-    return Network(
-        forward=tuple(line([m.out_bit_s for m in found], t) for found, t in zip(links, trips, strict=True)),
-        backward=tuple(line([m.back_bit_s for m in found], t) for found, t in zip(links, trips, strict=True)),
-        shared=shared,
-    )
+    return Network(forward=lines("out_bit_s"), backward=lines("back_bit_s"))

@@ -13,8 +13,9 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipecomp.errors import ConfigError
 from pipecomp.plan.network import Network, rates
@@ -27,9 +28,11 @@ _RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of one stage. forward_s, backward_s: the model on one micro-batch. encode_s, decode_s: of one message of
-    either kind: quantizing, checksum, message store. reduce_s, update_s: of the step, after the last backward:
-    averaging gradients over replicas, and the optimizer.
+    """Seconds of one stage.
+
+    forward_s, backward_s: the model on one micro-batch. encode_s, decode_s: of one packet of either kind: quantizing,
+    checksum, message store. reduce_s, update_s: of the step, after the last backward: averaging gradients over
+    replicas, and the optimizer.
     """
 
     forward_s: float
@@ -66,7 +69,7 @@ class Step:
             raise ConfigError("in_flight", list(self.in_flight), f"{K} numbers, one for each stage")
 
     def ahead(self, stage: int) -> int:
-        """How many forwards this stage runs ahead."""
+        """Count the forwards that this stage runs ahead."""
         K, M = len(self.stages), self.micro_batches
         return max(1, min(M, (self.in_flight or numbers(1, K, M))[stage]))
 
@@ -218,3 +221,28 @@ class _Message:
     micro_batch: int
     left: float
     since: float
+
+
+# -- costs of a run, by its own counters
+
+
+def measured_costs(stats: Mapping[str, Any], micro_batches: int) -> StageCosts:
+    """Take means over a rank's steps so far. stats: its `comm_stats`; micro_batches: of a step."""
+    seconds = stats["seconds"]
+    each = stats["steps"] * micro_batches
+    packets = max(1, each * len(stats["links"]))  # one each way on every link for every micro-batch
+    return StageCosts(
+        forward_s=seconds["forward"] / each,
+        backward_s=seconds["backward"] / each,
+        encode_s=seconds["encode"] / packets,
+        decode_s=seconds["decode"] / packets,
+    )
+
+
+def measured_end(stats: Sequence[Mapping[str, Any]]) -> float:
+    """Tell the seconds of a step after its last backward, from all ranks' `comm_stats`.
+
+    Reductions and the global norm wait for the slowest stage; the rank that spends least there is the one that the
+    others wait for.
+    """
+    return min((s["seconds"]["reduce"] + s["seconds"]["update"]) / s["steps"] for s in stats)
