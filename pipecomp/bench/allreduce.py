@@ -31,7 +31,7 @@ from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
 from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB
@@ -110,10 +110,8 @@ def bench_allreduce(
     buckets = [shapes_of(size) for size in sizes]
     for key, values in (("ranks", ranks), ("sizes", [values_in(bucket) for bucket in buckets])):
         for value in values:
-            if value < 1:
-                raise ConfigError(key, value, "whole numbers of at least 1")
-    if seconds <= 0:
-        raise ConfigError("seconds", seconds, "a number above 0")
+            require(value >= 1, key, value, "whole numbers of at least 1")
+    require(seconds > 0, "seconds", seconds, "a number above 0")
     cases = (FP32, *(v for v in variants if v != FP32))
     timeout_s = TIMEOUT_S + 10 * seconds * len(cases) * len(buckets)
     rows = []
@@ -132,8 +130,7 @@ def variants_of(methods: str) -> tuple[Variant, ...]:
     known = list(dict.fromkeys(v.method for v in VARIANTS))
     wanted = [name.strip() for name in methods.split(",")]
     for name in wanted:
-        if name not in known:
-            raise ConfigError("methods", name, f"{', '.join(known)} (float32 is always measured)")
+        require(name in known, "methods", name, f"{', '.join(known)} (float32 is always measured)")
     return tuple(v for v in VARIANTS if v.method in wanted)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 UNTHROTTLED = 0.0
 _MOST_UNCOUNTED = 8
@@ -91,8 +91,7 @@ def lines_of(text: str | None) -> tuple[Line, ...]:
     """The lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none."""
     parts = [part.strip().lower() for part in (text or "").split(",")]
     chosen = tuple(line for line in LINES if any(part in line.name.lower() for part in parts))
-    if not chosen:
-        raise ConfigError("lines", text, ", ".join(line.name for line in LINES))
+    require(chosen, "lines", text, ", ".join(line.name for line in LINES))
     return chosen
 
 
@@ -102,8 +101,9 @@ def rates_of(text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         rates = (-1.0,)
-    if any(not 0 <= r <= 1000 for r in rates):
-        raise ConfigError("rates", text, "numbers from 0 (unthrottled) to 1000, separated by commas")
+    require(
+        all(0 <= r <= 1000 for r in rates), "rates", text, "numbers from 0 (unthrottled) to 1000, separated by commas"
+    )
     return rates
 
 

@@ -18,7 +18,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Activations
 from pipecomp.demo.plot import NAMES, plot
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.plan.network import uniform
 from pipecomp.plan.simulation import Step, measured_costs, measured_end, play
 from pipecomp.stats import total_bytes
@@ -49,15 +49,16 @@ class Settings:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stages <= self.layers:
-            raise ConfigError("stages", self.stages, f"1 to {self.layers}, the model's blocks")
+        require(1 <= self.stages <= self.layers, "stages", self.stages, f"1 to {self.layers}, the model's blocks")
         for method in self.methods:
-            if method not in Activations.METHODS:
-                raise ConfigError("methods", method, ", ".join(Activations.METHODS))
-        if not self.methods:
-            raise ConfigError("methods", self.methods, "at least one method")
-        if self.stages == 1 and self.methods != ("none",):
-            raise ConfigError("methods", ",".join(self.methods), "none, with one stage: it has no links")
+            require(method in Activations.METHODS, "methods", method, ", ".join(Activations.METHODS))
+        require(self.methods, "methods", self.methods, "at least one method")
+        require(
+            self.stages != 1 or self.methods == ("none",),
+            "methods",
+            ",".join(self.methods),
+            "none, with one stage: it has no links",
+        )
         Activations(method="direct", forward_bits=self.forward_bits, backward_bits=self.backward_bits)
 
 

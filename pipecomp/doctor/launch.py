@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 
 
 class Launch(NamedTuple):
@@ -56,6 +56,5 @@ def _number(environ: Mapping[str, str], name: str, smallest: int) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < smallest:
-        raise ConfigError(name, text, f"a whole number from {smallest} on")
+    require(text.isdecimal() and int(text) >= smallest, name, text, f"a whole number from {smallest} on")
     return int(text)

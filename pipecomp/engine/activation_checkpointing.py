@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 _INTERVAL = "activation_checkpoint_interval"
 
@@ -21,16 +21,23 @@ def take_setting(ds_config: dict[str, Any]) -> bool:
     function for it.
     """
     for key, value in ds_config.get("activation_checkpointing", {}).items():
-        if value:
-            raise ConfigError(f"activation_checkpointing.{key}", value, f"nothing; use pipeline.{_INTERVAL}: 1")
+        require(not value, f"activation_checkpointing.{key}", value, f"nothing; use pipeline.{_INTERVAL}: 1")
     section = ds_config.get("pipeline", {})
     if not isinstance(section, dict):  # DeepSpeed's "auto"
         return False
     interval = section.get(_INTERVAL, 0)
-    if interval not in (0, 1) or isinstance(interval, bool):
-        raise ConfigError(f"pipeline.{_INTERVAL}", interval, "0, or 1: each block of the model on its own")
-    if interval and section.get("use_reentrant"):
-        raise ConfigError("pipeline.use_reentrant", True, f"false with {_INTERVAL} 1: frozen inputs need no gradient")
+    require(
+        interval in (0, 1) and not isinstance(interval, bool),
+        f"pipeline.{_INTERVAL}",
+        interval,
+        "0, or 1: each block of the model on its own",
+    )
+    require(
+        not interval or not section.get("use_reentrant"),
+        "pipeline.use_reentrant",
+        True,
+        f"false with {_INTERVAL} 1: frozen inputs need no gradient",
+    )
     if interval:
         section[_INTERVAL] = 0
     return bool(interval)

@@ -15,7 +15,7 @@ from pipecomp.cluster.agreement import AllRanks, settings_of
 from pipecomp.config import Config, read_json_object
 from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.engine.gradient_exchange import check_gradients
-from pipecomp.errors import ConfigError, SplitError
+from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.plan.auto import wants_auto
 from pipecomp.stages import plan
 from pipecomp.stages.partition.modules import Modules
@@ -57,19 +57,25 @@ def agree(
 
 
 def _check_modules(settings: Config, own_loss: bool) -> None:
-    if wants_auto(settings):
-        raise ConfigError("activations", "bits 'auto'", "numbers for plain modules: only language models are measured")
-    if not own_loss:
-        raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
+    require(
+        not wants_auto(settings),
+        "activations",
+        "bits 'auto'",
+        "numbers for plain modules: only language models are measured",
+    )
+    require(own_loss, "loss_fn", None, "a function of what the last block returns and the labels")
 
 
 def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
     stages, world = split_plan.num_stages, dist.get_world_size()
     settings.activations.check_links(stages - 1)
-    if world % stages:
-        raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
-    if stages == 1 and settings.activations.method != "none":
-        raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
+    require(world % stages == 0, "num_stages", stages, f"a divisor of the {world} processes of this run")
+    require(
+        stages != 1 or settings.activations.method == "none",
+        "activations.method",
+        settings.activations.method,
+        "'none' with one stage: it has no links",
+    )
     for stage, trained in enumerate(split_plan.trained):
         if not trained:
             raise SplitError(f"stage {stage} has nothing to train, all of it is frozen: choose other cuts")
@@ -98,8 +104,12 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
 def _check_precision(ds_config: dict[str, Any]) -> None:
     """DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once."""
     zero = ds_config.get("zero_optimization", {}).get("stage", 0)
-    if ds_config.get("fp16", {}).get("enabled") and zero != 1:
-        raise ConfigError("zero_optimization.stage", zero, "1 with fp16, whose loss scaling is right only there")
+    require(
+        not ds_config.get("fp16", {}).get("enabled") or zero == 1,
+        "zero_optimization.stage",
+        zero,
+        "1 with fp16, whose loss scaling is right only there",
+    )
 
 
 def _complete(ds_config: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.netlab import kernel
 from pipecomp.netlab.jobs import Functions, Starter
 from pipecomp.netlab.leftovers import remove_leftovers
@@ -151,8 +151,7 @@ class Lab:
         self.network.join(self._node(node))
 
     def _node(self, node: int) -> int:
-        if not 0 <= node < self.shape.nodes:
-            raise ConfigError("node", node, f"0 to {self.shape.nodes - 1}")
+        require(0 <= node < self.shape.nodes, "node", node, f"0 to {self.shape.nodes - 1}")
         return node
 
     @overload
@@ -205,10 +204,16 @@ class Lab:
         on_line: OnLine | None = None,
     ) -> Finished:
         starter = self._starter(procs_per_node, environment)
-        if not work or isinstance(work, str) or args or (launcher == "none" and shutil.which(work[0]) is None):
-            raise ConfigError("COMMAND", work, "a program that can be found here and its arguments, as separate words")
-        if launcher not in LAUNCHERS:
-            raise ConfigError("launcher", launcher, ", ".join(LAUNCHERS))
+        require(
+            work
+            and not isinstance(work, str)
+            and not args
+            and (launcher != "none" or shutil.which(work[0]) is not None),
+            "COMMAND",
+            work,
+            "a program that can be found here and its arguments, as separate words",
+        )
+        require(launcher in LAUNCHERS, "launcher", launcher, ", ".join(LAUNCHERS))
         if launcher == "deepspeed":
             jobs = starter.deepspeed(work, folder_of(self.name) / "hostfile")
         else:
@@ -232,8 +237,7 @@ class Lab:
         return functions.results
 
     def _starter(self, procs_per_node: int, environment: Mapping[str, str] | None) -> Starter:
-        if not 1 <= procs_per_node <= 64:
-            raise ConfigError("procs_per_node", procs_per_node, "1 to 64")
+        require(1 <= procs_per_node <= 64, "procs_per_node", procs_per_node, "1 to 64")
         base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         return Starter(self.network, self.name, self.shape.nodes, procs_per_node, base)
 

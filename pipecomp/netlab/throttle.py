@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from pipecomp.errors import ConfigError, LinkError
+from pipecomp.errors import LinkError, require
 from pipecomp.netlab.shape import burst_bytes
 from pipecomp.rates import wire_bytes
 
@@ -103,8 +103,12 @@ class ThrottleSettings:
             found = json.loads(text)
         except ValueError:
             found = None
-        if not isinstance(found, dict) or set(found) != names:
-            raise ConfigError(VARIABLE, text, f"what pipecomp netlab sets: a JSON object of {', '.join(sorted(names))}")
+        require(
+            isinstance(found, dict) and set(found) == names,
+            VARIABLE,
+            text,
+            f"what pipecomp netlab sets: a JSON object of {', '.join(sorted(names))}",
+        )
         return cls(**found)
 
 

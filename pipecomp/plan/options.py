@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.profile import Profile, count
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
@@ -73,8 +73,12 @@ class Wanted:
 
     def check_memory(self, needs: float) -> None:
         """Raise ConfigError if a node has less. needs: bytes."""
-        if needs > self.memory_bytes:
-            raise ConfigError("memory", self.memory_bytes / 1e9, f"at least {needs / 1e9:.1f} GB for each node")
+        require(
+            needs <= self.memory_bytes,
+            "memory",
+            self.memory_bytes / 1e9,
+            f"at least {needs / 1e9:.1f} GB for each node",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +120,11 @@ class PlanOptions:
     store: Path = Path("messages")
 
     def __post_init__(self) -> None:
-        _check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         counts = {"nodes": self.nodes, "stages": self.stages, "batch": self.batch, "micro-batch": self.micro_batch}
         for key, number in counts.items():
-            _check(number is None or number >= 1, key, number, "a whole number from 1")
-        _check(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
+            require(number is None or number >= 1, key, number, "a whole number from 1")
+        require(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
         recompute = self.recompute or None
         if self.measure:
             _check_unset("together with --measure", speed=self.speed, profile=self.profile, recompute=recompute)
@@ -143,7 +147,7 @@ class PlanOptions:
         except ValueError:
             found = (0.0,)
         allowed = "numbers above 0, with slashes between them"
-        _check(all(0 < one < math.inf for one in found), "speed", self.speed, allowed)
+        require(all(0 < one < math.inf for one in found), "speed", self.speed, allowed)
         return found
 
     def check_launch(self, launch: Launch) -> None:
@@ -169,7 +173,7 @@ class PlanOptions:
             memory_bytes=math.inf if self.memory is None else self.memory * 1e9,
         )
         if several:
-            _check(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")
+            require(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")
             wanted = replace(wanted, slowdowns=tuple(min(self.speeds) / one for one in self.speeds))
         return wanted
 
@@ -203,14 +207,9 @@ class PlanOptions:
         return self.counted().estimated(min(self.speeds) * 1e12, recompute=self.recompute)
 
 
-def _check(right: bool, key: str, got: object, allowed: str) -> None:
-    if not right:
-        raise ConfigError(key, got, allowed)
-
-
 def _check_unset(where: str, **given: object) -> None:
     for key, value in given.items():
-        _check(value is None, key, value, f"no value {where}")
+        require(value is None, key, value, f"no value {where}")
 
 
 def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, Rates]:

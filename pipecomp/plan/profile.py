@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
@@ -85,8 +85,7 @@ class Profile:
 
     def estimated(self, flops_per_s: float, *, recompute: bool = False) -> Profile:
         """Give it seconds from a speed. recompute: blocks do their forward once more in the backward."""
-        if not flops_per_s > 0:
-            raise ConfigError("speed", flops_per_s, "a number above 0")
+        require(flops_per_s > 0, "speed", flops_per_s, "a number above 0")
         back = BACKWARD + (1.0 if recompute else 0.0)
 
         def timed(cost: Cost) -> Cost:
@@ -166,8 +165,12 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
     model: as for `pipecomp.stages.plan`; only its config is looked at. Raises SplitError for unknown architectures.
     """
     longest = getattr(resolve(model).config, "max_position_embeddings", None)
-    if tokens < 1 or (longest is not None and tokens > longest):
-        raise ConfigError("tokens", tokens, f"1 to {longest or 'any number'}, the model's positions")
+    require(
+        tokens >= 1 and (longest is None or tokens <= longest),
+        "tokens",
+        tokens,
+        f"1 to {longest or 'any number'}, the model's positions",
+    )
     # The model's code looks into tensors that are on the meta device, but not into ones that it sees are fake.
     with FakeTensorMode(allow_non_fake_inputs=True):
         whole = without_weights(model, dtype)

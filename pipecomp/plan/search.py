@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipecomp.config import Bits, Config, bits_of_link
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
@@ -124,8 +124,7 @@ def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]
     """(stages, replicas) for so many nodes. ConfigError if there are none."""
     wanted: Iterable[int] = range(1, nodes + 1) if stages is None else (stages,)
     found = [(K, nodes // K) for K in wanted if nodes % K == 0 and blocks >= K]
-    if not found:
-        raise ConfigError("stages", stages, f"a divisor of {nodes} nodes, at most the model's {blocks} blocks")
+    require(found, "stages", stages, f"a divisor of {nodes} nodes, at most the model's {blocks} blocks")
     return found
 
 
@@ -134,8 +133,7 @@ def shares(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int
     each, rest = divmod(batch, replicas)
     sizes = [micro_batch] if micro_batch is not None else [b for b in range(each, 0, -1) if each % b == 0]
     found = [(b, each // b) for b in sizes if rest == 0 and each and each % b == 0]
-    if not found:
-        raise ConfigError("batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
+    require(found, "batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
     return found
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.plan.network import Network, rates
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.schedule.order import train_order
@@ -60,13 +60,20 @@ class Step:
 
     def __post_init__(self) -> None:
         K = len(self.stages)
-        if K < 1 or self.micro_batches < 1:
-            raise ConfigError("step", (K, self.micro_batches), "at least one stage and one micro-batch")
+        require(
+            K >= 1 and self.micro_batches >= 1,
+            "step",
+            (K, self.micro_batches),
+            "at least one stage and one micro-batch",
+        )
         for name, sizes in (("forward_bytes", self.forward_bytes), ("backward_bytes", self.backward_bytes)):
-            if len(sizes) != K - 1:
-                raise ConfigError(name, list(sizes), f"{K - 1} numbers, one for each link")
-        if self.in_flight is not None and len(self.in_flight) != K:
-            raise ConfigError("in_flight", list(self.in_flight), f"{K} numbers, one for each stage")
+            require(len(sizes) == K - 1, name, list(sizes), f"{K - 1} numbers, one for each link")
+        require(
+            self.in_flight is None or len(self.in_flight) == K,
+            "in_flight",
+            self.in_flight,
+            f"{K} numbers, one for each stage",
+        )
 
     def ahead(self, stage: int) -> int:
         """Count the forwards that this stage runs ahead."""
@@ -96,8 +103,9 @@ class Played:
 
 def play(step: Step, network: Network) -> Played:
     """Play one step over the network, which has a link between each two neighbours. ConfigError if it has not."""
-    if len(network.forward) != len(step.stages) - 1:
-        raise ConfigError("network", len(network.forward), f"{len(step.stages) - 1} links")
+    require(
+        len(network.forward) == len(step.stages) - 1, "network", len(network.forward), f"{len(step.stages) - 1} links"
+    )
     return _Player(step, network).run()
 
 

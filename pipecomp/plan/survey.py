@@ -20,7 +20,7 @@ from pipecomp.config import Config
 from pipecomp.doctor.launch import read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Speeds
@@ -78,8 +78,7 @@ def survey_ranks(
     """
     rank, world = read_launch(os.environ).place
     K = stages or world
-    if world % K:
-        raise ConfigError("stages", K, f"a divisor of the {world} processes of this run")
+    require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")
     dist.init_process_group("gloo")
     try:
         link = _links(rank, world // K, K, pacer_to)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import DataError, require
 from pipecomp.recipes.text import check_sources, dataset_split, read_text
 
 LABEL = "label"
@@ -78,8 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    if args.max_tokens < 4:
-        raise ConfigError("--max-tokens", args.max_tokens, "a whole number of at least 4")
+    require(args.max_tokens >= 4, "--max-tokens", args.max_tokens, "a whole number of at least 4")
     check_sources(args)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.cluster import start
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import Samples, Task
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
@@ -107,8 +107,12 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
     """
     if name.startswith("train:"):
         size = name.removeprefix("train:")
-        if not size.isdecimal() or int(size) < MIN_VOCABULARY:
-            raise ConfigError("--tokenizer", name, f"'train:V' with V of at least {MIN_VOCABULARY}")
+        require(
+            size.isdecimal() and int(size) >= MIN_VOCABULARY,
+            "--tokenizer",
+            name,
+            f"'train:V' with V of at least {MIN_VOCABULARY}",
+        )
         made: list[Any] = [None]
         if dist.get_rank() == 0:
             made = [train_tokenizer(texts, int(size)).backend_tokenizer.to_str()]
@@ -118,8 +122,7 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
 
     with hub_errors("--tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token_id is None:
-        raise ConfigError("--tokenizer", name, "a tokenizer that has a token for padding")
+    require(tokenizer.pad_token_id is not None, "--tokenizer", name, "a tokenizer that has a token for padding")
     return tokenizer
 
 
@@ -216,8 +219,7 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
 def check_length(args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
     """Raise ConfigError if samples may be longer than the model takes."""
     most = min(int(config.max_position_embeddings), int(tokenizer.model_max_length))
-    if args.max_tokens > most:
-        raise ConfigError("--max-tokens", args.max_tokens, f"at most {most}, which the model takes")
+    require(args.max_tokens <= most, "--max-tokens", args.max_tokens, f"at most {most}, which the model takes")
 
 
 def has_types(config: Any) -> bool:

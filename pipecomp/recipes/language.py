@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from pipecomp.cluster import start
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import DataError, require
 from pipecomp.recipes import run, text
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 
@@ -46,8 +46,7 @@ def fine_tune(
         end = None
         if documents:
             end = tokenizer.eos_token_id
-            if end is None:
-                raise ConfigError("--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
+            require(end is not None, "--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
         model, config = load(args, tokenizer)
         size = text.block_size(args, config)
         training = text.blocks(tokenizer, training_texts, size, vocabulary=config.vocab_size, end=end)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.cluster.agreement import differences
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
@@ -125,8 +125,12 @@ class Checkpoints:
         self.step = 0  # of the checkpoint that this run goes on from; 0: it begins
         if self.folder is None:
             for name in ("save_every", "keep", "resume"):
-                if getattr(args, name) is not None:
-                    raise ConfigError(f"--{name.replace('_', '-')}", getattr(args, name), "only with --checkpoint")
+                require(
+                    getattr(args, name) is None,
+                    f"--{name.replace('_', '-')}",
+                    getattr(args, name),
+                    "only with --checkpoint",
+                )
             return
         half = config.get("bf16", {}).get("enabled", False)
         if half and not config.get("zero_optimization", {}).get("stage", 0):

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.cluster import start
 from pipecomp.data import default_collate, eval_batches
-from pipecomp.errors import ConfigError, PipecompError
+from pipecomp.errors import PipecompError, require
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit, make_folder
 from pipecomp.recipes.steps import make_plan, read_config
@@ -208,8 +208,7 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     with ranks.collective_errors():
         world = dist.get_world_size()
         stages = args.stages or world
-        if world % stages:
-            raise ConfigError("--stages", stages, f"a divisor of the {world} processes of this run")
+        require(world % stages == 0, "--stages", stages, f"a divisor of the {world} processes of this run")
         config, samples = read_config(args.deepspeed_config), len(work.training)
         plan = make_plan(
             config, samples=samples, replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, DataError, PipecompError
+from pipecomp.errors import ConfigError, DataError, PipecompError, require
 
 END_OF_TEXT = "<|endoftext|>"
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4}
@@ -43,19 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    if args.block_size is not None and args.block_size < 2:
-        raise ConfigError("--block-size", args.block_size, "a whole number of at least 2")
+    require(
+        args.block_size is None or args.block_size >= 2, "--block-size", args.block_size, "a whole number of at least 2"
+    )
     check_sources(args)
 
 
 def check_sources(args: argparse.Namespace) -> None:
     """Raise ConfigError for a wrong --dropout, and unless there is one source of training data."""
-    if args.dropout is not None and not 0 <= args.dropout < 1:
-        raise ConfigError("--dropout", args.dropout, "0, or a share below 1")
-    if (args.train_file is None) == (args.dataset is None):
-        raise ConfigError("--train-file", args.train_file, "either --train-file or --dataset, and not both")
-    if args.dataset is not None and args.eval_file is not None:
-        raise ConfigError("--eval-file", args.eval_file, "only with --train-file; --dataset brings its own split")
+    require(args.dropout is None or 0 <= args.dropout < 1, "--dropout", args.dropout, "0, or a share below 1")
+    require(
+        (args.train_file is None) != (args.dataset is None),
+        "--train-file",
+        args.train_file,
+        "either --train-file or --dataset, and not both",
+    )
+    require(
+        args.dataset is None or args.eval_file is None,
+        "--eval-file",
+        args.eval_file,
+        "only with --train-file; --dataset brings its own split",
+    )
 
 
 # -- text
@@ -208,8 +216,12 @@ def _trained_tokenizer(name: str, lines: list[str]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     size = name.removeprefix("train:")
-    if not size.isdecimal() or int(size) < 257:
-        raise ConfigError("--tokenizer", name, "'train:V' with V of at least 257: all bytes and the end of text")
+    require(
+        size.isdecimal() and int(size) >= 257,
+        "--tokenizer",
+        name,
+        "'train:V' with V of at least 257: all bytes and the end of text",
+    )
     made: list[Any] = [None]
     if dist.get_rank() == 0:
         bpe = ByteLevelBPETokenizer()
@@ -285,8 +297,7 @@ def block_size(args: argparse.Namespace, config: Any) -> int:
     """Return the tokens of a sample: --block-size, or what the model takes. Raises ConfigError if it takes fewer."""
     positions = int(getattr(config, "max_position_embeddings", MAX_BLOCK))
     size: int = args.block_size or min(positions, MAX_BLOCK)
-    if size > positions:
-        raise ConfigError("--block-size", size, f"at most {positions}, the positions of the model")
+    require(size <= positions, "--block-size", size, f"at most {positions}, the positions of the model")
     return size
 
 

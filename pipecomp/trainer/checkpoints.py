@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.stages.partition.planning import SplitPlan
 
 STATE_FILE = "trainer_state.json"
@@ -97,17 +97,19 @@ def find(
 def _last(output_dir: str) -> Path:
     complete = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
     numbered = [(int(number), path) for path in complete if (number := path.name.rpartition("-")[2]).isdecimal()]
-    if not numbered:
-        raise ConfigError(_KEY, True, f"True only where {output_dir} has a complete checkpoint")
+    require(numbered, _KEY, True, f"True only where {output_dir} has a complete checkpoint")
     return max(numbered)[1]
 
 
 def _read(folder: Path, resume: object) -> dict[str, Any]:
     """What pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
-    if not (folder / STATE_FILE).is_file():
-        raise ConfigError(_KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
-    if not (folder / DEEPSPEED).is_dir() or not (folder / PIPELINE_FILE).is_file():
-        raise ConfigError(_KEY, str(resume), "a checkpoint of this trainer that was not written with save_only_model")
+    require((folder / STATE_FILE).is_file(), _KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
+    require(
+        (folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(),
+        _KEY,
+        str(resume),
+        "a checkpoint of this trainer that was not written with save_only_model",
+    )
     return json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
 
 
@@ -138,8 +140,12 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
     folder = found.folder
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
     file = _rank_file(folder, dist.get_rank() if found.same else 0)
-    if path is None or not file.is_file():
-        raise ConfigError(_KEY, folder, f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine")
+    require(
+        path is not None and file.is_file(),
+        _KEY,
+        folder,
+        f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine",
+    )
     state = torch.load(file, weights_only=True)
     scheduler.load_state_dict(state["scheduler"])
     if found.same:
@@ -149,8 +155,7 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
 def load_weights(engine: Any, folder: str) -> None:
     """The model of a checkpoint, without its optimizer; every rank must call this."""
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED, load_module_only=True)
-    if path is None:
-        raise ConfigError("load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
+    require(path is not None, "load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
 
 
 def _rank_file(folder: str, rank: int) -> Path:

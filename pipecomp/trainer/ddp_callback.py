@@ -30,7 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.saving import load, number_parameters, save
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 
 RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
@@ -71,13 +71,16 @@ class CompressionCallback(TrainerCallback):
     def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
         known = [field.name for field in fields(Gradients) if field.name != "method"]
         for name, value in options.items():
-            if name not in known:
-                raise ConfigError(name, value, f"method, seed, {', '.join(known)}")
+            require(name in known, name, value, f"method, seed, {', '.join(known)}")
         if method in REFUSED:
             raise ConfigError("method", method, REFUSED[method])
         Gradients(method=method, **options)  # checked now, not when training begins
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise ConfigError("seed", seed, "a whole number of at least 0")
+        require(
+            isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0,
+            "seed",
+            seed,
+            "a whole number of at least 0",
+        )
         self.method, self.seed, self.options = method, seed, options
         self._state: State | None = None
         self._hooked: weakref.ref[DistributedDataParallel] | None = None
@@ -175,19 +178,22 @@ def ddp_of(trainer: Any) -> DistributedDataParallel:
     if trainer.args.n_gpu > 1:
         got = f"one process with {trainer.args.n_gpu} GPUs (DataParallel)"
         raise ConfigError("CompressionCallback", got, f"one process per GPU: {start}")
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "CompressionCallback",
-            "DeepSpeed",
-            "DDP: train without DeepSpeed, or give pipecomp.initialize a configuration with a 'gradients' section",
-        )
-    if trainer.is_fsdp_enabled:
-        raise ConfigError("CompressionCallback", "FSDP", "DDP: train without fsdp, whose gradients are never whole")
+    require(
+        not trainer.is_deepspeed_enabled,
+        "CompressionCallback",
+        "DeepSpeed",
+        "DDP: train without DeepSpeed, or give pipecomp.initialize a configuration with a 'gradients' section",
+    )
+    require(
+        not trainer.is_fsdp_enabled,
+        "CompressionCallback",
+        "FSDP",
+        "DDP: train without fsdp, whose gradients are never whole",
+    )
     if trainer.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         got = f"{os.environ['WORLD_SIZE']} processes that each train alone"
         raise ConfigError("CompressionCallback", got, "DDP; without a GPU it takes TrainingArguments(use_cpu=True)")
-    if trainer.args.world_size == 1:
-        raise ConfigError("CompressionCallback", "one process", f"several processes: {start}")
+    require(trainer.args.world_size != 1, "CompressionCallback", "one process", f"several processes: {start}")
     wrapped = trainer.model_wrapped
     model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile is put around DDP
     if not isinstance(model, DistributedDataParallel):

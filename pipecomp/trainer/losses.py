@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import ModelOutput
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.losses import LossFn, causal_lm
@@ -65,8 +65,12 @@ class StepLoss:
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
-        if self._smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
-            raise ConfigError("label_smoothing_factor", label_smoothing, "0 for a multi-label classification")
+        require(
+            self._smoother is None or getattr(config, "problem_type", None) != "multi_label_classification",
+            "label_smoothing_factor",
+            label_smoothing,
+            "0 for a multi-label classification",
+        )
         self._own = own
 
     @classmethod

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_utils import align_special_tokens, set_seed
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.trainer import arguments, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
@@ -58,8 +58,12 @@ class EngineHolder:
             optimizer=(self._optimizers.optimizer or arguments.optimizer_maker(args)) if own else None,
             parameter_groups=arguments.parameter_groups(args) if own else None,
         )
-        if args.use_cpu and engine.device.type != "cpu":
-            raise ConfigError("use_cpu", True, "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded")
+        require(
+            not args.use_cpu or engine.device.type == "cpu",
+            "use_cpu",
+            True,
+            "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded",
+        )
         if args.gradient_checkpointing:
             engine.stage.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):

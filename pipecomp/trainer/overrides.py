@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import Trainer
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 _CALLED = {
     "add_callback",
@@ -32,5 +32,9 @@ def check_overrides(subclass: type, base: type) -> None:
     for kind in [kind for kind in subclass.__mro__ if kind not in base.__mro__]:
         for name, own in kind.__dict__.items():
             given = callable(own) or isinstance(own, (staticmethod, classmethod))
-            if given and not name.startswith("__") and hasattr(Trainer, name) and name not in _CALLED:
-                raise ConfigError(f"{kind.__name__}.{name}", "a method", "none: this trainer does not call it")
+            require(
+                not given or name.startswith("__") or not hasattr(Trainer, name) or name in _CALLED,
+                f"{kind.__name__}.{name}",
+                "a method",
+                "none: this trainer does not call it",
+            )

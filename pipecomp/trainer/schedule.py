@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import get_scheduler
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 
 def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
@@ -43,8 +43,7 @@ def metric(args: Any, metrics: dict[str, float]) -> float:
     """The value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
     name = str(args.metric_for_best_model)
     key = name if name.startswith("eval_") else f"eval_{name}"
-    if key not in metrics:
-        raise ConfigError("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
+    require(key in metrics, "metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
     return metrics[key]
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 
 from pipecomp.cluster.start import all_ranks
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.trainer import alike, arguments, callbacks, cards, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
@@ -131,8 +131,12 @@ class PipelineTrainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        if str(self.args.eval_strategy.value) != "no" and eval_dataset is None:
-            raise ConfigError("eval_dataset", None, f"a dataset with eval_strategy {self.args.eval_strategy.value!r}")
+        require(
+            str(self.args.eval_strategy.value) == "no" or eval_dataset is not None,
+            "eval_dataset",
+            None,
+            f"a dataset with eval_strategy {self.args.eval_strategy.value!r}",
+        )
 
         self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init)
         self._eval_loaders = EvalLoaders()
@@ -207,8 +211,7 @@ class PipelineTrainer:
         ranks = all_ranks()
         with ranks.collective_errors():
             arguments.check(self.args)  # they may have been changed
-            if trial is not None:
-                raise ConfigError("trial", trial, "None: hyperparameters are not searched here")
+            require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
             facts = alike.dataset_facts(samples, "train_dataset")
