@@ -30,8 +30,10 @@ from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
+from pipecomp.cluster.collectives import broadcast
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import require
+from pipecomp.tables import COMPACT, table
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB
@@ -50,7 +52,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """ "global_qsgd linear 4" """
+        """Name it, as in "global_qsgd linear 4"."""
         if self == FP32:
             return "fp32"
         values = [key if value is True else value for key, value in self.options.items()]
@@ -154,19 +156,13 @@ def _measure_bucket(rank: int, n: int, shapes: Shapes, variants: Sequence[Varian
     for turn in range(WARM_UP + MOST_ROUNDS):
         if turn == WARM_UP:
             end = time.perf_counter() + seconds * len(cases)
-        elif turn >= WARM_UP + LEAST_ROUNDS and not _ask_first_rank(time.perf_counter() < end):
+        elif turn >= WARM_UP + LEAST_ROUNDS and not broadcast(time.perf_counter() < end):
             break
         inputs = [gradient(shapes, r, turn) for r in range(n)]
         exact_d = torch.stack(inputs).mean(dim=0, dtype=torch.float64).float()
         for case in cases:
             case.run(inputs[rank], exact_d, counts=turn >= WARM_UP)
     return [case.row(cases[0].totals) for case in cases]
-
-
-def _ask_first_rank(answer: bool) -> bool:
-    told = torch.tensor([answer])
-    dist.broadcast(told, 0)
-    return bool(told)
 
 
 class _Case:
@@ -202,7 +198,7 @@ class _Case:
         self._parts.append({part: after["seconds"][part] - before["seconds"][part] for part in PARTS})
 
     def row(self, reference: Sequence[float]) -> Row:
-        """What all rounds come to. reference: the other one's seconds in each."""
+        """Sum up all rounds. reference: the other one's seconds in each."""
         variant, d = self._variant, values_in(self._shapes)
         middle = self.totals.index(statistics.median_low(self.totals))
         times = {"total": self.totals[middle]} | self._parts[middle]
@@ -266,7 +262,7 @@ HEADINGS = ("method", "ms", "quantize", "wait", "reduce", "decode", "kB sent", "
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row under HEADINGS. ratio: bytes raw over sent; own: the state's error; speedup: against float32."""
+    """Write a row under HEADINGS. ratio: bytes raw over sent; own: the state's error; speedup: against float32."""
     sent = row["bytes_sent"]
     ratio = digits(row["bytes_raw"] / sent) if sent else "–"
     own = "–" if row["state_error"] is None else digits(row["state_error"])
@@ -275,19 +271,23 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def digits(value: float) -> str:
-    """About three digits, no more than two after the point."""
+    """Write about three digits, no more than two after the point."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def allreduce_tables(rows: Sequence[Row]) -> list[Table]:
-    """A table for each number of ranks and size of bucket."""
-    tables: dict[tuple[int, int], Table] = {}
+    """Make a table for each number of ranks and size of bucket."""
+    cases: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        key = (row["n"], row["d"])
-        if key not in tables:
-            title = f"{row['d']:,} values over {row['n']} ranks: milliseconds, median of {row['rounds']} rounds"
-            tables[key] = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-            for heading in HEADINGS:
-                tables[key].add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-        tables[key].add_row(*cells(row))
-    return list(tables.values())
+        cases.setdefault((row["n"], row["d"]), []).append(row)
+    style = {**COMPACT, "padding": (0, 1, 0, 0), "title_justify": "left"}
+    return [
+        table(
+            HEADINGS,
+            map(cells, of),
+            left=("method",),
+            title=f"{d:,} values over {n} ranks: milliseconds, median of {of[0]['rounds']} rounds",
+            **style,
+        )
+        for (n, d), of in cases.items()
+    ]

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
+from pipecomp.tables import table
 
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 
@@ -21,10 +21,8 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
 
         found = info(path)
         write_json(json_file, [dataclasses.asdict(line) for line in found])
-        out = Table("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
-        for line in found:
-            versions = "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}"
-            out.add_row(
+        rows = (
+            (
                 str(line.rank),
                 line.link,
                 line.run or "–",
@@ -33,9 +31,12 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
                 str(line.bits),
                 f"{line.stored_bytes / 1e6:.2f}",
                 f"{line.file_bytes / 1e6:.2f}",
-                versions,
+                "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}",
             )
-        console.print(out)
+            for line in found
+        )
+        headings = ("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
+        console.print(table(headings, rows, left=headings))
 
 
 @store.command("verify")

@@ -93,7 +93,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[
 
 
 def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: float) -> dict[str, Any]:
-    """The configuration of one run, as a user would write it."""
+    """Make the configuration of one run, as a user would write it."""
     activations: dict[str, Any] = {"method": method}
     if method in Activations.QUANTIZED:
         activations |= {"forward_bits": settings.forward_bits, "backward_bits": settings.backward_bits}
@@ -117,7 +117,7 @@ def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: f
 def train_rank(
     rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task
 ) -> list[dict[str, Any]]:
-    """On every rank: pre-train, then fine-tune from there with each method in turn."""
+    """Pre-train on every rank, then fine-tune from there with each method in turn."""
     from pipecomp.engine.initialize import initialize
 
     out = Path(settings.out)

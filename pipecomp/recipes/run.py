@@ -146,9 +146,8 @@ class Workload:
         trained: What `resume.what_is_trained` returned.
         held_out: Samples to evaluate on after every epoch, None for none.
         collate: Makes a micro-batch of a list of samples.
-        measures: Given the held-out loss, returns what else an `eval` line has.
-        evaluation: Given the engine and the held-out batches, returns all numbers of an `eval` line, "loss" among
-            them, where the loss alone does not tell them; `measures` is not called then.
+        evaluation: Given the engine and the held-out batches, returns the numbers of an `eval` line, "loss" among
+            them; every rank calls it.
         tokenizer: Saved beside the model.
     """
 
@@ -157,16 +156,8 @@ class Workload:
     trained: Mapping[str, Any]
     held_out: Any = None
     collate: Callable[[list], Any] = default_collate
-    measures: Callable[[float], dict[str, float]] = lambda loss: {}
-    evaluation: Callable[[Any, list], dict[str, float]] | None = None
+    evaluation: Callable[[Any, list], dict[str, float]] = lambda engine, batches: evaluate(engine, batches)
     tokenizer: Any = None
-
-    def evaluate(self, engine: Any, batches: list) -> dict[str, float]:
-        """Return the numbers of an `eval` line; every rank must call this."""
-        if self.evaluation is not None:
-            return self.evaluation(engine, batches)
-        loss = evaluate(engine, batches)
-        return {"loss": loss, **self.measures(loss)}
 
 
 def train(args: argparse.Namespace, work: Workload) -> None:
@@ -197,7 +188,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
         samples=len(work.training),
         held_out=0 if work.held_out is None else len(work.held_out),
         units=lambda: count.taken() * fit.plan.replicas,
-        evaluate=lambda: work.evaluate(engine, batches) if batches else None,
+        evaluate=lambda: work.evaluation(engine, batches) if batches else None,
         save=save,
     )
 
@@ -222,7 +213,7 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     return fit
 
 
-def evaluate(engine: Any, batches: list) -> float:
+def evaluate(engine: Any, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:
@@ -230,7 +221,7 @@ def evaluate(engine: Any, batches: list) -> float:
         batches: From `eval_batches`.
 
     Returns:
-        The mean loss over all samples, each counted alike.
+        The mean "loss" over all samples, each counted alike.
     """
     total, samples = 0.0, 0
     size = len(batches[0].ids)
@@ -240,7 +231,7 @@ def evaluate(engine: Any, batches: list) -> float:
             loss = engine.eval_batch(iter(part), num_micro_batches=len(part))
             count = sum(len(batch.ids) for batch in part)
             total, samples = total + float(loss) * count, samples + count
-    return total / samples
+    return {"loss": total / samples}
 
 
 class _TokenCount:
@@ -256,6 +247,6 @@ class _TokenCount:
         return batch
 
     def taken(self) -> int:
-        """The tokens since this was last called."""
+        """Count the tokens since this was last called."""
         tokens, self._tokens = self._tokens, 0
         return tokens

@@ -1,4 +1,4 @@
-"""`transformers.TrainingArguments` as an engine's configuration, and what of them a pipeline refuses.
+"""`transformers.TrainingArguments` as an engine's configuration, and what of Trainer a pipeline refuses.
 
 An argument that could have no effect is a ConfigError that names it; none is ignored.
 """
@@ -25,6 +25,26 @@ SECTION = "pipecomp"
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 SAMPLING = ("random", "sequential", "group_by_length")
 
+# Methods of transformers.Trainer that are called here, which a subclass may override.
+_CALLED = {
+    "add_callback",
+    "create_model_card",
+    "end",
+    "evaluate",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "log",
+    "log_metrics",
+    "metrics_format",
+    "num_examples",
+    "pop_callback",
+    "predict",
+    "remove_callback",
+    "save_metrics",
+    "save_model",
+    "save_state",
+    "train",
+}
 # Refused if true, or not empty.
 _REFUSED = {
     "auto_find_batch_size": "False: all stages would have to run out of memory together",
@@ -278,3 +298,19 @@ def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
         return [group for group in both if group["params"]]
 
     return groups
+
+
+# -- methods that a subclass overrides
+
+
+def check_overrides(subclass: type, base: type) -> None:
+    """Raise ConfigError for a method of Trainer, in `subclass` or a mixin of it, that `base` would never call."""
+    for kind in [kind for kind in subclass.__mro__ if kind not in base.__mro__]:
+        for name, own in kind.__dict__.items():
+            given = callable(own) or isinstance(own, (staticmethod, classmethod))
+            require(
+                not given or name.startswith("__") or not hasattr(Trainer, name) or name in _CALLED,
+                f"{kind.__name__}.{name}",
+                "a method",
+                "none: this trainer does not call it",
+            )

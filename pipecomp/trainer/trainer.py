@@ -22,12 +22,11 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from pipecomp.cluster.start import all_ranks
 from pipecomp.errors import require
-from pipecomp.trainer import alike, arguments, callbacks, cards, checkpoints, model_io, setup
+from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
 from pipecomp.trainer.feeding import EvalLoaders, Samples
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.overrides import check_overrides
 from pipecomp.trainer.training import Training
 
 
@@ -156,7 +155,7 @@ class PipelineTrainer:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        check_overrides(cls, PipelineTrainer)
+        arguments.check_overrides(cls, PipelineTrainer)
 
     # -- the engine
 
@@ -384,7 +383,7 @@ class PipelineTrainer:
             fields: Those of Trainer.create_model_card.
         """
         if self.rank == 0:
-            cards.write_card(
+            model_io.write_card(
                 self.args,
                 self._pipeline.model_config,
                 self.state,

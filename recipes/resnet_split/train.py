@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipecomp.cluster import start
 from pipecomp.cluster.agreement import settings_of
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import DataError, require
@@ -206,8 +207,7 @@ def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> 
 
 def agreed(mine: Found | None) -> Task:
     """What both of the client's processes found, known on every rank. Raises DataError if they differ."""
-    everyones: list[Any] = [None] * STAGES
-    dist.all_gather_object(everyones, mine)
+    everyones = gathered(mine)
     if everyones[0] != everyones[-1]:
         raise DataError("the client's two processes have different images: give both the same files")
     task: Task = everyones[0][0]
@@ -240,9 +240,8 @@ def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
         return torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(labels))]).double().cpu()
 
     found = engine.eval_batch(iter(batches), num_micro_batches=count_all, on_logits=count)
-    total: list[Any] = [None if found is None else torch.stack(found).sum(0).tolist()]
-    dist.broadcast_object_list(total, src=STAGES - 1)
-    loss, right, count = total[0]
+    total = None if found is None else torch.stack(found).sum(0).tolist()
+    loss, right, count = broadcast(total, STAGES - 1)
     return {"loss": loss / count, "accuracy": right / count}
 
 

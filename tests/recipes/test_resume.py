@@ -146,7 +146,7 @@ class TestResume:
             "passed over step 20: it was not finished"
         )
         engine = Engine(exact=True)
-        assert checkpoints.load(engine) == "with the messages of that step: losses will be as without a break"
+        assert checkpoints.load(engine) == "with the cached activations of that step: losses will be as without a break"
         assert engine.loaded == (str(tmp_path), "global_step10")
         assert "in common" in checkpoints.load(Engine(exact=False))
         assert checkpoints.load(Engine()) == "as it was"
