@@ -68,7 +68,7 @@ def _torchs_own(method: type[Method]) -> bool:
 
 
 def _variants() -> tuple[Variant, ...]:
-    """What the methods say is to be measured: the baseline, those of torch's own by name, then the others."""
+    """List what the methods say is to be measured: the baseline, those of torch's own by name, then the others."""
     found = sorted(METHODS.items(), key=lambda item: (item[0] != "none", item[0] if _torchs_own(item[1]) else "~"))
     return tuple(
         Variant(name, dict(options), own)
@@ -222,7 +222,7 @@ class _Case:
         return found
 
     def _torchs_bytes(self, d: int) -> int:
-        """What torch's own function puts on this rank's links, if its all-reduce is a ring."""
+        """Count what torch's own function puts on this rank's links, if its all-reduce is a ring."""
         variant = self._variant
         if variant == FP32:
             return ring_bytes(4 * d, self._n)
@@ -232,7 +232,7 @@ class _Case:
 
 
 def _average(variant: Variant, state: State | None) -> Callable[[Any], Tensor]:
-    """What puts the mean into a bucket and returns it."""
+    """Make what puts the mean into a bucket and returns it."""
     if state is not None:
         return lambda bucket: ddp_hook(state, bucket).wait()
     if variant == FP32:

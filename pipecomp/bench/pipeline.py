@@ -77,7 +77,7 @@ def reference_compute(model: Model, stages: int, runs: int = 1) -> float:
 
 
 def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
-    """Run a line once; give a row as of `bench_pipeline`, and "steps", seconds of each. rate: of every link, in bit/s."""
+    """Run a line once; give a row as of `bench_pipeline` and the "steps", seconds of each. rate: of links, in bit/s."""
     world = stages * line.replicas
     bandwidth = None if rate is None else f"{rate}bit"
     with Lab(nodes=world, bandwidth=bandwidth, delay=delay) as lab, tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def through_float32(line: Line) -> Any:
 
 
 def _sent_bytes() -> int:
-    """What this node's interface has sent."""
+    """Read what this node's interface has sent."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 

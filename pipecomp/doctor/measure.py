@@ -41,8 +41,11 @@ class _Command(IntEnum):
 class Peer(Protocol):
     """The other rank: takes tensors in order. `receive` fills the tensor or returns another one with what came."""
 
-    def send(self, tensor: Tensor) -> None: ...
-    def receive(self, tensor: Tensor) -> Tensor: ...
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor."""
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Receive a tensor."""
 
 
 class GlooPeer:

@@ -82,7 +82,7 @@ def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
 
 
 def _facts(split_plan: SplitPlan, model: Any) -> dict[str, Any]:
-    """What of the model must be the same on all ranks."""
+    """Tell what of the model must be the same on all ranks."""
     facts: dict[str, Any] = {
         "model": split_plan.model_class,
         "cuts of the model": split_plan.cuts,
@@ -113,7 +113,7 @@ def _check_precision(ds_config: dict[str, Any]) -> None:
 
 
 def _complete(ds_config: dict[str, Any]) -> None:
-    """Settings that DeepSpeed needs on this machine and nobody would write down."""
+    """Add settings that DeepSpeed needs on this machine and nobody would write down."""
     optimizer = ds_config.get("optimizer", {})
     if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
         # DeepSpeed's own CPU Adam compiles at first use; torch's is there.

@@ -42,7 +42,7 @@ from pipecomp.stages.partition.splitting import Stage
 
 
 def _counted(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
-    """The instruction, its time in training counted to `part`."""
+    """Wrap an instruction, its time in training counted to `part`."""
 
     def run(self: PipelineEngine, **place: int) -> None:
         if not self.module.training:

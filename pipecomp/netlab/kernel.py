@@ -156,16 +156,20 @@ class KernelNetwork:
             self._run(f"ip -n {namespace} link set {interface} addrgenmode none")
 
     def address(self, node: int) -> str:
+        """See Network."""
         return f"198.18.0.{node + 1}"
 
     def port(self) -> int:
+        """See Network."""
         self._ports += 1  # the namespace is new: only earlier runs of this lab have used any
         return self._ports
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
+        """See Network."""
         return ["ip", "netns", "exec", self._nodes[node], *command]
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
+        """See Network."""
         if self.delay_by != "software":
             return None
         shape = self._shape
@@ -181,6 +185,7 @@ class KernelNetwork:
         ).text()
 
     def bytes(self) -> list[NodeBytes]:
+        """See Network."""
         return [
             NodeBytes(node, self._count(name, "eth0"), self._count(self._hub, f"port{node}"))
             for node, name in enumerate(self._nodes)
@@ -192,6 +197,7 @@ class KernelNetwork:
         return next(int(queue["bytes"]) for queue in queues if queue.get("root"))
 
     def set_rate(self, rate: int) -> None:
+        """See Network."""
         delay = self._shape if self.delay_by == "netem" else None
         for node, name in enumerate(self._nodes):
             for text in (
@@ -201,16 +207,20 @@ class KernelNetwork:
                 self._run(text)
 
     def cut(self, node: int) -> None:
+        """See Network."""
         # Off the bridge, not down: as with a line that breaks far away, the node itself notices nothing.
         self._run(f"ip -n {self._hub} link set port{node} nomaster")
 
     def join(self, node: int) -> None:
+        """See Network."""
         self._run(f"ip -n {self._hub} link set port{node} master br0")
 
     def processes(self) -> set[int]:
+        """See Network."""
         return processes_in([*self._nodes, self._hub], self._run)
 
     def close(self) -> None:
+        """See Network."""
         delete_namespaces([*self._nodes, self._hub], self._run)
 
 

@@ -53,13 +53,13 @@ class SharedState:
         return cls(path)
 
     def read(self, node: int) -> NodeState:
-        """What is known of a node."""
+        """Read what is known of a node."""
         with self._open() as file:
             return _read(file, node)
 
     @contextmanager
     def change(self, *nodes: int) -> Iterator[list[NodeState]]:
-        """The nodes' states; what the caller changes in them is kept."""
+        """Yield the nodes' states; what the caller changes in them is kept."""
         with self._open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file unlocks it
             states = [_read(file, node) for node in nodes]
@@ -92,7 +92,7 @@ class ThrottleSettings:
     jitter_s: float
 
     def text(self) -> str:
-        """The variable's value."""
+        """Write the variable's value."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -169,7 +169,7 @@ class Throttle:
 
 
 def throttle_to(rank: int, environment: Mapping[str, str] = os.environ) -> Throttle | None:
-    """The throttle of this process's link to another rank; None outside a lab and within a node."""
+    """Make the throttle of this process's link to another rank; None outside a lab and within a node."""
     text = environment.get(VARIABLE)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-""" "auto" bits: what every rank measures when a run begins, and the decision that rank 0 makes for all of them."""
+"""Bits that are "auto": what every rank measures when a run begins, and the decision that rank 0 makes for all."""
 
 from __future__ import annotations
 

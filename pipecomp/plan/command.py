@@ -71,7 +71,7 @@ def run_plan(console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced
 
 
 def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey | None:
-    """What is known of the machines, measured or not; None on a launcher's ranks other than 0."""
+    """Find what is known of the machines, measured or not; None on a launcher's ranks other than 0."""
     if not options.measure:
         return Survey(profile=options.estimated(), speeds=Speeds())
     measured = (*options.size, options.micro_batch or 1, options.store)

@@ -1,4 +1,4 @@
-"""What carries messages between stages: rate and latency of every link in each direction, and lines that they share.
+"""What carries packets between stages: rate and latency of every link in each direction, and lines that they share.
 
 K stages, link k between stages k and k + 1.
 """
@@ -31,14 +31,16 @@ class Line:
         require(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more")
 
     def seconds(self, size: float) -> float:
-        """Of a message of `size` bytes that has the line for itself."""
+        """Of a packet of `size` bytes that has the line for itself."""
         return 8 * size / self.bits_per_s + self.latency_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """forward, backward: link k's lines to stage k + 1 and back. shared: whether what a stage sends to both its
-    neighbours passes one line, and what it receives from both another one, as with one network card for each stage.
+    """All links. forward, backward: link k's lines to stage k + 1 and back.
+
+    shared: whether what a stage sends to both its neighbours passes one line, and what it receives from both another
+    one, as with one network card for each stage.
     """
 
     forward: tuple[Line, ...]

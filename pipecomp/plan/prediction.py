@@ -238,7 +238,7 @@ def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Sp
 
 
 def _together(job: Job, network: Network) -> float:
-    """The global norm is summed in a ring over the stages, and the loss is told to all, each a small message."""
+    """Count the seconds of summing the global norm in a ring over the stages and of telling all the loss."""
     hops = 2 * (job.plan.num_stages - 1) + 1 if job.plan.num_stages > 1 else 0
     return hops * network.latency_s
 

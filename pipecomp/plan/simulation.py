@@ -1,7 +1,7 @@
 """A training step, played through event by event: the engine's own order of work, over links of given rates.
 
 A stage does one thing at a time, in the order of `order.train_order`. What it sends leaves at once and travels by
-itself; a link carries one message at a time in each direction, both directions at once; a receive waits for what it
+itself; a link carries one packet at a time in each direction, both directions at once; a receive waits for what it
 needs and for nothing else.
 
 K stages, M micro-batches, link k between stages k and k + 1.
@@ -45,7 +45,7 @@ class StageCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is played. forward_bytes, backward_bytes: of one micro-batch's message on each link, headers included.
+    """What is played. forward_bytes, backward_bytes: of one micro-batch's packet on each link, headers included.
 
     in_flight: forwards that each stage runs ahead of their backwards; None is 1F1B's number. together_s: seconds in
     which all stages wait for each other between the last reduction and the update (norm, tied weights).
@@ -94,7 +94,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """seconds: of the whole step. waits: by stage, for messages. events: all that happened, in the order it ended."""
+    """seconds: of the whole step. waits: by stage, for packets. events: all that happened, in the order it ended."""
 
     seconds: float
     waits: tuple[float, ...]
@@ -151,7 +151,7 @@ class _Player:
     # -- stages
 
     def _stage(self, k: int) -> Iterator[float | None]:
-        """The stage's step; yields seconds of work, or None to wait until something arrives."""
+        """Do the stage's step; yields seconds of work, or None to wait until something arrives."""
         step, costs = self._step, self._step.stages[k]
         seconds = {
             "load": 0.0,
@@ -202,7 +202,7 @@ class _Player:
         self._bytes_per_s = [rate / 8 for rate in rates(self._network, list(self._sending))]
 
     def _sent(self, flow: tuple[str, int]) -> None:
-        """The first message of a direction has left; the next one is on the line."""
+        """Let the first packet of a direction have left; the next one is on the line."""
         way, link = flow
         messages = self._sending[flow]
         message = messages.popleft()

@@ -102,7 +102,7 @@ def survey_ranks(
 
 
 def _links(rank: int, R: int, K: int, pacer_to: PacerTo) -> Measured | None:
-    """This rank's link to the next stage, measured with all others."""
+    """Measure this rank's link to the next stage, together with all others."""
     groups = neighbour_groups([[k * R + r for k in range(K)] for r in range(R)], _TIMEOUT_S)
     transports = [
         GlooTransport(groups[pair], timeout_s=_TIMEOUT_S, pacer=pacer_to(peer)) if pair in groups else None

@@ -211,6 +211,7 @@ class Padding:
         self._fill = {"input_ids": pad_token_id, "token_type_ids": 0}
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Collate samples."""
         counts = [len(sample["input_ids"]) for sample in samples]
         longest = max(counts)
         batch = {

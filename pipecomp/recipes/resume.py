@@ -203,7 +203,8 @@ class Checkpoints:
             return "as it was"
         if engine.resumed.exact:
             return "with the cached activations of that step: losses will be as without a break"
-        return "with the cached activations that both ends of each link have in common; what differs is sent in full precision once"
+        both = "with the cached activations that both ends of each link have in common"
+        return f"{both}; what differs is sent in full precision once"
 
     def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
         """Write a checkpoint after step `step` if it is time to; every rank must call this."""

@@ -194,7 +194,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
 
 
 def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
-    """The run, agreed on by all ranks, before the engine is made."""
+    """Prepare the run, agreed on by all ranks, before the engine is made."""
     ranks = start.all_ranks()
     with ranks.collective_errors():
         world = dist.get_world_size()

@@ -31,7 +31,7 @@ class Plan:
     replicas: int
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 1, in which step (from 1) starts."""
+        """Count the epoch, from 1, in which step (from 1) starts."""
         return (step - 1) * self.accumulation // self.per_epoch + 1
 
     def ends_epoch(self, step: int) -> bool:

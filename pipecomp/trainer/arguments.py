@@ -207,7 +207,7 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
 
 
 def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
-    """The user's DeepSpeed configuration, its "pipecomp" section in it."""
+    """Read the user's DeepSpeed configuration, its "pipecomp" section in it."""
     complete = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
     require(
         not complete or args.deepspeed is None,
@@ -249,7 +249,7 @@ def _adam_params(args: Any) -> dict[str, Any]:
 
 
 def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
-    """The trainer makes optimizer and schedule; sections that say the same, or "auto", are let pass."""
+    """Let pass sections that say what the arguments say, or "auto": the trainer makes optimizer and schedule."""
     optimizer = config.pop("optimizer", {})
     require(
         optimizer.get("type", "AdamW").lower() in ("adam", "adamw"),

@@ -19,7 +19,7 @@ def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHan
 
 
 def progress_callback(args: Any) -> type:
-    """The one that shows progress; Trainer adds it after the user's."""
+    """Choose the one that shows progress; Trainer adds it after the user's."""
     return PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
 
 
@@ -45,7 +45,7 @@ def fire(trainer: Any, event: str, *more: Any) -> None:
 
 
 def new_state(trainer: Any) -> TrainerState:
-    """The state before the first step."""
+    """Make the state before the first step."""
     return TrainerState(
         is_local_process_zero=trainer.is_local_process_zero(),
         is_world_process_zero=trainer.is_world_process_zero(),

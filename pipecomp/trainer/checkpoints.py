@@ -96,7 +96,7 @@ def _last(output_dir: str) -> Path:
 
 
 def _read(folder: Path, resume: object) -> dict[str, Any]:
-    """What pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
+    """Read what pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
     require((folder / STATE_FILE).is_file(), _KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
     require(
         (folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(),

@@ -95,8 +95,10 @@ class CompressionCallback(TrainerCallback):
         return self._state.stats() if self._state is not None else Counters().as_dict()
 
     def _group_of(self, ddp: DistributedDataParallel) -> Any:
-        """DDP's ranks. PowerSGD needs a group of its own: over gloo its later all-reduces are started by other threads,
-        and in DDP's group they would come before one of DDP's own on one rank and after it on another.
+        """Give the group of DDP's ranks.
+
+        PowerSGD needs one of its own: over gloo its later all-reduces are started by other threads, and in DDP's group
+        they would come before one of DDP's own on one rank and after it on another.
         """
         if self.method != "powersgd":
             return ddp.process_group
@@ -173,7 +175,7 @@ def residuals_file(folder: Path, rank: int) -> Path:
 
 
 def ddp_of(trainer: Any) -> DistributedDataParallel:
-    """The DDP that a Trainer wrapped its model in, once training has begun. ConfigError if there is none, and why."""
+    """Find the DDP that a Trainer wrapped its model in, once training has begun. ConfigError says why there is none."""
     start = "start it with torchrun --nproc-per-node N or accelerate launch"
     if trainer.args.n_gpu > 1:
         got = f"one process with {trainer.args.n_gpu} GPUs (DataParallel)"
@@ -211,7 +213,7 @@ _average.__annotations__.clear()  # DDP reads them, and refuses strings, which t
 
 
 def _caller() -> tuple[Any, str | None]:
-    """The Trainer that is training, and the checkpoint it resumed from.
+    """Find the Trainer that is training, and the checkpoint it resumed from.
 
     An event gets Trainer's `model`, which is never the wrapped one, and neither the Trainer nor the checkpoint. But it
     runs inside `Trainer.train(resume_from_checkpoint=…)`: that call is on the stack, whatever subclasses and decorators

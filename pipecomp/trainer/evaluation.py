@@ -122,7 +122,7 @@ class Evaluation:
     # -- on every rank
 
     def _evaluate(self, loader: EvalLoader, loss_only: bool) -> list[BatchResult]:
-        """This rank's results: those of its replica on the last stage, none elsewhere."""
+        """Make this rank's results: those of its replica on the last stage, none elsewhere."""
         engine = self._engine
         pulled: deque[MicroBatch] = deque()
         results: list[BatchResult] = []

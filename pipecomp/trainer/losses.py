@@ -77,13 +77,13 @@ class StepLoss:
     def of(
         cls, model_config: Any, model_class: Any, label_smoothing: float, own: Callable[..., Tensor] | None
     ) -> StepLoss:
-        """The loss of a model of this class, whatever class its configuration names."""
+        """Make the loss of a model of this class, whatever class its configuration names."""
         config = copy.deepcopy(model_config)
         config.architectures = [head_name(architecture_of(config), model_class)]
         return cls(config, label_smoothing, own)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
+        """Compute what the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
         count, (micro_batches, total) = labels_in(labels, causal=self.causal), self.share
         if count == 0:
             return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages

@@ -14,7 +14,7 @@ from pipecomp.errors import require
 
 
 def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
-    """The schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
+    """Make the schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
     if make is not None:
         return make(optimizer)
     return get_scheduler(
@@ -33,14 +33,14 @@ def follows_metric(scheduler: Any) -> bool:
 
 
 def learning_rate(scheduler: Any, optimizer: Any) -> float:
-    """The rate of the step that was just made; ask before the schedule steps."""
+    """Tell the rate of the step that was just made; ask before the schedule steps."""
     if follows_metric(scheduler):
         return float(optimizer.param_groups[0]["lr"])
     return float(scheduler.get_last_lr()[0])
 
 
 def metric(args: Any, metrics: dict[str, float]) -> float:
-    """The value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
+    """Look up the value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
     name = str(args.metric_for_best_model)
     key = name if name.startswith("eval_") else f"eval_{name}"
     require(key in metrics, "metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")

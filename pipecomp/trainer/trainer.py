@@ -308,7 +308,7 @@ class PipelineTrainer:
         return evaluation.run(loader, prefix, loss_only=loss_only, arrays=arrays)
 
     def _samples(self, data: Any, name: str) -> Samples:
-        """A dataset with the columns that the model takes. name: for errors."""
+        """Make a dataset with the columns that the model takes. name: for errors."""
         columns = None
         if self.args.remove_unused_columns:
             taken = inspect.signature(self._pipeline.model_class.forward).parameters

@@ -139,7 +139,7 @@ class Training:
         return self._finish()
 
     def _run_epoch(self, epoch: int, first: int) -> None:
-        """The optimizer steps of an epoch from number `first` on."""
+        """Make the optimizer steps of an epoch from number `first` on."""
         trainer, length = self._trainer, self._length
         fire(trainer, "on_epoch_begin")
         self._loader.seek(epoch * length.per_epoch + first * length.accumulation)
@@ -193,7 +193,7 @@ class Training:
             self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
-        """What the callbacks have asked for."""
+        """Do what the callbacks have asked for."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
             mean = self._losses.log(state.global_step)
@@ -211,7 +211,7 @@ class Training:
             fire(trainer, "on_save")
 
     def _finish(self) -> TrainOutput:
-        """The training's metrics, the best model if it is asked for, and the last events."""
+        """Finish: the training's metrics, the best model if it is asked for, and the last events."""
         trainer, args, state, length = self._trainer, self._trainer.args, self._trainer.state, self._length
         steps = state.global_step - self._first_step
         loss = self._losses.total() / max(steps, 0.001)
