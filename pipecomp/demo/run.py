@@ -164,7 +164,7 @@ def _fine_tune(
     eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
     stats = engine.comm_stats()
     engine.close()
-    stats["store_bytes"] = _folder_bytes(store / f"rank-{rank}")
+    stats["store_bytes"] = sum(file.stat().st_size for file in (store / f"rank-{rank}").rglob("data.mdb"))
     return {
         "method": method,
         "losses": losses,
@@ -173,10 +173,6 @@ def _fine_tune(
         "stats": stats,
         "first_epoch": first_epoch,
     }
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*.mdb") if f.name == "data.mdb")
 
 
 def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:

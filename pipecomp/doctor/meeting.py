@@ -48,8 +48,7 @@ class Meeting:
         self.rank, self.world = launch.place
         self._lost: set[int] = set()
         try:
-            limit = timedelta(seconds=limit_s)
-            store, _, _ = next(iter(rendezvous("env://", self.rank, self.world, timeout=limit)))
+            store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=limit_s)))
             self._store = dist.PrefixStore(_PREFIX, store)
             mine = Identity(self.rank, socket.gethostname(), machine(), own_gpu(launch.local_rank), versions)
             self._say("identity", mine)
@@ -81,8 +80,7 @@ class Meeting:
 
     def _direct(self) -> list[Finding]:
         """Rank 0: give every pair its turn, one after the other, so that no two share a cable."""
-        wait_s = 6 * _GLOO_S
-        joined = {rank: self._ask(rank, f"joined/{rank}", wait_s, _SAID_NOTHING) for rank in range(self.world)}
+        joined = {rank: self._ask(rank, f"joined/{rank}", 6 * _GLOO_S, _SAID_NOTHING) for rank in range(self.world)}
         errors = {rank: error for rank, error in joined.items() if error is not None}
         findings = [check_joined(errors, self.identities), check_same_versions(self.identities)]
         findings += check_shared_gpus((i.rank, i.gpu) for i in self.identities if i.gpu is not None)

@@ -61,7 +61,8 @@ def storage_findings(path: Path) -> list[Finding]:
     if folder != path.absolute() and os.path.lexists(path):
         return [check_writable(path, NotADirectoryError(errno.ENOTDIR, "it is not a folder"))]
     free = shutil.disk_usage(folder).free
-    findings = [check_space(path, free), check_file_system(path, file_system(folder, _mounts()))]
+    mounts = [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+    findings = [check_space(path, free), check_file_system(path, file_system(folder, mounts))]
     if free < _FREE_LEAST:
         return findings
     try:
@@ -132,10 +133,6 @@ def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
         if real.is_relative_to(mount) and len(mount.parts) >= depth:
             found, depth = kind, len(mount.parts)
     return found
-
-
-def _mounts() -> list[tuple[str, str]]:
-    return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
 
 
 def measure_speed(folder: Path) -> Speed:

@@ -13,7 +13,6 @@ from deepspeed.accelerator import get_accelerator
 
 from pipecomp.cluster.agreement import AllRanks, settings_of
 from pipecomp.config import Config, read_json_object
-from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.plan.auto import wants_auto
@@ -22,6 +21,7 @@ from pipecomp.stages.partition.modules import Modules
 from pipecomp.stages.partition.planning import SplitPlan
 
 SECTION = "pipecomp"
+_INTERVAL = "activation_checkpoint_interval"
 
 
 class Agreed(NamedTuple):
@@ -50,7 +50,7 @@ def agree(
         _check_precision(ds_config)
         check_gradients(settings.gradients, ds_config, split_plan, dist.get_world_size() // split_plan.num_stages)
         _complete(ds_config)
-        recomputes = take_setting(ds_config)
+        recomputes = take_checkpointing(ds_config)
     settings_here = settings_of(ds_config, SECTION, settings.shared())
     all_ranks.assert_same_on_all_ranks({**settings_here, **_facts(split_plan, model)})
     return Agreed(ds_config, settings, split_plan, recomputes)
@@ -118,3 +118,36 @@ def _complete(ds_config: dict[str, Any]) -> None:
     if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
         # DeepSpeed's own CPU Adam compiles at first use; torch's is there.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+
+
+def take_checkpointing(ds_config: dict[str, Any]) -> bool:
+    """Take activation checkpointing out of DeepSpeed's hands, and say whether blocks are to be recomputed.
+
+    DeepSpeed would checkpoint whole layers of its PipelineModule, and a stage is one of these. So its configuration is
+    changed to do nothing, and Hugging Face's blocks are checkpointed, each on its own.
+
+    The setting is `"pipeline": {"activation_checkpoint_interval": 1}`. Raises ConfigError for what cannot take effect:
+    other intervals, reentrant checkpointing, and the section "activation_checkpointing", which is about DeepSpeed's own
+    function for it.
+    """
+    for key, value in ds_config.get("activation_checkpointing", {}).items():
+        require(not value, f"activation_checkpointing.{key}", value, f"nothing; use pipeline.{_INTERVAL}: 1")
+    section = ds_config.get("pipeline", {})
+    if not isinstance(section, dict):  # DeepSpeed's "auto"
+        return False
+    interval = section.get(_INTERVAL, 0)
+    require(
+        interval in (0, 1) and not isinstance(interval, bool),
+        f"pipeline.{_INTERVAL}",
+        interval,
+        "0, or 1: each block of the model on its own",
+    )
+    require(
+        not interval or not section.get("use_reentrant"),
+        "pipeline.use_reentrant",
+        True,
+        f"false with {_INTERVAL} 1: frozen inputs need no gradient",
+    )
+    if interval:
+        section[_INTERVAL] = 0
+    return bool(interval)

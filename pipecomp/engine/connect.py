@@ -101,8 +101,7 @@ def open_links(
     grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
     indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
     crossings = {name: stage.crossing(indices[name]) for name in transports}
-    weight = next(stage.parameters(), torch.empty(0))
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = str(next(stage.parameters(), torch.empty(0)).dtype).removeprefix("torch.")
     described = {
         indices[name]: {
             **given.link_settings(indices[name]),

@@ -76,8 +76,8 @@ class Starter:
     def _environment(self, node: int) -> dict[str, str]:
         settings = self._network.settings(node, self._procs)
         own = {"NODE_RANK": str(node)} | ({} if settings is None else {VARIABLE: settings})
-        inherited = {k: v for k, v in self._base.items() if k != VARIABLE}  # an outer lab's links are not this one's
-        return inherited | own
+        # An outer lab's links are not this one's.
+        return {k: v for k, v in self._base.items() if k != VARIABLE} | own
 
 
 class Functions:

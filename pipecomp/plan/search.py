@@ -110,15 +110,13 @@ def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = N
 
 def choose_average(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
     """Methods for data parallelism with the seconds of averaging d values over n ranks; the recommended one first."""
-    options = [(m, average_seconds(_averaging(config, m), d, n, network, speeds)) for m in _AVERAGES]
+    options = [
+        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds)) for m in _AVERAGES
+    ]
     plain = options[0]
     best = min(options, key=lambda option: option[1])
     chosen = best if plain[1] > PAYS * best[1] else plain
     return [chosen, *[option for option in options if option is not chosen]]
-
-
-def _averaging(config: Config, method: str) -> Config:
-    return replace(config, gradients=Gradients(method=method))
 
 
 def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]]:

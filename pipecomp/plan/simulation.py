@@ -83,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a stage did ("wait" included), or a link ("forward message", "backward message"; place: the link)."""
+    """What a stage did ("wait" included), or a link ("forward packet", "backward packet"; place: the link)."""
 
     place: int
     what: str
@@ -119,7 +119,7 @@ class _Player:
         self._stages = [self._stage(k) for k in range(K)]
         self._sleeping = [False] * K
         self._arrived: set[tuple[str, int, int]] = set()  # way, stage, micro-batch
-        self._sending: dict[tuple[str, int], deque[_Message]] = {}  # way, link: the first one is on the line
+        self._sending: dict[tuple[str, int], deque[_Packet]] = {}  # way, link: the first one is on the line
         self._bytes_per_s: list[float] = []  # of those, in their order
         self._ends, self._waits = [0.0] * K, [0.0] * K
         self._events: list[Event] = []
@@ -128,12 +128,12 @@ class _Player:
         for k in range(len(self._stages)):
             self._go_on(k)
         while self._queue or self._sending:
-            heads = [messages[0] for messages in self._sending.values()]
+            heads = [packets[0] for packets in self._sending.values()]
             ends = [self._now + m.left / speed for m, speed in zip(heads, self._bytes_per_s, strict=True)]
             sent_at = min(ends, default=math.inf)
             until = min(sent_at, self._queue[0][0] if self._queue else math.inf)
-            for message, speed in zip(heads, self._bytes_per_s, strict=True):
-                message.left = max(0.0, message.left - speed * (until - self._now))
+            for packet, speed in zip(heads, self._bytes_per_s, strict=True):
+                packet.left = max(0.0, packet.left - speed * (until - self._now))
             self._now = until
             if sent_at <= until:
                 self._sent(list(self._sending)[ends.index(sent_at)])
@@ -185,18 +185,18 @@ class _Player:
                 self._later(seconds, lambda: self._go_on(k))
                 return
 
-    # -- messages
+    # -- packets
 
     def _post(self, way: str, direction: int, stage: int, m: int) -> None:
         link = min(stage, stage + direction)
         size = (self._step.forward_bytes if way == "forward" else self._step.backward_bytes)[link]
-        messages = self._sending.get((way, link))
-        message = _Message(m, size, self._now)
-        if messages is None:
-            self._sending[way, link] = deque([message])
+        packets = self._sending.get((way, link))
+        packet = _Packet(m, size, self._now)
+        if packets is None:
+            self._sending[way, link] = deque([packet])
             self._lines_changed()
         else:
-            messages.append(message)
+            packets.append(packet)
 
     def _lines_changed(self) -> None:
         self._bytes_per_s = [rate / 8 for rate in rates(self._network, list(self._sending))]
@@ -204,26 +204,26 @@ class _Player:
     def _sent(self, flow: tuple[str, int]) -> None:
         """Let the first packet of a direction have left; the next one is on the line."""
         way, link = flow
-        messages = self._sending[flow]
-        message = messages.popleft()
-        if messages:
-            messages[0].since = self._now
+        packets = self._sending[flow]
+        packet = packets.popleft()
+        if packets:
+            packets[0].since = self._now
         else:
             del self._sending[flow]
             self._lines_changed()
         lines = self._network.forward if way == "forward" else self._network.backward
         target = link + 1 if way == "forward" else link
-        self._later(lines[link].latency_s, lambda: self._arrive(way, link, target, message))
+        self._later(lines[link].latency_s, lambda: self._arrive(way, link, target, packet))
 
-    def _arrive(self, way: str, link: int, target: int, message: _Message) -> None:
-        self._events.append(Event(link, f"{way} message", message.micro_batch, message.since, self._now))
-        self._arrived.add((way, target, message.micro_batch))
+    def _arrive(self, way: str, link: int, target: int, packet: _Packet) -> None:
+        self._events.append(Event(link, f"{way} packet", packet.micro_batch, packet.since, self._now))
+        self._arrived.add((way, target, packet.micro_batch))
         if self._sleeping[target]:
             self._go_on(target)
 
 
 @dataclass(slots=True)
-class _Message:
+class _Packet:
     """left: bytes not sent yet. since: when the line began with it."""
 
     micro_batch: int

@@ -31,9 +31,8 @@ class Output(ModelOutput):
 
 
 def is_causal(config: Any) -> bool:
-    """Whether the model that `config.architectures` names predicts the next token."""
-    heads = architecture_of(config).heads
-    return heads[config.architectures[0]].loss is causal_lm
+    """Say whether the model that `config.architectures` names predicts the next token."""
+    return architecture_of(config).heads[config.architectures[0]].loss is causal_lm
 
 
 def labels_in(labels: Tensor, *, causal: bool) -> int:

@@ -28,8 +28,7 @@ def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None,
 
 def follows_metric(scheduler: Any) -> bool:
     """Whether the schedule steps after evaluations, by a metric."""
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return isinstance(scheduler, plateau) or type(scheduler).__name__ == "GreedyLR"
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
 def learning_rate(scheduler: Any, optimizer: Any) -> float:

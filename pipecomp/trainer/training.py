@@ -90,8 +90,7 @@ class Training:
         )
         self._length = length = Length.of(args, sampler.per_epoch)
         self._loader = StepLoader(samples, sampler, data_seed(args), loader_options(args))
-        optimizer = engine.basic_optimizer
-        trainer.lr_scheduler = schedule.make_scheduler(args, optimizer, make_scheduler, length.max_steps)
+        trainer.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
         self._start_state(found)
         if found is not None:
