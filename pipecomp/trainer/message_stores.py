@@ -70,7 +70,7 @@ def save(engine: Any, folder: str) -> None:
 
 
 def restore(folder: str, store: str | os.PathLike) -> bool:
-    """Put what a checkpoint cached in the place of this rank's store, which no engine has open. False if it has none."""
+    """Put what a checkpoint cached in the place of this rank's store, which no engine has open. False without one."""
     saved = _saved(folder)
     if not saved.is_file():
         return False
