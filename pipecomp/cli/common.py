@@ -19,7 +19,7 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """End the command with one line and status 1 on an error that users can do something about."""
+    """End the command that this decorates with one line and status 1 on an error that users can do something about."""
     try:
         yield
     except PipecompError as error:
