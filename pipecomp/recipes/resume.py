@@ -94,6 +94,18 @@ def data_facts(training: Any, held_out: Any) -> dict[str, str | None]:
     }
 
 
+def make_folder(argument: str, path: str) -> None:
+    """Make the folder that an argument names before training, so that one that cannot be written is known at once.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(argument, path, f"a folder that can be written ({error.strerror})") from error
+
+
 class Checkpoints:
     """A run's checkpoints.
 
@@ -135,11 +147,7 @@ class Checkpoints:
         if half and not config.get("zero_optimization", {}).get("stage", 0):
             allowed = "with bf16 only with zero_optimization.stage 1: DeepSpeed cannot load what it saves without"
             raise ConfigError("--checkpoint", args.checkpoint, allowed)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            allowed = f"a folder that can be written ({error.strerror})"
-            raise ConfigError("--checkpoint", args.checkpoint, allowed) from error
+        make_folder("--checkpoint", args.checkpoint)
 
     def find(self) -> str:
         """Look for what to go on from and set `step`; every rank must call this.

@@ -31,7 +31,7 @@ from pipecomp.cluster import start
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import PipecompError, require
 from pipecomp.recipes import resume
-from pipecomp.recipes.fit import Fit, make_folder
+from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
 
 
@@ -209,7 +209,7 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     with ranks.collective_errors():
         fit.begin()
         if args.save and dist.get_rank() == 0:
-            make_folder(args.save)
+            resume.make_folder("--save", args.save)
     return fit
 
 

@@ -19,9 +19,9 @@ from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import images, run, steps
-from pipecomp.recipes.fit import Fit, make_folder
+from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.resnet import client_cuts, resnet
-from pipecomp.recipes.resume import DATA, what_is_trained
+from pipecomp.recipes.resume import DATA, make_folder, what_is_trained
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> None:
     with ranks.collective_errors():
         fit.begin()
         if args.save:
-            make_folder(args.save)
+            make_folder("--save", args.save)
         network = make_network(args, task, seed)
 
     engine = open_engine(args, network, fit.config, task)
