@@ -110,10 +110,10 @@ class Engine:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank."""
 
-    def gather(out: list, mine: object) -> None:
+    def gather(out: list, mine: object, group: object) -> None:
         out[:] = [mine]
 
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 1)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     monkeypatch.setenv("LOCAL_RANK", "0")
 
