@@ -41,6 +41,12 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
+def require(ok: object, key: str, got: object, allowed: str) -> None:
+    """Raise ConfigError with the other arguments unless `ok` is true."""
+    if not ok:
+        raise ConfigError(key, got, allowed)
+
+
 class ShapeError(PipecompError, ValueError):
     """A tensor has a shape, dtype or device that the operation does not take."""
 

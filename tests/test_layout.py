@@ -24,7 +24,7 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
-    {"errors", "files", "json_tree", "schedule", "stats"},
+    {"errors", "files", "json_tree", "schedule", "stats", "tables"},
     {"kernels", "rates"},
     {"allreduce", "buffers", "data"},
     {"config", "gradient_config", "optim"},

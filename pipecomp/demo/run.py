@@ -18,10 +18,9 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Activations
 from pipecomp.demo.plot import NAMES, plot
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.errors import ConfigError
-from pipecomp.plan.measured import measured_costs, measured_end
+from pipecomp.errors import require
 from pipecomp.plan.network import uniform
-from pipecomp.plan.simulation import Step, play
+from pipecomp.plan.simulation import Step, measured_costs, measured_end, play
 from pipecomp.stats import total_bytes
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
@@ -50,15 +49,16 @@ class Settings:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stages <= self.layers:
-            raise ConfigError("stages", self.stages, f"1 to {self.layers}, the model's blocks")
+        require(1 <= self.stages <= self.layers, "stages", self.stages, f"1 to {self.layers}, the model's blocks")
         for method in self.methods:
-            if method not in Activations.METHODS:
-                raise ConfigError("methods", method, ", ".join(Activations.METHODS))
-        if not self.methods:
-            raise ConfigError("methods", self.methods, "at least one method")
-        if self.stages == 1 and self.methods != ("none",):
-            raise ConfigError("methods", ",".join(self.methods), "none, with one stage: it has no links")
+            require(method in Activations.METHODS, "methods", method, ", ".join(Activations.METHODS))
+        require(self.methods, "methods", self.methods, "at least one method")
+        require(
+            self.stages != 1 or self.methods == ("none",),
+            "methods",
+            ",".join(self.methods),
+            "none, with one stage: it has no links",
+        )
         Activations(method="direct", forward_bits=self.forward_bits, backward_bits=self.backward_bits)
 
 
@@ -93,7 +93,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[
 
 
 def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: float) -> dict[str, Any]:
-    """The configuration of one run, as a user would write it."""
+    """Make the configuration of one run, as a user would write it."""
     activations: dict[str, Any] = {"method": method}
     if method in Activations.QUANTIZED:
         activations |= {"forward_bits": settings.forward_bits, "backward_bits": settings.backward_bits}
@@ -117,7 +117,7 @@ def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: f
 def train_rank(
     rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task
 ) -> list[dict[str, Any]]:
-    """On every rank: pre-train, then fine-tune from there with each method in turn."""
+    """Pre-train on every rank, then fine-tune from there with each method in turn."""
     from pipecomp.engine.initialize import initialize
 
     out = Path(settings.out)
@@ -164,7 +164,7 @@ def _fine_tune(
     eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
     stats = engine.comm_stats()
     engine.close()
-    stats["store_bytes"] = _folder_bytes(store / f"rank-{rank}")
+    stats["store_bytes"] = sum(file.stat().st_size for file in (store / f"rank-{rank}").rglob("data.mdb"))
     return {
         "method": method,
         "losses": losses,
@@ -173,10 +173,6 @@ def _fine_tune(
         "stats": stats,
         "first_epoch": first_epoch,
     }
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*.mdb") if f.name == "data.mdb")
 
 
 def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -72,11 +72,11 @@ class Trace:
         self._offset = time.time() - time.perf_counter()
 
     def begin_step(self, step: int) -> None:
-        """What comes now belongs to this optimizer step."""
+        """Begin an optimizer step: what comes now belongs to it."""
         self.step, self._this = step, []
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._last = self._this
         if self.keep:
             self._kept += self._this
@@ -90,7 +90,7 @@ class Trace:
         return list(self._kept)
 
     def micro_batches(self) -> list[dict[str, Any]]:
-        """The last step by micro-batch: seconds of each part, in the order in which they were first seen."""
+        """Sum up the last step by micro-batch: seconds of each part, in the order in which they were first seen."""
         table: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for event in self._last:
             if event.micro_batch is not None:

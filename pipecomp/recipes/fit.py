@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
 from pipecomp.recipes.steps import Plan, complete
@@ -144,15 +143,3 @@ def forget_messages(settings: Config, rank: int) -> None:
     folder = Path(settings.store.path) / f"rank-{rank}"
     if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb" and (folder / DATA_FILE).is_file():
         prune(folder, everything=True)
-
-
-def make_folder(path: str) -> None:
-    """Make the folder of `--save` before training, so that one that cannot be written is known at once.
-
-    Raises:
-        ConfigError: If it cannot be made.
-    """
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("--save", path, f"a folder that can be written ({error.strerror})") from error

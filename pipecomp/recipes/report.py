@@ -229,7 +229,7 @@ class Report:
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file that is there, up to a step; none for step 0."""
+    """Read the complete lines of a metrics file that is there, up to a step; none for step 0."""
     found: list[dict[str, Any]] = []
     if step and path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -8,7 +8,7 @@ wait less and memory allows it. The order of additions does not change: results 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -90,20 +90,21 @@ class InFlight:
 
 
 class KeptBytes:
-    """Counts what a forward keeps for its backward."""
+    """Counts what a forward keeps for its backward. without: tensors that do not count, such as parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, without: Iterable[torch.Tensor] = ()) -> None:
         self.bytes = 0
-        self._seen: set[int] = set()
+        self._without = {tensor.untyped_storage()._cdata for tensor in without}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the storages that autograd saves inside, each once; parameters count too, a little too much."""
+        """Count the storages that autograd saves inside, each once. Fake ones, which have no address, count too."""
+        seen: dict[int, torch.UntypedStorage] = {}  # alive, so that no number is given twice
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
+            if storage._cdata not in seen and storage._cdata not in self._without:
+                seen[storage._cdata] = storage
                 self.bytes += storage.nbytes()
             return tensor
 

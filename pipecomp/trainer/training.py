@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.trainer import callbacks, checkpoints, message_stores, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
@@ -35,7 +35,7 @@ class Length:
 
     @classmethod
     def of(cls, args: Any, per_epoch: int) -> Length:
-        """As Trainer counts."""
+        """Count it as Trainer does."""
         accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
         updates = -(-per_epoch // accumulation)
         if max_steps > 0:
@@ -46,7 +46,7 @@ class Length:
         return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
 
     def micro_batches(self, update: int) -> int:
-        """How many micro-batches optimizer step `update` of an epoch takes: the last one what is left."""
+        """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
         return min(self.accumulation, self.per_epoch - update * self.accumulation)
 
 
@@ -90,8 +90,7 @@ class Training:
         )
         self._length = length = Length.of(args, sampler.per_epoch)
         self._loader = StepLoader(samples, sampler, data_seed(args), loader_options(args))
-        optimizer = engine.basic_optimizer
-        trainer.lr_scheduler = schedule.make_scheduler(args, optimizer, make_scheduler, length.max_steps)
+        trainer.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
         self._start_state(found)
         if found is not None:
@@ -113,7 +112,7 @@ class Training:
         else:
             state = trainer.state = found.state
             best = state.best_model_checkpoint
-            if not checkpoints.shared(best is None or Path(best).is_dir(), trainer.group):
+            if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):
                 _log.warning(f"{best}, the best checkpoint so far, does not exist any more")
                 state.best_model_checkpoint = None
             compare_trainer_and_checkpoint_args(args, state)
@@ -139,7 +138,7 @@ class Training:
         return self._finish()
 
     def _run_epoch(self, epoch: int, first: int) -> None:
-        """The optimizer steps of an epoch from number `first` on."""
+        """Make the optimizer steps of an epoch from number `first` on."""
         trainer, length = self._trainer, self._length
         fire(trainer, "on_epoch_begin")
         self._loader.seek(epoch * length.per_epoch + first * length.accumulation)
@@ -193,7 +192,7 @@ class Training:
             self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
-        """What the callbacks have asked for."""
+        """Do what the callbacks have asked for."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
             mean = self._losses.log(state.global_step)
@@ -211,7 +210,7 @@ class Training:
             fire(trainer, "on_save")
 
     def _finish(self) -> TrainOutput:
-        """The training's metrics, the best model if it is asked for, and the last events."""
+        """Finish: the training's metrics, the best model if it is asked for, and the last events."""
         trainer, args, state, length = self._trainer, self._trainer.args, self._trainer.state, self._length
         steps = state.global_step - self._first_step
         loss = self._losses.total() / max(steps, 0.001)
@@ -224,7 +223,7 @@ class Training:
             "train", self._began, num_samples=samples * steps / max(length.max_steps, 1), num_steps=steps
         )
         metrics["train_loss"] = loss
-        metrics = checkpoints.shared(metrics, trainer.group)
+        metrics = broadcast(metrics, group=trainer.group)
         trainer.log(metrics)
         best = state.best_model_checkpoint
         if args.load_best_model_at_end and best is not None:
@@ -240,9 +239,8 @@ class Training:
         """`comm_stats` of all ranks; updates the tokens seen. Every rank must call this."""
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
-        rows: list[Any] = [None] * trainer.world
         with engine.propagate_failure():
-            dist.all_gather_object(rows, (engine.comm_stats(), tokens), group=trainer.group)
+            rows = gathered((engine.comm_stats(), tokens), trainer.group)
         counted = trainer.args.include_num_input_tokens_seen
         if counted != "no":
             place = 1 if counted == "non_padding" else 0
@@ -258,7 +256,7 @@ class Training:
         trainer.save_model(folder)
         if state.best_global_step:
             best = checkpoints.folder_of(args.output_dir, state.best_global_step)
-            if checkpoints.shared(Path(best).is_dir(), trainer.group):
+            if broadcast(Path(best).is_dir(), group=trainer.group):
                 state.best_model_checkpoint = best
         if not args.save_only_model:
             checkpoints.save_engine(self._engine, folder, trainer.lr_scheduler)

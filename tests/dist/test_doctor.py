@@ -84,7 +84,7 @@ def dies_while_measured(rank, world, note):
     from pipecomp.doctor import meeting
 
     if rank == 1:
-        meeting.follow = lambda other, limit_s: os._exit(7)
+        meeting.follow = lambda peer: os._exit(7)
     meeting._SILENCE_S = meeting._PAIR_S = 5.0
     return examined(rank, world, note, ("ok", "ok", "ok"))
 
