@@ -160,12 +160,6 @@ def launch_nodes(folder: Path, recipe: str, *arguments: list[str]) -> Ended:
     return run(folder, "sh", "-c", f"{starts}s=0\n{waits}exit $s")
 
 
-def torchrun(folder: Path, recipe: str, *arguments: str) -> Ended:
-    """Run it on two processes with torchrun."""
-    where = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return run(folder, sys.executable, "-m", "torch.distributed.run", *where, path_of(recipe), *arguments)
-
-
 def script(recipe: str) -> ModuleType:
     """A recipe's train.py, imported and not run."""
     name = f"{recipe}_train"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipecomp.buffers.admin import info
-from tests.recipes.recipe_runs import ROOT, launch, run_script, torchrun
+from tests.recipes.recipe_runs import ROOT, launch, run_script
 
 RECIPES = ROOT / "recipes"
 WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 4, 2, 2, 2
@@ -168,11 +168,11 @@ def test_only_real_tokens_are_on_the_wire_and_in_the_store(work: Path, cola: lis
         assert raw < link.stored_bytes < raw + 64 * SAMPLES
 
 
-def test_pairs_with_torchrun_cut_to_what_was_asked(work: Path) -> None:
+def test_pairs_are_cut_to_what_was_asked(work: Path) -> None:
     config = json.loads((work / "ds_config.json").read_text())
     config["pipecomp"]["store"]["path"] = "pairs"
     (work / "pairs.json").write_text(json.dumps(config))
-    ended = torchrun(
+    ended = launch(
         work,
         "deberta_qnli",
         *words(
