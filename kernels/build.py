@@ -1,4 +1,4 @@
-"""Builds the native kernels in a source tree: `python -m pipecomp.kernels.build`. Needs no other package.
+"""Builds the native kernels in a source tree: `python -m pipecomp.kernels.build [OUTPUT]`. Needs no other package.
 
 setup.py builds the package's extension with the same function.
 """
@@ -77,6 +77,6 @@ def build(output: Path, extra_flags: tuple[str, ...] = (), timeout_s: float = TI
 
 if __name__ == "__main__":
     try:
-        print(build(Path(__file__).resolve().parent / "_native.so"))
+        print(build(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).resolve().parent / "_native.so"))
     except RuntimeError as error:
         sys.exit(str(error))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
 from pipecomp.config import Activations
 from pipecomp.demo.plot import NAMES, plot
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
@@ -78,6 +78,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[
         vocabulary=settings.vocabulary, length=settings.length, training=settings.training, held_out=96
     )
     report("reading Python's documentation", 1, 1, None)
+    preload_large_packages()
     ranks = run_ranks(
         settings.stages,
         train_rank,

@@ -80,7 +80,7 @@ if __name__ == "__main__":
         except ConfigError as error:
             said[section["method"]] = str(error)
     for n in (2, 3):
-        torch.multiprocessing.spawn(rank, (n, sys.argv[1]), nprocs=n)
+        torch.multiprocessing.start_processes(rank, (n, sys.argv[1]), nprocs=n, start_method="fork")
     print(json.dumps(said))
 """
 

@@ -193,6 +193,15 @@ def test_the_extension_is_optional(compiler, tmp_path):
     assert not list((tmp_path / "lib").rglob("*.so"))
 
 
+def test_a_library_that_was_built_before_is_taken(tmp_path):
+    built = tmp_path / "built.so"
+    built.write_bytes(b"as it is")
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path]
+    subprocess.run(command, cwd=ROOT, env=environment(BUILT_KERNELS=str(built)), check=True, timeout=HANG_S)
+    (made,) = (tmp_path / "lib").rglob("_native*.so")
+    assert made.read_bytes() == b"as it is"
+
+
 def test_build_flags_forbid_contraction_and_are_the_extensions():
     for source in build.SOURCES:
         assert "-ffp-contract=off" in build.source_flags(source)

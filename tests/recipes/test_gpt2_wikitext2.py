@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run
+from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2"
@@ -180,10 +179,9 @@ def test_an_error_is_one_line_and_ends_every_rank(work: Path) -> None:
     reason="needs ../shared/data/wikitext-2 and ../shared/data/gpt2-tokenizer",
 )
 def test_wikitext_with_gpt2s_tokenizer(work: Path) -> None:
-    found = run(
+    found = run_script(
         work,
-        sys.executable,
-        str(RECIPE / "train.py"),
+        RECIPE / "train.py",
         "--deepspeed_config",
         str(RECIPE / "ds_config_cpu_fp32.json"),
         "--model",
