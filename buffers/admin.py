@@ -84,9 +84,8 @@ def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
     if (top / DATA_FILE).is_file():
         match = _RANK.fullmatch(top.resolve().name)
         return [(int(match[1]) if match else None, top)]
-    found = []
-    if top.is_dir():
-        found = [(int(m[1]), p) for p in top.iterdir() if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
+    inside = top.iterdir() if top.is_dir() else ()
+    found = [(int(m[1]), p) for p in inside if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
     if not found:
         raise StoreError(f"{top}: no message store here: no {DATA_FILE}, and no folders rank-0, rank-1, … with one")
     return sorted(found)
@@ -188,6 +187,13 @@ def prune(
                 _copy(folder, report, link, lambda ids: _kept(ids, ids_below, max_samples))
                 report.bytes_after += (folder / DATA_FILE).stat().st_size
     return report
+
+
+def forget(path: str | os.PathLike[str], rank: int) -> None:
+    """Remove what one rank has stored in `path`, if anything: it is of another model's weights. Nobody has it open."""
+    folder = Path(path) / f"rank-{rank}"
+    if (folder / DATA_FILE).is_file():
+        prune(folder, everything=True)
 
 
 def _kept(ids: list[int], ids_below: int | None, max_samples: int | None) -> set[int]:

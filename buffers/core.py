@@ -6,6 +6,7 @@ A backend adds where values are kept: `_prepare` and `_added` (before and after 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -147,21 +148,21 @@ class LinkStore(ABC):
         return step
 
     def _start_with(self, entries: Iterable[Entry]) -> None:
-        """Fill the index with what is stored. What no longer fits the budget is deleted by the first commit."""
-        self._entries = {entry.sample: entry for entry in entries}
-        self._stored_bytes = sum(entry.size for entry in self._entries.values())
-        for sample in self._budget.load({s: entry.size for s, entry in self._entries.items()}):
-            self._replace(sample, None)
-            self._counts["evictions"] += 1
+        """Forget everything, changes that were not committed too, and hold what is stored.
 
-    def _start_anew(self, entries: Iterable[Entry]) -> None:
-        """Forget everything, changes that were not committed too, and hold these."""
+        What does not fit the budget is deleted by the first commit.
+        """
         with self._lock:
-            before = list(self._entries)
+            before = self._entries
+            self._entries = {entry.sample: entry for entry in entries}
             self._changed = {}
             self._budget = Budget(self._budget.max_bytes)
-            self._start_with(entries)
-            for sample in {*before, *self._entries}:
+            self._stored_bytes = sum(entry.size for entry in self._entries.values())
+            sizes = {sample: entry.size for sample, entry in self._entries.items()}
+            for sample in itertools.chain(*self._budget.settle(sizes)):
+                self._replace(sample, None)
+                self._counts["evictions"] += 1
+            for sample in {*before, *sizes}:
                 self._prefetcher.invalidate(sample)
 
     def _waited(self, seconds: float) -> None:

@@ -45,15 +45,12 @@ class Entry:
         unpacked = self._unpacked
         if unpacked is None:
             return self.value
-        with unpacked.guard:
+        with unpacked.guard, torch.cuda.device_of(unpacked.m_nH):
             if self._unpacked is None:
                 return self.value
             if unpacked.ready is not None:
-                with torch.cuda.device(unpacked.m_nH.device):
-                    torch.cuda.current_stream().wait_event(unpacked.ready)
-                    value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
-            else:
-                value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
+                torch.cuda.current_stream().wait_event(unpacked.ready)
+            value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
             self.crc = read_header(memoryview(value)[:HEADER_BYTES], where).crc
             self.value = value
             self._unpacked = None

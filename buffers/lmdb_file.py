@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import errno
 import heapq
+import itertools
 import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -43,6 +45,7 @@ _PAGE_HEADER = 16
 _RECORD_OVERHEAD = 8 + 10 + 2  # a record's header, its usual key, its entry in the page's index
 _FIRST = struct.Struct(">QHQ")
 _NEXT = struct.Struct(">QH")
+_Value = TypeVar("_Value")
 
 
 class Place(NamedTuple):
@@ -60,15 +63,15 @@ class Row(NamedTuple):
     head: bytes  # HEADER_BYTES, fewer if the value is damaged
 
 
+@dataclass(eq=False)
 class Table:
     """The values of one link. `places` is read by any thread and changed by the writing one, after its commit."""
 
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self.handle = handle
-        self.places: dict[int, Place] = {}
-        self.free: list[int] = []
-        self.end = 0
+    name: str
+    handle: Any
+    places: dict[int, Place] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    end: int = 0
 
     def where(self, sample: int) -> str:
         """How errors name a sample of this link."""
@@ -161,9 +164,7 @@ class ValueFile:
         if not create:
             with explained(self.path, "read"):
                 return Table(name, self._env.open_db(name.encode(), create=False))
-        handles: list[Any] = []
-        self._transact(lambda txn: handles.append(self._env.open_db(name.encode(), txn=txn)))
-        return Table(name, handles[-1])
+        return Table(name, self._transact(lambda txn: self._env.open_db(name.encode(), txn=txn)))
 
     def scan(self, table: Table) -> list[Row]:
         """The headers of all values, by slot; reads their first pieces only."""
@@ -225,7 +226,7 @@ class ValueFile:
                 for key in keys:
                     txn.delete(key, db=table.handle)
             for table, sample, place, value, append in puts:
-                self._put(txn, table, _keys(place.slot, sample, 0, len(self._pieces(value))), value, append)
+                self._put(txn, table, place.slot, sample, value, append)
 
         self._transact(body)
         for table, sample, place, *_ in puts:
@@ -256,28 +257,24 @@ class ValueFile:
         table.end += 1
         return table.end - 1
 
-    def _pieces(self, value: bytearray) -> tuple[int, ...]:
-        return piece_sizes(len(value), self._page)
-
-    def _put(self, txn: lmdb.Transaction, table: Table, keys: list[bytes], value: bytearray, append: bool) -> None:
-        view, start, items = memoryview(value), 0, []
-        for key, size in zip(keys, self._pieces(value), strict=True):
-            items.append((key, view[start : start + size]))
-            start += size
+    def _put(self, txn: lmdb.Transaction, table: Table, slot: int, sample: int, value: bytearray, append: bool) -> None:
+        sizes = piece_sizes(len(value), self._page)
+        ends = itertools.accumulate(sizes, initial=0)
+        pieces = [memoryview(value)[start:end] for start, end in itertools.pairwise(ends)]
+        items = list(zip(_keys(slot, sample, 0, len(sizes)), pieces, strict=True))
         with txn.cursor(db=table.handle) as cursor:
             _, added = cursor.putmulti(items, append=append)
         if added != len(items):  # LMDB refuses to append below what is there, and says no more than this
             raise StoreError(f"{self.path}: store of {table.name}: slots are out of order")
 
-    def _transact(self, body: Callable[[lmdb.Transaction], object]) -> None:
+    def _transact(self, body: Callable[[lmdb.Transaction], _Value]) -> _Value:
         with explained(self.path, "write"), self._writing:
             if self._file_identity() != self._identity:  # LMDB would go on with a file that nobody finds any more
                 raise OSError(errno.ENOENT, f"{DATA_FILE} is not the file any more that was opened")
             while True:
                 try:
                     with self._env.begin(write=True) as txn:
-                        body(txn)
-                    return
+                        return body(txn)
                 except lmdb.MapFullError:
                     self._grow()
 

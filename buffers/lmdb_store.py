@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ class LmdbStore(LinkStore):
     ) -> None:
         super().__init__(table.name, fmt, max_bytes=max_bytes, prefetch=prefetch)
         self._environment = environment
-        self._table = table
-        self._start_with(self._scan())
+        self._reload(table)
 
     def commit(self) -> None:
         """End a training step of this link; see MessageStore and `LmdbEnvironment.commit`."""
@@ -68,21 +68,15 @@ class LmdbStore(LinkStore):
         self._environment.check()
 
     def _added(self, entry: Entry) -> None:
-        self._environment.writer.submit(lambda: self._pack_ahead(entry))
-
-    def _pack_ahead(self, entry: Entry) -> None:
-        self._pack(entry)
+        self._environment.writer.submit(lambda: self._pack(entry))
 
     def _load_value(self, entry: Entry) -> bytearray | None:
         return self._environment.file.read(self._table, entry.sample)
 
     def _reload(self, table: Table) -> None:
-        """The file under this store was replaced; `table` is its own there."""
+        """Hold what is in `table`, this store's in the file that has taken the place of the old one."""
         self._table = table
-        self._start_anew(self._scan())
-
-    def _has_changes(self) -> bool:
-        return bool(self._changed)
+        self._start_with(self._scan())
 
     def _scan(self) -> list[Entry]:
         entries: dict[int, Entry] = {}
@@ -130,17 +124,13 @@ class LmdbEnvironment:
         self._closed = False
         self._folder = Folder(self.path)
         self.steps = StepWriter(self._folder, self._format, on_write_error)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._folder.release)
             self._prove_sound()
             self.file = ValueFile(self.path, map_bytes=map_bytes)
-            try:
-                check_format(self.file)
-            except BaseException:
-                self.file.close()
-                raise
-        except BaseException:
-            self._folder.release()
-            raise
+            undo.callback(self.file.close)
+            check_format(self.file)
+            undo.pop_all()
         self.writer = Writer(f"message store {self.path}")
         atexit.register(self.close)
 
@@ -221,7 +211,7 @@ class LmdbEnvironment:
                 self._write_ended()
             self._end_step(store)
             others = (other for other in self._stores.values() if other not in self._ended and not other._closed)
-            if not any(other._has_changes() for other in others):
+            if not any(other._changed for other in others):
                 self._write_ended()
 
     def flush(self) -> None:

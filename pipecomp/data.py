@@ -85,7 +85,6 @@ class Sampler(Protocol):
 
     def batch(self, number: int) -> list[int]:
         """The dataset's indices of micro-batch `number`, counted from the start of training; endless."""
-        ...
 
 
 class ShardedSampler:

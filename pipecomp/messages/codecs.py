@@ -57,15 +57,12 @@ class Codec(Protocol):
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
-        ...
 
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
         """uint8 arrays that make the payload, in order. `seed` drives stochastic rounding."""
-        ...
 
     def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
         """[tokens, hidden] in float32, or in the payload's own dtype for plain values."""
-        ...
 
 
 @dataclass(frozen=True)
