@@ -36,7 +36,6 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
     Returns uint8 [..., ceil(n * bits / 8)].
     """
-    check_pack(values, bits)
     n = values.shape[-1]
     size_bytes = (n * bits + 7) // 8
     lead = values.shape[:-1]
@@ -45,9 +44,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     values_Rn = values.reshape(-1, n)
     if bits > 8:
         # Whole bytes first, then the rest: a stream of `bits`-bit values is one of single bits.
-        shift = torch.arange(bits, device=values.device)
-        bits_Rk = ((values_Rn.to(torch.int64).unsqueeze(-1) >> shift) & 1).flatten(1)
-        return pack_bits(bits_Rk.to(torch.uint8), 1).reshape(*lead, size_bytes)
+        bits_Rk = (values_Rn.to(torch.int64).unsqueeze(-1) >> torch.arange(bits, device=values.device)) & 1
+        return pack_bits(bits_Rk.flatten(1).to(torch.uint8), 1).reshape(*lead, size_bytes)
     values_Rn = pad(values_Rn, (0, -n % 8)).to(torch.int64) & ((1 << bits) - 1)
     octets = values_Rn.reshape(values_Rn.shape[0], -1, 8)
     word = octets[..., 0].clone()
@@ -59,7 +57,6 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack_bits`: codes uint8 [..., ceil(count * bits / 8)] to int32 [..., count]."""
-    check_unpack(codes, bits, count)
     lead = codes.shape[:-1]
     if count == 0 or codes.numel() == 0:
         return torch.zeros((*lead, count), dtype=torch.int32, device=codes.device)
@@ -69,8 +66,7 @@ def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
         shift = torch.arange(bits, dtype=torch.int32, device=codes.device)
         return (bits_Rk << shift).sum(-1, dtype=torch.int32).reshape(*lead, count)
     codes_Rk = pad(codes_Rk, (0, -codes_Rk.shape[1] % bits))
-    octets = pad(codes_Rk.reshape(codes_Rk.shape[0], -1, bits), (0, 8 - bits)).contiguous()
-    word = octets.view(torch.int64)
+    word = pad(codes_Rk.reshape(codes_Rk.shape[0], -1, bits), (0, 8 - bits)).contiguous().view(torch.int64)
     shift = torch.arange(0, 8 * bits, bits, device=codes.device)
     values = ((word >> shift) & ((1 << bits) - 1)).to(torch.int32)
     return values.flatten(1)[:, :count].reshape(*lead, count)

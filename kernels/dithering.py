@@ -11,6 +11,8 @@ Source: arXiv:2305.18627 (Global-QSGD), section 3, appendix B and Algorithm 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,10 @@ def relative(g_d: Tensor, norm: float) -> Tensor:
     return (g_d.to(torch.float32).abs() / divisor).clamp(max=1.0)
 
 
-def level_table(levels: tuple[int, ...], index_d: Tensor | None, device: torch.device) -> Tensor:
-    """Levels s of each value as float32: [d] by `index_d` (uint8), or one value for all."""
-    table = torch.tensor(levels, dtype=torch.float32, device=device)
-    return table[0] if index_d is None else table[index_d.to(torch.int64)]
+def per_value(table: Sequence[float], index_d: Tensor | None, device: torch.device) -> Tensor:
+    """A level's number for each value as float32: [d] by `index_d` (uint8), or one for all."""
+    numbers = torch.tensor(table, dtype=torch.float32, device=device)
+    return numbers[0] if index_d is None else numbers[index_d.to(torch.int64)]
 
 
 def linear_encode(
@@ -37,7 +39,7 @@ def linear_encode(
     levels: one s, or several, of which `index_d` (uint8 [d]) picks one a value; codes are offset by the smallest.
     """
     offset = min(levels)
-    v_d = relative(g_d, norm) * level_table(levels, index_d, g_d.device)
+    v_d = relative(g_d, norm) * per_value(levels, index_d, g_d.device)
     floor_d = v_d.floor()
     r_d = rng.uniform(seed, start, g_d.numel(), g_d.device)
     level_d = (floor_d + (r_d < v_d - floor_d)).clamp(max=offset).to(torch.int32)
@@ -54,9 +56,7 @@ def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tens
 
 def linear_factors(norm: float, levels: tuple[int, ...], divisor: int) -> list[float]:
     """norm / (s * divisor) of each s, rounded to float32."""
-    exact = [norm / (s * divisor) for s in levels]
-    rounded: list[float] = torch.tensor(exact, dtype=torch.float64).to(torch.float32).tolist()
-    return rounded
+    return torch.tensor([norm / (s * divisor) for s in levels], dtype=torch.float64).to(torch.float32).tolist()
 
 
 def linear_decode(
@@ -75,8 +75,7 @@ def linear_decode(
     One conversion, one multiply and one addition a value, each rounded.
     """
     sum_d = bitpack.unpack_bits(codes, bits, out_d.numel()) - workers * min(levels)
-    factor = torch.tensor(linear_factors(norm, levels, divisor), dtype=torch.float32, device=codes.device)
-    values_d = sum_d.to(torch.float32) * (factor[0] if index_d is None else factor[index_d.to(torch.int64)])
+    values_d = sum_d.to(torch.float32) * per_value(linear_factors(norm, levels, divisor), index_d, codes.device)
     return out_d.add_(values_d) if add else out_d.copy_(values_d)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import bitpack, dispatch, layout, native, topk
 from pipecomp.kernels.feedback_ops import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.gradient_ops import (
@@ -34,6 +33,7 @@ from pipecomp.kernels.gradient_ops import (
 )
 from pipecomp.kernels.layout import groups, row_bytes
 from pipecomp.kernels.rng import mix_seed
+from pipecomp.kernels.topk import position_bytes, top_k_group_size, top_k_kept, top_k_scatter
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -150,15 +150,9 @@ def dequantize(
     size = tuple(int(n) for n in shape)
     options = layout.check_options(bits, group_size, "max", rounding)
     layout.check_codes(codes, scale, bits, size, group_size)
-    if add_to is not None and out is not None:
-        raise ConfigError("out", "a tensor", "None where add_to is given")
-    target = out if add_to is None else add_to
-    tensors = [codes, scale]
-    if target is not None:
-        check_message(target, size, "out" if add_to is None else "add_to")
-        tensors.append(target)
-    chosen = dispatch.pick(backend, *tensors)
-    return chosen.dequantize(codes, scale, bits, size, options.group_size, options.rounding, target, add_to is not None)
+    target, add = layout.check_target(out, add_to, size)
+    chosen = dispatch.pick(backend, codes, scale, target)
+    return chosen.dequantize(codes, scale, bits, size, options.group_size, options.rounding, target, add)
 
 
 @torch.no_grad()
@@ -190,14 +184,8 @@ def delta_quantize_(
     """
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(a, name)
-    check_message(m, tuple(a.shape), "m")
+    layout.check_float32(m, tuple(a.shape), "m")
     return dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
-
-
-def check_message(m: Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Raise ShapeError unless m is float32 of `shape`."""
-    if m.dtype != torch.float32 or tuple(m.shape) != shape:
-        raise ShapeError(f"{name}: {m.dtype} {tuple(m.shape)}, allowed: torch.float32 {shape}")
 
 
 @torch.no_grad()
@@ -221,29 +209,6 @@ def top_k_select(
     layout.check_group_size(group_size)
     topk.check_fraction(fraction)
     return dispatch.pick(backend, x).select(x, fraction, group_size)
-
-
-def top_k_kept(H: int, fraction: float, group_size: int | None = None) -> int:
-    """K: how many values of a row of H `top_k_select` keeps."""
-    layout.check_group_size(group_size)
-    return topk.row_kept(H, fraction, group_size)
-
-
-def top_k_group_size(H: int, fraction: float, group_size: int | None = None) -> int | None:
-    """The `group_size` for quantizing kept values, so that what was one group stays one group."""
-    layout.check_group_size(group_size)
-    return topk.kept_group(H, fraction, group_size)
-
-
-@torch.no_grad()
-def top_k_scatter(values: Tensor, index: Tensor, H: int) -> Tensor:
-    """Rows of H zeros with `values` (float32 [..., K]) at positions `index` (int32 [..., K]): float32 [..., H]."""
-    return topk.scatter(values, index, H)
-
-
-def position_bytes(H: int, K: int) -> tuple[str, int]:
-    """The shorter form of K positions in a row of H values, and its bytes a row: ("bitmap" or "indices", bytes)."""
-    return topk.position_form(H, K)
 
 
 def pack_positions(index: Tensor, H: int, *, backend: str = "auto") -> Tensor:

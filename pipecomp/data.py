@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -154,13 +155,8 @@ class _Numbered(Dataset):
         return self.sample_id(index), self.data[index]
 
 
-class _Collate:
-    def __init__(self, collate: Callable[[list], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, items: list[tuple[int, Any]]) -> MicroBatch:
-        ids = [i for i, _ in items]
-        return as_micro_batch(self.collate([sample for _, sample in items]), ids)
+def _numbered_batch(collate: Callable[[list], Any], items: list[tuple[int, Any]]) -> MicroBatch:
+    return as_micro_batch(collate([sample for _, sample in items]), [i for i, _ in items])
 
 
 def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -181,7 +177,11 @@ class TrainLoader:
     ) -> None:
         self.sampler = sampler
         self.taken = 0  # micro-batches handed out so far
-        self._data, self._collate, self._workers = _Numbered(data), _Collate(collate or default_collate), workers
+        self._data, self._collate, self._workers = (
+            _Numbered(data),
+            partial(_numbered_batch, collate or default_collate),
+            workers,
+        )
 
     def __iter__(self) -> Iterator[MicroBatch]:
         order = (self.sampler.batch(number) for number in count(self.taken))
@@ -206,6 +206,6 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
     """All samples in order, the last micro-batch possibly short; for `engine.eval_batch`."""
     if not isinstance(data, Sized):
         raise DataError(f"evaluation data is a {type(data).__name__} without a length")
-    numbered, make = _Numbered(data), _Collate(collate or default_collate)
+    numbered, make = _Numbered(data), partial(_numbered_batch, collate or default_collate)
     size = len(data)
     return [make([numbered[i] for i in range(a, min(a + micro_batch, size))]) for a in range(0, size, micro_batch)]

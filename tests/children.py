@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 BOUND_S = 600  # guards against a hang
+LARGE_PACKAGES = [
+    "torch.distributed",
+    "transformers.models.gpt2.modeling_gpt2",
+    "deepspeed.pipe",
+    "pipecomp.engine.engine",
+]
+
+
+def preload_large_packages() -> None:
+    """Let the server that forks ranks import what ranks that train need: seconds less for each of them.
+
+    To be called before the first `run_ranks`. It does nothing on a machine with an NVIDIA GPU, whose driver must not be
+    touched before a fork.
+    """
+    if not Path("/dev/nvidiactl").exists():
+        multiprocessing.set_forkserver_preload(LARGE_PACKAGES)
 
 
 def in_child(act: Callable[[], str]) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import preload_large_packages
+
 
 def pytest_configure() -> None:
     """Before the first test; no server on a machine with a GPU, whose driver must not be touched before a fork.
@@ -18,8 +20,6 @@ def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from pipecomp.cluster.local_ranks import preload_large_packages  # it imports torch, which reads what is set above
-
     preload_large_packages()
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipecomp.checkpoint.deepspeed_names import (
@@ -16,7 +15,7 @@ from pipecomp.checkpoint.deepspeed_names import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
-from pipecomp.cluster.agreement import AllRanks
+from pipecomp.cluster.agreement import AllRanks, gathered
 from pipecomp.errors import ConfigError
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage
@@ -43,8 +42,7 @@ def parameter_groups(engine: Any) -> list[list[Any]]:
 
 def describe(engine: Any) -> Description:
     """Of this run; all ranks must call this."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, grouped_names(engine.stage, parameter_groups(engine)))
+    names = gathered(grouped_names(engine.stage, parameter_groups(engine)))
     first_replica = [engine.grid._topo.get_rank(pipe=stage, data=0) for stage in range(engine.num_stages)]
     return Description(
         cuts=list(engine.plan.cuts),
@@ -130,14 +128,13 @@ def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) ->
     A `QuantizedAdam` goes on with what is frozen, without error-feedback residuals.
     """
     own = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
     numbered: dict[int, str] = {}
     for group, names in zip(own["param_groups"], groups, strict=True):
         group |= saved.options(names.values()) or {}
         numbered |= dict(zip(group["params"], names.values(), strict=True))
     found = saved.optimizer_state(numbered.values())
     state = {number: found[name] for number, name in numbered.items() if found.get(name)}
-    loaded = {**own, "param_groups": own["param_groups"], "state": state}
+    loaded = {**own, "state": state}
     if "exchange" in own:
         loaded["exchange"] = {**saved.state["optimizer"]["exchange"], "memories": None, "frozen": _frozen(state)}
     optimizer.load_state_dict(loaded)
@@ -191,7 +188,7 @@ def load_zero(
     }
     if hasattr(optimizer, "round_robin_bit16_padding"):
         content[PARAM_ALIGNMENT_PADDINGS] = optimizer.round_robin_bit16_padding
-    shares: list[Any] = [None] * replica + [content]
+    shares = [*[None] * replica, content]
     optimizer.load_state_dict(shares, load_optimizer_states=True, load_from_fp32_weights=from_masters)
 
 

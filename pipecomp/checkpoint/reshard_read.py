@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,6 @@ class Description:
     zero: int
     parameters: list[list[Names]]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return asdict(self)
-
     def fits(self, own: Description) -> bool:
         """Whether DeepSpeed can load the files into a pipeline like `own`: ZeRO's are cut by replicas too."""
         return self.cuts == own.cuts and (self.replicas == own.replicas or not self.zero)
@@ -78,8 +74,7 @@ def names_in_every_cut(stage: Stage | ModuleStage) -> Names:
     tied = {group.parameters[group.stages.index(stage.index)]: group.name for group in stage.tied_groups}
     found: Names = {}
     for names in aliases(stage):
-        original = next((tied[name] for name in names if name in tied), names[0])
-        found |= dict.fromkeys(names, original)
+        found |= dict.fromkeys(names, next((tied[name] for name in names if name in tied), names[0]))
     return found
 
 
@@ -173,8 +168,7 @@ class SavedPipeline:
     def zero_file(self, stage: int, replica: int) -> dict[str, Any]:
         """The state of ZeRO's optimizer on one rank."""
         prefix = "bf16_" if self.description.precision == "bf16" else ""
-        file = self._open(f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt")
-        return file[OPTIMIZER_STATE_DICT]
+        return self._open(f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt")[OPTIMIZER_STATE_DICT]
 
     def _weights_of(self, index: int) -> dict[str, Tensor]:
         return self._open(f"layer_{index:02d}-model_states.pt")

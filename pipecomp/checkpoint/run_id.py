@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +116,3 @@ _NAMES = frozenset(
         "return_dict",
     }
 )
-
-
-def saved_run(state: Mapping[str, Any]) -> str | None:
-    """The id in a checkpoint's own state, None if that was written without message stores."""
-    found = state.get("run")
-    return None if found is None else str(found)

@@ -74,8 +74,8 @@ class AllRanks:
             self._store.set(f"{number}/{self.rank}", json.dumps(value))
             return [self._answer(number, rank) for rank in range(self.world)]
         except dist.DistNetworkError as error:
-            reason = "torch.distributed's key-value store is gone, which it serves"
-            raise self._lost() or PeerLostError(f"lost rank 0 at the start: {reason}", 0) from error
+            gone = "lost rank 0 at the start: torch.distributed's key-value store is gone, which it serves"
+            raise self._lost() or PeerLostError(gone, 0) from error
 
     def _answer(self, number: int, rank: int) -> Any:
         key = f"{number}/{rank}"
@@ -126,6 +126,21 @@ class AllRanks:
                 raise LinkError(f"rank {rank} could not start: {text}")
 
 
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Tell every rank of a process group what each of them gave; all of them must call this.
+
+    Args:
+        value: this rank's, which pickle can take.
+        group: of torch.distributed; None for all ranks.
+
+    Returns:
+        The values by rank in the group.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def versions() -> dict[str, Any]:
     """What must fit before the ranks can talk at all: packages, the form of messages, the order of bytes.
 
@@ -148,8 +163,7 @@ def check_byte_order() -> None:
 
 def settings_of(ds_config: Mapping[str, Any], section: str, shared: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's configuration as flat keys, but for what may differ; shared: this project's section, complete."""
-    given = {k: v for k, v in ds_config.items() if k not in _OWN and k != section}
-    return dict(_flat({**given, section: shared}))
+    return dict(_flat({**{k: v for k, v in ds_config.items() if k not in _OWN}, section: shared}))
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -68,7 +68,7 @@ class Heartbeat:
         self._rank = rank
         self._others = [r for r in range(world) if r != rank]
         self._store = store.clone()  # a wait on the shared connection would stop the beats
-        self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, _nothing
+        self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, lambda: None
         self.lost: PipecompError | None = None
         self.engine = 0  # how many this process has begun to make
         self._beats = 0
@@ -90,7 +90,7 @@ class Heartbeat:
     def begin(self) -> None:
         """An engine is about to be made; all ranks make theirs in the same order."""
         self.engine += 1
-        self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, _nothing, None
+        self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, lambda: None, None
         self._say("")
 
     @contextlib.contextmanager
@@ -141,7 +141,7 @@ class Heartbeat:
         """This engine has ended in order; if it is the last one that was made, nobody needs to wait for a sign of this
         rank any more."""
         if engine == self.engine:
-            self.on_exit = _nothing
+            self.on_exit = lambda: None
             if not self._state.startswith(_STOPPED):
                 self._say(_LEFT)
 
@@ -160,8 +160,7 @@ class Heartbeat:
     def _beat(self) -> None:
         with self._writing:  # words must not be overtaken by a beat from before
             self._beats += 1
-            text = f"{self._beats} {self.engine} {self._state}"
-            self._store.set(_KEY.format(self._rank), text.encode())
+            self._store.set(_KEY.format(self._rank), f"{self._beats} {self.engine} {self._state}".encode())
 
     # -- the threads
 
@@ -242,21 +241,11 @@ def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heart
     if _current is not None and joined is not None and _group in (None, joined):
         _group = joined
         return _current
-    if _current is None:
-        atexit.register(_end)
-    else:
+    if _current is not None:
         _current.end()
     if store is None:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
     _current, _group = Heartbeat(rank, world, store), joined
+    atexit.register(_current.end)
     return _current
-
-
-def _end() -> None:
-    if _current is not None:
-        _current.end()
-
-
-def _nothing() -> None:
-    """No last words."""

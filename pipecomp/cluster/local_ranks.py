@@ -7,47 +7,21 @@ left behind.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
 
+from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import PipecompError
-
-_LARGE_PACKAGES = [
-    "torch.distributed",
-    "transformers.models.gpt2.modeling_gpt2",
-    "deepspeed.pipe",
-    "pipecomp.engine.engine",
-]
 
 
 class RankFailedError(PipecompError, RuntimeError):
     """A rank raised or died; the message has its traceback or exit code."""
-
-
-def preload_large_packages() -> None:
-    """Let the server that forks ranks import what ranks that train need: seconds less for each of them.
-
-    To be called before the first `run_ranks`. It does nothing on a machine with an NVIDIA GPU, whose driver must not be
-    touched before a fork.
-    """
-    if not Path("/dev/nvidiactl").exists():
-        multiprocessing.set_forkserver_preload(_LARGE_PACKAGES)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(
@@ -67,8 +41,7 @@ def run_ranks(
     # A server that has imported torch once forks the ranks. Its environment is that of its own start, so the ranks are
     # given the caller's.
     context = mp.get_context("forkserver")
-    results = context.Queue()
-    port = free_port()
+    results, port = context.Queue(), free_port()
     workers = [
         context.Process(target=_main, args=(rank, world, port, threads, dict(os.environ), function, args, results))
         for rank in range(world)

@@ -59,9 +59,9 @@ def default_choice() -> Choice:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(where)
+                return Choice(hostname, str(where[0]))
         except OSError:
             continue
-        return Choice(hostname, str(where[0]))
     return Choice(hostname, None)
 
 
@@ -77,6 +77,13 @@ def gloo_address() -> str:
             allowed = ", ".join(i.name for i in interfaces.values() if i.up and i.addresses)
             raise ConfigError(GLOO_VARIABLE, variable, f"interfaces of this machine that are up: {allowed}")
     return interfaces[variable.split(",")[0]].addresses[0]
+
+
+def free_port() -> int:
+    """Find a TCP port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def is_loopback(address: str) -> bool:

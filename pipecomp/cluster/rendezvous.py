@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
 from pipecomp.cluster.heartbeat import process_heartbeat
-from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.errors import LinkError, LinkTimeoutError
 
 _NAME = "pipecomp/name"
@@ -40,10 +39,8 @@ def join_processes() -> None:
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(own, MASTER_PORT=str(free_port()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world == 1:

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
 from pipecomp.checkpoint.run_id import Run
+from pipecomp.cluster.agreement import gathered
 from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader
@@ -28,7 +29,7 @@ from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.reduction import GradientReduction
-from pipecomp.engine.reporting import Reporting, gathered
+from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.engine.stage_work import StageWork

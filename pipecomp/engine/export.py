@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.agreement import gathered
 from pipecomp.files import file_crc
 from pipecomp.stages.partition.saving import write_index, write_shard
 from pipecomp.stages.partition.splitting import Stage
@@ -34,8 +35,7 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     group = dist.new_group(backend="gloo")
     file = write_shard(stage, folder) if rank in owners else None
     mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, file_crc(file))
-    shards: list[_Shard | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, mine, group=group)
+    shards: list[_Shard | None] = gathered(mine, group)
     wanted: list[list[_Shard]] = [[]]
     if rank == owners[0]:
         wanted = [[s for s in shards if s is not None and not _is_here(folder, s)]]

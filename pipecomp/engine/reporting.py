@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from pipecomp.cluster.agreement import gathered
 from pipecomp.engine.trace import Trace, TracedStore, draw_trace, write_trace
 from pipecomp.stats import Seconds
 
@@ -88,10 +87,3 @@ class Reporting:
         if self._engine.global_rank == 0:
             write_trace(path, by_rank)
             draw_trace(Path(path).with_suffix(".png"), by_rank, title=title)
-
-
-def gathered(value: Any) -> list[Any]:
-    """Each rank's value, on every rank."""
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out

@@ -49,11 +49,16 @@ class Codec(Protocol):
     """A tensor of rows to bytes and back. `method`, `bits` and `payload_dtype` go into the message's header."""
 
     @property
-    def method(self) -> Method: ...
+    def method(self) -> Method:
+        """How values are coded."""
+
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Bits of a code; 0 where values are not quantized."""
+
     @property
-    def payload_dtype(self) -> DType: ...
+    def payload_dtype(self) -> DType:
+        """The dtype of plain values."""
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
@@ -148,8 +153,7 @@ class Quantized:
         shape = (tokens,) if self.group_size is None else (tokens, groups)
         scale = from_bytes(payload[:cut], torch.float32, shape, device)
         row = ops.row_bytes(hidden, self.bits, self.group_size)
-        codes = from_bytes(payload[cut:], torch.uint8, (tokens, row), device)
-        return codes, scale
+        return from_bytes(payload[cut:], torch.uint8, (tokens, row), device), scale
 
 
 @dataclass(frozen=True)
@@ -180,8 +184,7 @@ class TopK:
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
         _, inner = self._kept(x_TH.shape[-1])
         values_TK, index_TK = ops.top_k_select(x_TH.detach(), self.share, group_size=self.group_size)
-        positions = ops.pack_positions(index_TK, x_TH.shape[-1])
-        return [to_bytes(positions), *inner.encode(values_TK, seed)]
+        return [to_bytes(ops.pack_positions(index_TK, x_TH.shape[-1])), *inner.encode(values_TK, seed)]
 
     def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
         _check_length(payload, self.payload_bytes(tokens, hidden))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.cluster.local_ranks import free_port
+from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.netlab.errors import NetlabError
 from pipecomp.netlab.network import NodeBytes
 from pipecomp.netlab.shape import Shape

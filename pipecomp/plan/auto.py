@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.agreement import gathered
 from pipecomp.config import Bits, Config, bits_text
 from pipecomp.doctor.measure import Measured
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
@@ -74,8 +75,7 @@ def settle(
     config: Config, stage: Stage, batch: Batch, to_previous: Transport | None = None, to_next: Transport | None = None
 ) -> Config:
     """Put numbers in place of "auto": all ranks measure, rank 0 decides for all and says so."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, look(config, stage, batch, to_previous, to_next))
+    seen = gathered(look(config, stage, batch, to_previous, to_next))
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         found = [decide(config, seen, batch, stage.hidden_size, next(stage.parameters()).dtype)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.agreement import gathered
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.storage import measure_speed, nearest
@@ -84,8 +85,7 @@ def survey_ranks(
     dist.init_process_group("gloo")
     try:
         mine = (_links(launch, K, pacer_to), survey_machine(model, tokens, dtype, samples, store))
-        seen: list[Any] = [None] * launch.world
-        dist.all_gather_object(seen, mine)
+        seen = gathered(mine)
         dist.barrier()
     finally:
         dist.destroy_process_group()

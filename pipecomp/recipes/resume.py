@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
-from pipecomp.cluster.agreement import differences
+from pipecomp.cluster.agreement import differences, gathered
 from pipecomp.errors import ConfigError
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
@@ -161,8 +159,7 @@ class Checkpoints:
                     good.append(step)
                 else:
                     bad[step] = problem
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (good, bad))
+        found = gathered((good, bad))
         everywhere = set.intersection(*(set(steps) for steps, _ in found if steps is not None))
         self.step = max(everywhere, default=0)
         problems = {step: problem for _, of_rank in found for step, problem in of_rank.items() if step > self.step}

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.cluster.agreement import gathered
 from pipecomp.trainer import callbacks, checkpoints, message_stores, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
@@ -240,9 +240,8 @@ class Training:
         """`comm_stats` of all ranks; updates the tokens seen. Every rank must call this."""
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
-        rows: list[Any] = [None] * trainer.world
         with engine.propagate_failure():
-            dist.all_gather_object(rows, (engine.comm_stats(), tokens), group=trainer.group)
+            rows = gathered((engine.comm_stats(), tokens), trainer.group)
         counted = trainer.args.include_num_input_tokens_seen
         if counted != "no":
             place = 1 if counted == "non_padding" else 0

@@ -49,9 +49,7 @@ class Layout:
 
     def rows(self) -> list[slice]:
         """For each sample its rows in [T, H]."""
-        ends = [0]
-        for count in self.counts:
-            ends.append(ends[-1] + count)
+        ends = itertools.accumulate(self.counts, initial=0)
         return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     def mask_BS(self, device: torch.device) -> Tensor | None:
@@ -123,8 +121,7 @@ def gather(x_BSH: Tensor, layout: Layout) -> Tensor:
     """Real tokens [T, H] of [B, S, H]; a view if nothing is padding."""
     if layout.full:
         return x_BSH.reshape(-1, x_BSH.shape[-1])
-    parts = [x_BSH[i, a : a + n] for i, (a, n) in enumerate(zip(layout.starts, layout.counts, strict=True))]
-    return torch.cat(parts)
+    return torch.cat([x_BSH[i, a : a + n] for i, (a, n) in enumerate(zip(layout.starts, layout.counts, strict=True))])
 
 
 def scatter(x_TH: Tensor, layout: Layout) -> Tensor:

@@ -75,29 +75,21 @@ class Endpoint:
         self.stats = LinkStats()
         self.changed: set[int] = set()  # samples put since the last drift check
         self.drifted = False  # whether that found a difference
-        self._remember = config.store.drift_check is not None
         self._goes_on = store is not None and config.store.on_write_error == "continue"
-        self._checksum = config.transport.checksum
-        self._seed, self._replica = config.seed, replica
+        self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
-        self._group_size = a.group_size
         self._codecs = LinkCodecs(a, index)
 
     def _keep(self, sample: int, version: int, m_nH: Tensor) -> None:
         assert self.store is not None
         self.store.put(sample, version, m_nH)
-        if self._remember:
+        if self._config.store.drift_check is not None:
             self.changed.add(sample)
 
     # -- sending and receiving packets
 
-    @property
-    def _first_bits(self) -> int:
-        """Bits of first visits; 0 where they are uncompressed."""
-        return 0 if self._codecs.first is None else self._codecs.first.bits
-
     def _draw(self, direction: int, at: Position, part: int = 0) -> int:
-        return ops.mix_seed(self._seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
+        return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
 
     def _header(
         self, kind: Kind, codec: Codec, x: Tensor, samples: list[Sample], layout: Layout, at: Position
@@ -111,15 +103,15 @@ class Endpoint:
             dtype=wire_dtype(x.dtype),
             payload_dtype=codec.payload_dtype,
             bits=codec.bits,
-            first_bits=self._first_bits if kind is Kind.ACTIVATION else 0,
+            first_bits=self._codecs.first_bits if kind is Kind.ACTIVATION else 0,
             tokens=layout.tokens,
             hidden=x.shape[-1],
-            group_size=self._group_size or 0,
+            group_size=self._config.activations.group_size or 0,
             samples=tuple(samples),
         )
 
     def _send(self, header: Header, parts: list[np.ndarray]) -> int:
-        packet = encode(header, parts, checksum=self._checksum)
+        packet = encode(header, parts, checksum=self._config.transport.checksum)
         self.transport.send(packet)
         return packet.size
 
@@ -145,10 +137,10 @@ class Endpoint:
                 f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}, of {len(header.samples)} "
                 f"samples with {rows} rows of {header.hidden} values: above the limit of {MAX_TENSOR_BYTES} bytes"
             )
-        if header.group_size != (self._group_size or 0):
+        if header.group_size != (self._config.activations.group_size or 0):
             raise LinkError(
                 f"link {self.index}: rank {self.transport.peer} uses group_size {header.group_size or None}, "
-                f"this rank {self._group_size}"
+                f"this rank {self._config.activations.group_size}"
             )
         return header, payload, packet.size
 

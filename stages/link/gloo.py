@@ -13,7 +13,6 @@ Without the CRC a changed kind or length would leave a packet unfinished, and it
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import re
@@ -61,7 +60,6 @@ class GlooTransport:
         self._to = 1 - ranks.index(dist.get_rank())
         self.peer = ranks[self._to]
         self._timeout = timedelta(seconds=timeout_s)
-        self._timeout_s = timeout_s
         self._callback: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
@@ -79,7 +77,8 @@ class GlooTransport:
     # -- what links call
 
     def send(self, packet: np.ndarray) -> None:
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         if self._closing:
             raise LinkError(f"the connection to rank {self.peer} is closed")
         self._outbox.put((_DATA, packet, time.monotonic()))
@@ -98,11 +97,6 @@ class GlooTransport:
 
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
         self._record = record
-
-    def flush(self) -> None:
-        while self._outbox.unfinished_tasks and self._sender.is_alive():
-            time.sleep(0.001)
-        self._raise_failure()
 
     def abort(self, lost_rank: int, reason: str) -> None:
         if self._sender.is_alive():
@@ -155,7 +149,7 @@ class GlooTransport:
         try:
             while True:
                 try:
-                    kind, packet, queued = self._outbox.get(timeout=self._timeout_s / 4)
+                    kind, packet, queued = self._outbox.get(timeout=self._timeout.total_seconds() / 4)
                 except queue.Empty:
                     post(_ALIVE, np.empty(0, dtype=np.uint8), 0, time.monotonic())
                     while under_way:
@@ -244,7 +238,8 @@ class GlooTransport:
         text = re.sub(r"^\[[^]]*\] |\. This is typically.*$", "", str(error).split("\n")[0])
         if "imed out" in text:
             return LinkTimeoutError(
-                f"nothing from rank {self.peer} for {self._timeout_s:g} s: it is stopped, or the link to it is down"
+                f"nothing from rank {self.peer} for {self._timeout.total_seconds():g} s: it is stopped, or the link to "
+                "it is down"
             )
         return PeerLostError(f"lost rank {self.peer}: its connection was closed ({text})", self.peer)
 
@@ -252,10 +247,6 @@ class GlooTransport:
         if self._failure is None:
             self._failure = error
         self._inbox.put(self._failure)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
 
 def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:
@@ -277,17 +268,10 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
 
     pipelines: for each replica the global ranks of its stages in order.
     """
-    me = dist.get_rank()
     mine = {}
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
             group = dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
-            if me in pair:
+            if dist.get_rank() in pair:
                 mine[pair] = group
     return mine
-
-
-def close_quietly(transport: GlooTransport) -> None:
-    """For exit handlers: nothing more can be done about a failing end."""
-    with contextlib.suppress(Exception):
-        transport.close()

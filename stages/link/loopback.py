@@ -51,9 +51,6 @@ class LoopbackTransport:
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
         """Packets take no time here: there is nothing to record."""
 
-    def flush(self) -> None:
-        """Nothing is ever under way."""
-
     def abort(self, lost_rank: int, reason: str) -> None:
         self._outbox.put(PeerLostError(reason, lost_rank))
 

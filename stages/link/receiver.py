@@ -47,10 +47,12 @@ class LinkReceiver(Endpoint):
 
     def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:
         assert self.store is not None
-        if header.first_bits != self._first_bits:
+        if header.first_bits != self._codecs.first_bits:
             got = header.first_bits or "full"
             raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
-        sizes = [self._sample_bytes(s, header) for s in header.samples]
+        first_visit = self._codecs.first_visit(torch_dtype(header.dtype))
+        codecs = (self._codecs.forward if s.form is Form.DELTA else first_visit for s in header.samples)
+        sizes = [c.payload_bytes(s.count, header.hidden) for c, s in zip(codecs, header.samples, strict=True)]
         if sum(sizes) != payload.size:
             raise WireError(self._where(at, f"payload of {payload.size} bytes where its samples need {sum(sizes)}"))
         x_TH = torch.empty(layout.total, header.hidden, device=self.device)
@@ -67,8 +69,7 @@ class LinkReceiver(Endpoint):
                     self.canvas.put_(held_nH, sample.start, m_nH)
                 self.stats.delta_samples += 1
             elif sample.form in (Form.FULL, Form.NOT_KEPT):
-                codec = self._codecs.first_visit(torch_dtype(header.dtype))
-                m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
+                m_nH = first_visit.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
                 held_nH = m_nH if self.canvas is None else self.canvas.spread(m_nH, sample.start)
                 self.stats.full_samples += 1
             else:
@@ -76,18 +77,12 @@ class LinkReceiver(Endpoint):
             x_TH[rows] = m_nH
             if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not changes.may_keep(sample.id)):
                 self.stats.unstored_samples += 1
-                changes.drop(sample.id)
+                changes.hold(sample.id, None)
                 self._not_kept.setdefault(at, set()).add(sample.id)
             else:
-                changes.put(sample.id, sample.version, held_nH)
+                changes.hold(sample.id, CachedActivation(sample.version, held_nH))
         changes.make(self._keep)
         return x_TH
-
-    def _sample_bytes(self, sample: Sample, header: Header) -> int:
-        if sample.form is Form.DELTA:
-            return self._codecs.forward.payload_bytes(sample.count, header.hidden)
-        codec = self._codecs.first_visit(torch_dtype(header.dtype))
-        return codec.payload_bytes(sample.count, header.hidden)
 
     def _checked_base(self, sample: Sample, cached: CachedActivation | None, hidden: int, at: Position) -> Tensor:
         if cached is None or cached.version != sample.base:

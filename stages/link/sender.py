@@ -77,7 +77,7 @@ class LinkSender(Endpoint):
             if form is Form.NOT_KEPT:
                 self.stats.unstored_samples += 1
             else:
-                changes.put(sample, version, held_nH)
+                changes.hold(sample, CachedActivation(version, held_nH))
             if form is Form.DELTA:
                 self.stats.delta_samples += 1
             else:

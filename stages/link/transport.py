@@ -54,9 +54,6 @@ class Transport(Protocol):
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
         """Call `record("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter."""
 
-    def flush(self) -> None:
-        """Wait until everything queued has been handed to the network."""
-
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""
 

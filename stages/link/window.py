@@ -12,7 +12,7 @@ Shapes: lines h and columns w of the map that crosses the link, C channels; a ro
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,16 +34,21 @@ class CropCanvas:
     input_columns: int
     margin: int
 
-    margins: tuple[int, int] = field(init=False)  # lines above and below the map, columns on its left and right
-    canvas_lines: int = field(init=False)
-    canvas_columns: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Lines above and below the map, columns on its left and right."""
         down = -(-self.margin * self.lines // self.input_lines)
-        right = -(-self.margin * self.columns // self.input_columns)
-        object.__setattr__(self, "margins", (down, right))
-        object.__setattr__(self, "canvas_lines", self.lines + 2 * down)
-        object.__setattr__(self, "canvas_columns", self.columns + 2 * right)
+        return down, -(-self.margin * self.columns // self.input_columns)
+
+    @property
+    def canvas_lines(self) -> int:
+        """Lines of the map and its margins."""
+        return self.lines + 2 * self.margins[0]
+
+    @property
+    def canvas_columns(self) -> int:
+        """Columns of the map and its margins."""
+        return self.columns + 2 * self.margins[1]
 
     @property
     def places(self) -> int:
@@ -87,8 +92,7 @@ class CropCanvas:
         A later visit that shows more than the first sends the difference to that.
         """
         map_placesC = window.reshape(self.lines * self.columns, -1)
-        nearest = _nearest(self, start)
-        return map_placesC[nearest.to(window.device)].view(self.canvas_lines, -1)
+        return map_placesC[_nearest(self, start).to(window.device)].view(self.canvas_lines, -1)
 
     def _window(self, m: Tensor, start: int) -> Tensor:
         line, column = divmod(start, self.canvas_columns)

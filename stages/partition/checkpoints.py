@@ -28,12 +28,11 @@ class Checkpoint:
     """The tensors of a `from_pretrained` folder or hub name; each is read on its own, and only when asked for.
 
     `files` maps each tensor's name, as the checkpoint has it, to its file. Opened files are kept; use it as a context
-    manager. `bytes_read` counts what was read of tensors.
+    manager.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.bytes_read = 0
         self._open: dict[str, Any] = {}
         for name, is_index in SINGLE_AND_INDEX:
             path = find_file(source, name)
@@ -42,7 +41,7 @@ class Checkpoint:
             if is_index:
                 self.files: dict[str, str] = dict(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
             else:
-                self.files = dict.fromkeys(self._names_in(name), name)
+                self.files = dict.fromkeys(self._file(name).keys(), name)
             return
         allowed = ", ".join(name for name, _ in SINGLE_AND_INDEX)
         raise SplitError(f"{source}: no weights found, looked for {allowed}")
@@ -63,9 +62,7 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """A tensor in memory of its own, in the checkpoint's dtype."""
         file = self._file_of(name)
-        tensor: Tensor = file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
-        self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor
+        return file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
 
     def dtype(self) -> torch.dtype:
         """Of the first floating-point tensor: the checkpoint's dtype where the config names none."""
@@ -76,14 +73,9 @@ class Checkpoint:
                 return sample.dtype
         return torch.float32
 
-    def _names_in(self, file_name: str) -> list[str]:
-        file = self._file(file_name)
-        return list(file) if isinstance(file, dict) else list(file.keys())
-
     def _file_of(self, name: str) -> Any:
         file = self._file(self.files[name])
-        names = file if isinstance(file, dict) else file.keys()
-        if name not in names:
+        if name not in file.keys():  # noqa: SIM118 (safetensors' files are no dicts)
             raise SplitError(f"{name}: the index of {self.source} says {self.files[name]}, which does not hold it")
         return file
 
@@ -116,10 +108,9 @@ def find_file(source: str, name: str) -> str | None:
         return str(path) if path.is_file() else None
     from transformers.utils import cached_file
 
-    found: str | None = cached_file(
+    return cached_file(
         source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-    return found
 
 
 def match_names(

@@ -17,7 +17,7 @@ from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
 from pipecomp.stages.partition.initializing import initialize, put
-from pipecomp.stages.partition.modules import Modules, ModuleStage, build_module_stage, plan_modules
+from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
 from pipecomp.stages.partition.splitting import Stage, replace_parameter, take_stage
 
@@ -163,7 +163,8 @@ def build_stage(
         plan = replace(plan, tied=(), tie=False)
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(source, Modules):
-        return build_module_stage(source, plan, index, dtype=wanted)
+        blocks = ModuleStage(source, plan, index)  # the model's own, not copies
+        return blocks if wanted is None else blocks.to(wanted)
     found = resolve(source)
     if found.model is not None:
         stage = take_stage(found.model, plan, index)

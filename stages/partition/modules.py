@@ -22,7 +22,8 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stages.partition.balance import balance, check_cuts
-from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.stage import PipelineStage
 
 INPUT = "pixel_values"
 SHIFTS = "shifts"
@@ -106,39 +107,20 @@ def _check_not_shared(model: nn.Sequential, cut: int) -> None:
             raise SplitError(f"cut {cut}: {name} is also used before it; stages of plain modules cannot share weights")
 
 
-class ModuleStage(nn.Module):
+class ModuleStage(PipelineStage):
     """One stage of plain modules: the children [lo, hi) of the model, under their names there.
 
     The interface is `Stage`'s; hidden_size is the width of the rows that it receives, or sends if it is the first.
     """
 
     def __init__(self, source: Modules, plan: SplitPlan, index: int) -> None:
-        super().__init__()
-        self.plan, self.index, self.num_stages = plan, index, plan.num_stages
-        self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
+        super().__init__(plan, index)
         for name, block in list(source.model.named_children())[self.lo : self.hi]:
             self.add_module(name, block)
         self._shapes, self._margin = source.shapes, source.margin
         self._recompute: dict[str, Any] = {}
         self.config = self.adapter = None
         self.hidden_size = _rows(source.shapes[self.hi if index == 0 else self.lo])[1]
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
-
-    @property
-    def tied_groups(self) -> tuple[TiedGroup, ...]:
-        """Empty: plain modules share no weights over stages."""
-        return ()
-
-    def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """Return nothing, for the same reason."""
-        return {}
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's blocks.
@@ -222,9 +204,3 @@ def _rows(shape: Sequence[int]) -> tuple[int, int]:
     if len(shape) == 3:
         return shape[1], shape[2] * shape[0]
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
-
-
-def build_module_stage(source: Modules, plan: SplitPlan, index: int, *, dtype: Any = None) -> ModuleStage:
-    """Stage `index` of a plan: the model's own blocks, not copies."""
-    stage = ModuleStage(source, plan, index)
-    return stage if dtype is None else stage.to(dtype)

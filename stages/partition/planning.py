@@ -5,7 +5,7 @@ n blocks, K stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -154,8 +154,7 @@ def _costs(model: Any, architecture: Architecture, block_seconds: Sequence[float
 def block_count(model: Any, architecture: Architecture) -> int:
     """How many blocks the model has. SplitError if there is no list at the architecture's path."""
     try:
-        blocks = getattr(model, model.base_model_prefix).get_submodule(architecture.blocks)
-        return len(blocks)
+        return len(getattr(model, model.base_model_prefix).get_submodule(architecture.blocks))
     except (AttributeError, TypeError) as error:
         raise SplitError(
             f"{architecture.model_type}: {type(model).__name__} has no list of blocks at "
@@ -174,18 +173,14 @@ def part_of(architecture: Architecture, base: str, name: str) -> str:
     if not name.startswith(base + "."):
         return "head"
     inner = name[len(base) + 1 :]
-
-    def under(*paths: str) -> bool:
-        return any(inner == path or inner.startswith(path + ".") for path in paths)
-
-    if under(architecture.blocks):
-        return "block"
-    if under(*architecture.before):
-        return "before"
-    if under(*architecture.after):
-        return "after"
-    if under(*architecture.shared):
-        return "shared"
+    for part, paths in (
+        ("block", (architecture.blocks,)),
+        ("before", architecture.before),
+        ("after", architecture.after),
+        ("shared", architecture.shared),
+    ):
+        if _is_under(inner, paths):
+            return part
     raise SplitError(f"{architecture.model_type}: the architecture's entry does not say which stages have {name}")
 
 
@@ -203,8 +198,8 @@ def modules_read(model: Any, architecture: Architecture) -> tuple[str, ...]:
     return tuple(f"{model.base_model_prefix}.{path}" for path in head.reads(model.config))
 
 
-def _is_under(name: str, paths: Sequence[str]) -> bool:
-    return any(name.startswith(path + ".") for path in paths)
+def _is_under(name: str, paths: Iterable[str]) -> bool:
+    return any(name == path or name.startswith(path + ".") for path in paths)
 
 
 def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: str) -> Sequence[int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipecomp.doctor import Finding
-from pipecomp.cluster.local_ranks import free_port, run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.network_interfaces import free_port
 
 pytestmark = pytest.mark.ranks
 
