@@ -237,8 +237,7 @@ def _copy_link(
     create: bool,
 ) -> None:
     source = old.table(name, create=False)
-    ids = [row.sample for row in old.scan(source)]
-    kept = keep(ids)
+    kept = keep([row.sample for row in old.scan(source)])
     target = new.table(name) if create else None
     values: dict[int, bytearray | None] = {}
     size = 0

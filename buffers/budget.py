@@ -59,7 +59,9 @@ class Budget:
                 (evicted if sample in before else declined).append(sample)
                 continue
             evicted += pushed
-            self._add(key, sample, size)
+            insort(self._by_hash, (key, sample))
+            self._sizes[sample] = size
+            self.total += size
         return evicted, declined
 
     def _make_room(self, key: int, size: int) -> list[int] | None:
@@ -77,11 +79,6 @@ class Budget:
         for other in pushed:
             self._remove(other)
         return pushed
-
-    def _add(self, key: int, sample: int, size: int) -> None:
-        insort(self._by_hash, (key, sample))
-        self._sizes[sample] = size
-        self.total += size
 
     def _remove(self, sample: int) -> None:
         size = self._sizes.pop(sample, None)

@@ -6,7 +6,7 @@ import atexit
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ class LmdbStore(LinkStore):
         self._reload(table)
 
     def commit(self) -> None:
-        """End a training step of this link; see MessageStore and `LmdbEnvironment.commit`."""
+        """End a training step of this link, in a transaction of its own; see MessageStore."""
         self._check()
-        self._environment.commit_link(self)
+        self._environment.commit([self])
 
     def keeps_new(self) -> bool:
         """Whether samples that are not held may be put; see MessageStore."""
@@ -119,7 +119,6 @@ class LmdbEnvironment:
         self._lock = threading.RLock()
         self._stores: dict[str, LmdbStore] = {}
         self._described: dict[str, dict[str, Any]] = {}
-        self._ended: dict[LmdbStore, dict[int, Entry | None]] = {}  # ended by their link, not yet written
         self._pid = os.getpid()
         self._closed = False
         self._folder = Folder(self.path)
@@ -163,7 +162,6 @@ class LmdbEnvironment:
             return False
         self.check()
         with self._lock:
-            self._ended = {}
             self.writer.drain()
             self.steps.refused = {}
             self.file.close()
@@ -195,30 +193,20 @@ class LmdbEnvironment:
             self._stores[name] = LmdbStore(self, self.file.table(name), self._format, **self._options)
             return self._stores[name]
 
-    def commit(self) -> None:
-        """End a training step of the rank: what all links put and dropped becomes durable in one transaction."""
+    def commit(self, stores: Iterable[LmdbStore] | None = None) -> None:
+        """End a training step: what these links, or all, put and dropped becomes durable in one transaction."""
         self.check()
         with self._lock:
-            for store in self._stores.values():
-                self._end_step(store)
-            self._write_ended()
-
-    def commit_link(self, store: LmdbStore) -> None:
-        """End a step of one link. It is written once no other link is in the middle of a step, so that links that are
-        committed one after the other share a transaction; at the latest when `store` ends its next step."""
-        with self._lock:
-            if store in self._ended:
-                self._write_ended()
-            self._end_step(store)
-            others = (other for other in self._stores.values() if other not in self._ended and not other._closed)
-            if not any(other._changed for other in others):
-                self._write_ended()
+            ended = {store: store._end_step() for store in stores or self._stores.values() if not store._closed}
+            steps = {store._table: step for store, step in ended.items() if step}
+            if steps:
+                waited = self.writer.submit_step(lambda: self.steps.write(self.file, steps))
+                for store in ended:
+                    store._waited(waited / len(ended))
 
     def flush(self) -> None:
         """Wait until every commit so far is on disk, safe from a power cut too, but for what it goes on refusing."""
         self.check()
-        with self._lock:
-            self._write_ended()
         self.writer.submit(lambda: self.steps.retry(self.file))
         self.writer.submit(self.file.sync)
         self.writer.drain()
@@ -252,22 +240,6 @@ class LmdbEnvironment:
     def size_bytes(self) -> int:
         """Count the bytes of the LMDB file."""
         return self.file.size_bytes()
-
-    def _end_step(self, store: LmdbStore) -> None:
-        if store._closed:
-            return
-        step = store._end_step()
-        if step:
-            self._ended.setdefault(store, {}).update(step)
-
-    def _write_ended(self) -> None:
-        if not self._ended:
-            return
-        ended, self._ended = self._ended, {}
-        steps = {store._table: step for store, step in ended.items()}
-        waited = self.writer.submit_step(lambda: self.steps.write(self.file, steps))
-        for store in ended:
-            store._waited(waited / len(ended))
 
     def _prove_sound(self) -> None:
         if not self._folder.restarted() or not (self.path / DATA_FILE).is_file():

@@ -93,8 +93,8 @@ class Prefetcher:
     def idle(self) -> bool:
         """Say whether nothing is being loaded nor could be now."""
         with self._changed:
-            loading = any(slot.state is _State.LOADING for batch in self._batches for slot in batch.values())
-            return not loading and self._next() is None
+            slots = (slot for batch in self._batches for slot in batch.values())
+            return self._next() is None and all(slot.state is not _State.LOADING for slot in slots)
 
     def close(self) -> None:
         """Stop loading and forget everything; safe to call twice."""

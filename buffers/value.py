@@ -104,8 +104,7 @@ class ValueFormat:
         _FIELDS.pack_into(value, 0, MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
         start = HEADER_BYTES
         for part in self._encode(m_nH, where):
-            count = part.size
-            np.frombuffer(value, part.dtype.newbyteorder("<"), count, start)[:] = part.reshape(-1)
+            np.frombuffer(value, part.dtype.newbyteorder("<"), part.size, start)[:] = part.reshape(-1)
             start += part.nbytes
         assert start == len(value), "payload size and header disagree"
         _CRC.pack_into(value, _FIELDS.size, _checksum(value))
@@ -132,8 +131,7 @@ def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeade
         raise StoreError(f"{where}: begins with {magic.hex()}, a stored value with {MAGIC.hex()}")
     if version != FORMAT:
         raise StoreError(f"{where}: format version {version}, this program reads version {FORMAT}")
-    crc: int = _CRC.unpack_from(value, _FIELDS.size)[0]
-    header = ValueHeader(sample, m_version, n, H, bits, group_size, crc)
+    header = ValueHeader(sample, m_version, n, H, bits, group_size, *_CRC.unpack_from(value, _FIELDS.size))
     if bits not in BITS or reserved or not header.H or (bits > 8 and header.group_size):
         raise StoreError(f"{where}: not a header of a stored value: {header}")
     return header

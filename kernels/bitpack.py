@@ -51,8 +51,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     word = octets[..., 0].clone()
     for i in range(1, 8):
         word |= octets[..., i] << (i * bits)
-    as_bytes = word.unsqueeze(-1).view(torch.uint8)[..., :bits]
-    return as_bytes.flatten(1)[:, :size_bytes].reshape(*lead, size_bytes)
+    packed_Rk = word.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
+    return packed_Rk[:, :size_bytes].reshape(*lead, size_bytes)
 
 
 def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:

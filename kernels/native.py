@@ -27,20 +27,12 @@ def row_stride(x: Tensor) -> int | None:
     H = x.shape[-1]
     if x.is_contiguous():
         return H
-    if H > 1 and x.stride(-1) != 1:
-        return None
-    stride, step = H, None
-    for size, this in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
-        if size == 1:
-            continue
-        if step is None:
-            stride = step = this
-            if this < H:
-                return None
-        elif this != step:
-            return None
-        step = this * size
-    return stride
+    try:
+        rows_RH = x.view(-1, H)
+    except RuntimeError:
+        return None  # not evenly spaced
+    stride, inner = rows_RH.stride()
+    return stride if stride >= H and (inner == 1 or H == 1) else None
 
 
 def with_stride(x: Tensor) -> tuple[Tensor, int]:

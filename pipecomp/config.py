@@ -104,10 +104,9 @@ class Activations:
 
     def bits(self, link: int) -> tuple[int, int]:
         """Forward and backward, of one link. ConfigError while one of them is "auto", or a list that is too short."""
-        return self.bits_of("forward_bits", link), self.bits_of("backward_bits", link)
+        return self._bits_of("forward_bits", link), self._bits_of("backward_bits", link)
 
-    def bits_of(self, key: str, link: int) -> int:
-        """One of them: key is "forward_bits" or "backward_bits"."""
+    def _bits_of(self, key: str, link: int) -> int:
         got = getattr(self, key)
         if got == "auto":
             raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")

@@ -172,16 +172,10 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 class TrainLoader:
     """Endless micro-batches for one replica, from where training stands; knows the ids that come next."""
 
-    def __init__(
-        self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None, *, workers: int = 0
-    ) -> None:
+    def __init__(self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None) -> None:
         self.sampler = sampler
         self.taken = 0  # micro-batches handed out so far
-        self._data, self._collate, self._workers = (
-            _Numbered(data),
-            partial(_numbered_batch, collate or default_collate),
-            workers,
-        )
+        self._data, self._collate = _Numbered(data), partial(_numbered_batch, collate or default_collate)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         order = (self.sampler.batch(number) for number in count(self.taken))
@@ -189,7 +183,6 @@ class TrainLoader:
             self._data,
             batch_sampler=order,
             collate_fn=self._collate,
-            num_workers=self._workers,
             # Otherwise each new iterator would draw from torch's own, and a resumed run have other dropout masks.
             generator=torch.Generator(),
         )

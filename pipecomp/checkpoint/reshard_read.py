@@ -8,7 +8,7 @@ parameters out of all stages' files. Files are mapped, not read: a rank copies i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,11 +138,13 @@ class SavedPipeline:
 
     def options(self, names: Iterable[str]) -> dict[str, Any] | None:
         """The optimizer's options of a group with these parameters; None for none. ConfigError if they had several."""
+        wanted = set(names)
         found: list[dict[str, Any]] = []
-        for stage, group in self._groups_of(set(names)):
-            options = {k: v for k, v in self._base(stage)["param_groups"][group].items() if k != "params"}
-            if options not in found:
-                found.append(options)
+        for stage, groups in enumerate(self.description.parameters):
+            for number, held in enumerate(groups):
+                options = {k: v for k, v in self._base(stage)["param_groups"][number].items() if k != "params"}
+                if wanted & set(held.values()) and options not in found:
+                    found.append(options)
         if len(found) > 1:
             raise ConfigError("parameter_groups", len(found), "the same groups of parameters as in the checkpoint")
         return copy.deepcopy(found[0]) if found else None
@@ -181,12 +183,6 @@ class SavedPipeline:
         if self.description.zero:
             return self.zero_file(stage, 0)[BASE_OPTIMIZER_STATE]
         return self._stage(stage)["optimizer"]
-
-    def _groups_of(self, names: set[str]) -> Iterator[tuple[int, int]]:
-        for stage, groups in enumerate(self.description.parameters):
-            for number, held in enumerate(groups):
-                if names & set(held.values()):
-                    yield stage, number
 
     def _joined(self, stage: int, group: int, chosen: Names) -> dict[str, dict[str, Any]]:
         """The states of some parameters, put together from the pieces that ZeRO's ranks have."""

@@ -11,7 +11,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -35,23 +36,20 @@ def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
     torch's store waits without end for the answer of a server that is stopped, whatever its timeout; the thread that
     does so is left behind.
     """
-    done: list[Any] = []
+    future: Future[_Value] = Future()
 
     def run() -> None:
         try:
-            done.append((call(), None))
+            future.set_result(call())
         except BaseException as error:
-            done.append((None, error))
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, name="pipecomp-store", daemon=True)
     thread.start()
     thread.join(limit_s)
-    if not done:
+    if not future.done():
         raise StoreSilentError(f"torch.distributed's key-value store has not answered for {limit_s:g} s")
-    value, error = done[0]
-    if error is not None:
-        raise error
-    return value
+    return future.result()
 
 
 def of_a_collective(error: Exception) -> bool:

@@ -31,19 +31,18 @@ def run_ranks(
     timeout_s: float,
     on_note: Callable[[int, Any], None] | None = None,
     may_die: tuple[int, ...] = (),
-    threads: int = 1,
 ) -> dict[int, Any]:
     """What `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
 
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
-    may end without a result. threads: torch threads of each rank. Raises RankFailedError.
+    may end without a result. Raises RankFailedError.
     """
     # A server that has imported torch once forks the ranks. Its environment is that of its own start, so the ranks are
     # given the caller's.
     context = mp.get_context("forkserver")
     results, port = context.Queue(), free_port()
     workers = [
-        context.Process(target=_main, args=(rank, world, port, threads, dict(os.environ), function, args, results))
+        context.Process(target=_main, args=(rank, world, port, dict(os.environ), function, args, results))
         for rank in range(world)
     ]
     for worker in workers:
@@ -85,9 +84,7 @@ def _check_alive(workers: list, found: dict, may_die: tuple[int, ...]) -> None:
             raise RankFailedError(f"rank {rank} ended with exit code {worker.exitcode}")
 
 
-def _main(
-    rank: int, world: int, port: int, threads: int, environment: dict, function: Callable, args: tuple, results: Any
-) -> None:
+def _main(rank: int, world: int, port: int, environment: dict, function: Callable, args: tuple, results: Any) -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
@@ -99,11 +96,11 @@ def _main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS=str(threads),
+        OMP_NUM_THREADS="1",
     )
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
     def note(value: Any) -> None:
         results.put(("note", rank, value))

@@ -98,7 +98,7 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
     """
     name = secrets.token_hex(8) if rank == 0 else ""
     question, asked = "", -_ASK_AGAIN_S
-    waiting = set(range(1, world))
+    waiting = set(range(1, world)) if rank == 0 else set()
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < COMING_S:
         if rank == 0:
@@ -117,8 +117,7 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
         if name and store.check([f"{_NAME}/{name}/go"]):
             return dist.PrefixStore(f"pipecomp/{name}", store)
         time.sleep(_POLL_S if passed_s < _ASK_AGAIN_S else 10 * _POLL_S)
-    lost = min(waiting) if rank == 0 else 0
-    raise LinkTimeoutError(f"rank {lost} did not come to the start of the run within {COMING_S:g} s")
+    raise LinkTimeoutError(f"rank {min(waiting, default=0)} did not come to the start of the run within {COMING_S:g} s")
 
 
 def collective_backend() -> str:

@@ -110,8 +110,8 @@ class Quantized:
     payload_dtype: DType = DType.FLOAT32
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
-        groups = ops.groups(hidden, self.group_size)
-        return tokens * (4 * groups + ops.row_bytes(hidden, self.bits, self.group_size))
+        scales = 4 * ops.groups(hidden, self.group_size)
+        return tokens * (scales + ops.row_bytes(hidden, self.bits, self.group_size))
 
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
         codes, scale = ops.quantize(

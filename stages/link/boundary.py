@@ -49,8 +49,7 @@ class Layout:
 
     def rows(self) -> list[slice]:
         """For each sample its rows in [T, H]."""
-        ends = itertools.accumulate(self.counts, initial=0)
-        return [slice(a, b) for a, b in itertools.pairwise(ends)]
+        return [slice(a, b) for a, b in itertools.pairwise(itertools.accumulate(self.counts, initial=0))]
 
     def mask_BS(self, device: torch.device) -> Tensor | None:
         """Attention mask [B, S] int64 with ones at real tokens; None if all are."""

@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.transport import Pacer, Traffic
+from pipecomp.stages.link.transport import Moved, Pacer, Traffic
 
 FRAME_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 34
 _RING = 16  # receives posted ahead
+_TAG = 0
 _SENDS = 2  # frames handed to gloo and not yet finished
 _FIELDS = struct.Struct("<BxxxIQ")
 _CRC = struct.Struct("<I")
@@ -47,24 +48,22 @@ class GlooTransport:
     """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
 
     group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
-    counts as lost. channel: distinguishes transports that share a group. pacer: slows down what is sent.
+    counts as lost. pacer: slows down what is sent.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, timeout_s: float, channel: int = 0, pacer: Pacer | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, pacer: Pacer | None = None) -> None:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) != 2 or dist.get_rank() not in ranks:
             raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
-        self._group, self._tag = group, channel
+        self._group = group
         self._to = 1 - ranks.index(dist.get_rank())
         self.peer = ranks[self._to]
         self._timeout = timedelta(seconds=timeout_s)
-        self._callback: Callable[[np.ndarray], None] | None = None
+        self.on_arrival: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
         self._pacer = pacer
-        self._record: Callable[[str, float, float, int | None, int], None] | None = None
+        self.on_moved: Moved | None = None
         self._failure: Exception | None = None
         self._closing = False
         self._sent = self._received = 0
@@ -91,12 +90,6 @@ class GlooTransport:
             self._inbox.put(item)
             raise item
         return item
-
-    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        self._callback = callback
-
-    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        self._record = record
 
     def abort(self, lost_rank: int, reason: str) -> None:
         if self._sender.is_alive():
@@ -143,7 +136,7 @@ class GlooTransport:
             view[_PREFIX_BYTES:size] = content
             if self._pacer is not None:
                 self._pacer.hold(size, queued)
-            under_way.append((self._group.send([frame[:size]], self._to, self._tag), frame))
+            under_way.append((self._group.send([frame[:size]], self._to, _TAG), frame))
             self._sent += size
 
         try:
@@ -163,8 +156,8 @@ class GlooTransport:
                     finish_one()
                 ended = time.perf_counter()
                 self._send_s += ended - began
-                if self._record is not None and kind == _DATA:
-                    self._record("send", began, ended, None, packet.size)
+                if self.on_moved is not None and kind == _DATA:
+                    self.on_moved("send", began, ended, None, packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -179,7 +172,7 @@ class GlooTransport:
         posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
         def post(frame: torch.Tensor) -> None:
-            posted.append((self._group.recv([frame], self._to, self._tag), frame))
+            posted.append((self._group.recv([frame], self._to, _TAG), frame))
 
         try:
             for _ in range(_RING):
@@ -204,8 +197,8 @@ class GlooTransport:
                     filled += size
                     if filled == total:
                         filled = 0
-                        if self._record is not None:
-                            self._record("receive", began, time.perf_counter(), None, packet.size)
+                        if self.on_moved is not None:
+                            self.on_moved("receive", began, time.perf_counter(), None, packet.size)
                         self._deliver(packet)
                 elif kind == _ABORT:
                     (rank,) = struct.unpack_from("<i", content)
@@ -224,9 +217,9 @@ class GlooTransport:
             self._fail(self._explain(error))
 
     def _deliver(self, packet: np.ndarray) -> None:
-        if self._callback is not None:
+        if self.on_arrival is not None:
             try:
-                self._callback(packet)
+                self.on_arrival(packet)
             except Exception as error:  # the packet itself decides later, on the thread that asks for it
                 self._fail(error)
                 return

@@ -65,9 +65,7 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
         end.resume_versions(max(mine[1], theirs[1]))
     if theirs[:3] == mine[:3]:
         return 0
-    other = exchange_tables(end, 0, 1, table, rows=theirs[0])
-    keep = np.intersect1d(table, other)["sample"]
-    drop = np.setdiff1d(table["sample"], keep).tolist()
+    drop = np.setdiff1d(table, exchange_tables(end, 0, 1, table, rows=theirs[0]))["sample"].tolist()
     if drop:
         assert store is not None
         store.drop(drop)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.stages.link.transport import Traffic
+from pipecomp.stages.link.transport import Moved, Traffic
 
 
 class LoopbackTransport:
@@ -18,7 +18,8 @@ class LoopbackTransport:
     def __init__(self, peer: int, outbox: queue.SimpleQueue, inbox: queue.SimpleQueue, timeout_s: float) -> None:
         self.peer = peer
         self._outbox, self._inbox, self._timeout_s = outbox, inbox, timeout_s
-        self._callback: Callable[[np.ndarray], None] | None = None
+        self.on_arrival: Callable[[np.ndarray], None] | None = None
+        self.on_moved: Moved | None = None  # packets take no time here: nothing is told
         self._sent = self._received = 0
         self._wait_s = 0.0
         self._closed = False
@@ -41,15 +42,9 @@ class LoopbackTransport:
             self._inbox.put(item)
             raise item
         self._received += item.size
-        if self._callback is not None:
-            self._callback(item)
+        if self.on_arrival is not None:
+            self.on_arrival(item)
         return item
-
-    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        self._callback = callback
-
-    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        """Packets take no time here: there is nothing to record."""
 
     def abort(self, lost_rank: int, reason: str) -> None:
         self._outbox.put(PeerLostError(reason, lost_rank))

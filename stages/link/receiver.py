@@ -30,8 +30,7 @@ class LinkReceiver(Endpoint):
 
         Raises BaseMismatchError if a delta builds on what this end does not hold.
         """
-        kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
-        header, payload, size = self._recv(kind, at)
+        header, payload, size = self._recv(Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION, at)
         layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
         if training and self.store is not None:
@@ -41,8 +40,7 @@ class LinkReceiver(Endpoint):
             codec = self._codecs.activation(dtype) if training else self._codecs.evaluation(dtype)
             self._check_codec(header, codec)
             x_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
-        counters = self.stats.forward if training else self.stats.evaluation
-        counters.add(x_TH.numel() * x_TH.element_size(), size)
+        (self.stats.forward if training else self.stats.evaluation).add(x_TH.numel() * x_TH.element_size(), size)
         return scatter(x_TH, layout), layout
 
     def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:

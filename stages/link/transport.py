@@ -34,10 +34,17 @@ def unpaced(rank: int) -> None:
     """A PacerTo that slows nothing down."""
 
 
+Moved = Callable[[str, float, float, int | None, int], None]
+
+
 class Transport(Protocol):
     """One end of a connection between two ranks."""
 
     peer: int  # global rank at the other end
+    # Called with every packet as it arrives, before `recv` hands it out, on another thread.
+    on_arrival: Callable[[np.ndarray], None] | None
+    # Called as `on_moved("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter.
+    on_moved: Moved | None
 
     def send(self, packet: np.ndarray) -> None:
         """Queue uint8 [n] for sending and return; the caller must not change it any more."""
@@ -47,12 +54,6 @@ class Transport(Protocol):
 
         Raises LinkTimeoutError after the transport's time of silence, PeerLostError if the peer is gone.
         """
-
-    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        """Call `callback` with every packet as it arrives, before `recv` hands it out, on another thread."""
-
-    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        """Call `record("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter."""
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""

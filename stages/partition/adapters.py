@@ -40,8 +40,7 @@ class Adapter:
 
 def without_peft(model: Any) -> Any:
     """The Hugging Face model inside a PeftModel, with its adapters; any other model as it is."""
-    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return model.get_base_model() if is_peft else model
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def adapter_of(model: Any) -> Adapter | None:

@@ -18,10 +18,6 @@ from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.losses import LossFn
 
 
-def _nothing(config: Any) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """What the last stage computes after the blocks.
@@ -38,7 +34,7 @@ class Head:
     loss: Callable[[Any], LossFn]
     per_token: bool = False
     pools_last_token: bool = False
-    reads: Callable[[Any], tuple[str, ...]] = _nothing
+    reads: Callable[[Any], tuple[str, ...]] = lambda config: ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +175,10 @@ def default_loss(config: Any) -> LossFn:
     return architecture.heads[names[0]].loss(config)
 
 
-def _decoder(model_type: str, name: str) -> Architecture:
+def _decoder(name: str) -> Architecture:
     """Llama and its kin: one embedding, rotary positions made anew by every stage, a final norm."""
     return Architecture(
-        model_type=model_type,
+        model_type=name.lower(),
         heads={
             f"{name}ForCausalLM": Head(loss=losses.causal_lm, per_token=True),
             f"{name}ForSequenceClassification": Head(loss=losses.classification, pools_last_token=True),
@@ -194,10 +190,10 @@ def _decoder(model_type: str, name: str) -> Architecture:
     )
 
 
-def _encoder(model_type: str, name: str) -> Architecture:
+def _encoder(name: str) -> Architecture:
     """BERT and its kin; only the pooler and the head come after the blocks."""
     return Architecture(
-        model_type=model_type,
+        model_type=name.lower(),
         heads={
             f"{name}ForSequenceClassification": Head(loss=losses.classification),
             f"{name}ForMaskedLM": Head(loss=losses.masked_lm, per_token=True),
@@ -209,11 +205,6 @@ def _encoder(model_type: str, name: str) -> Architecture:
         optional=("pooler",),
         extra_inputs=("token_type_ids",),
     )
-
-
-def _read_by_deberta(config: Any) -> tuple[str, ...]:
-    """The legacy head has a matrix of its own name, tied as BERT's is; the other is called with the embeddings."""
-    return () if config.legacy else ("embeddings.word_embeddings",)
 
 
 register(
@@ -230,18 +221,21 @@ register(
         extra_inputs=("token_type_ids",),
     )
 )
-register(_decoder("llama", "Llama"))
-register(_decoder("qwen2", "Qwen2"))
-register(_decoder("qwen3", "Qwen3"))
-register(_decoder("mistral", "Mistral"))
-register(_encoder("bert", "Bert"))
-register(_encoder("roberta", "Roberta"))
+for name in ("Llama", "Qwen2", "Qwen3", "Mistral"):
+    register(_decoder(name))
+for name in ("Bert", "Roberta"):
+    register(_encoder(name))
 register(
     Architecture(
         model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code
         heads={
             "DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification),
-            "DebertaV2ForMaskedLM": Head(loss=losses.masked_lm, per_token=True, reads=_read_by_deberta),
+            # The legacy head has a matrix of its own name, tied as BERT's is; the other is called with the embeddings.
+            "DebertaV2ForMaskedLM": Head(
+                loss=losses.masked_lm,
+                per_token=True,
+                reads=lambda config: () if config.legacy else ("embeddings.word_embeddings",),
+            ),
         },
         default_head="DebertaV2ForSequenceClassification",
         blocks="encoder.layer",

@@ -166,12 +166,11 @@ class ModuleStage(PipelineStage):
 
     def _layout(self, ids: tuple[int, ...], shifts_B2: Tensor | None) -> Layout:
         if self.is_last:  # and the first: nothing crosses a link
-            return Layout(ids, (0,) * len(ids), (1,) * len(ids), 1)
+            return Layout.of_mask(ids, None, 1)
         canvas = self.crossing(self.index).canvas
         if canvas is not None:
             return Layout.of_shifts(ids, shifts_B2, canvas)
-        n = _rows(self._shapes[self.hi])[0]
-        return Layout(ids, (0,) * len(ids), (n,) * len(ids), n)
+        return Layout.of_mask(ids, None, _rows(self._shapes[self.hi])[0])
 
     def crossing(self, link: int) -> Crossing:
         """What crosses a link, counted from the first stage."""

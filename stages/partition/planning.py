@@ -5,6 +5,7 @@ n blocks, K stages.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -204,8 +205,7 @@ def _is_under(name: str, paths: Iterable[str]) -> bool:
 
 def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: str) -> Sequence[int]:
     """The stages that hold a parameter of this name, rising."""
-    stages = len(cuts) - 1
-    base = str(model.base_model_prefix)
+    stages, base = len(cuts) - 1, str(model.base_model_prefix)
     part = part_of(architecture, base, name)
     if part == "shared":
         return range(stages)
@@ -214,8 +214,7 @@ def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: s
     if part == "block":
         block = block_of(architecture, base, name)
         assert block is not None, "part_of says that it is a block's"
-        stage = next(i for i in range(stages) if block < cuts[i + 1])
-        return range(stage, stage + 1)
+        return [bisect_right(cuts, block) - 1]
     return range(stages - 1, stages)
 
 

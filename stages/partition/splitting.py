@@ -102,8 +102,8 @@ class Stage(PipelineStage):
     def kept_to_recompute(self, samples: int, tokens: int) -> int:
         """Values that checkpointed blocks keep for the backward: their inputs [B, S, H]."""
         blocks = self._model.base_model.get_submodule(self._architecture.blocks)
-        count = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)
-        return count * samples * tokens * self.hidden_size
+        checkpointed = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)
+        return checkpointed * samples * tokens * self.hidden_size
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's part of the model.
@@ -147,8 +147,7 @@ class Stage(PipelineStage):
         for key in inputs:
             if key not in allowed:
                 raise DataError(f"stage {self.index}: input {key!r} is not supported, allowed: {', '.join(allowed)}")
-        tensor = inputs.get(main)
-        dims = 2 if self.is_first else 3
+        tensor, dims = inputs.get(main), 2 if self.is_first else 3
         if tensor is None or tensor.dim() != dims:
             got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise DataError(f"stage {self.index}: {main} needs {dims} dimensions, got {got}")
