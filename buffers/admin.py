@@ -281,7 +281,7 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[ValueFile]:
-    """A file to look at, after it was proved sound if the machine was started again since its last writes."""
+    """Open a file to look at, after it was proved sound if the machine was started again since its last writes."""
     with Folder(folder, shared=True) as held:
         problem = unsound(folder) if held.restarted() else None
         if problem is not None:

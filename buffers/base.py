@@ -52,7 +52,7 @@ class MessageStore(Protocol):
         """Replace a sample's cached activation. The store owns `m_nH` (float32 [n, H], any device) from here on."""
 
     def rounded(self, m_nH: Tensor) -> Tensor:
-        """What `get` would return after this was put: with fewer than 32 bits other values; a new tensor."""
+        """Give what `get` would return after this was put: with fewer than 32 bits other values; a new tensor."""
 
     def keeps_new(self) -> bool:
         """Say whether samples that are not held may be put; False while a disk refuses writes and the run goes on."""
@@ -104,8 +104,10 @@ class StoreEnvironment(Protocol):
         """Make the store this run's."""
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`; call it between steps. False, and no copy, where not all of it is on
-        disk."""
+        """Copy everything committed into `folder`; call it between steps.
+
+        False, and no copy, where not all of it is on disk.
+        """
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Hold what `save` wrote to `folder`, in the stores that are open; False if there is nothing."""

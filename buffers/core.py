@@ -65,7 +65,7 @@ class LinkStore(ABC):
         self._added(entry)
 
     def rounded(self, m_nH: Tensor) -> Tensor:
-        """What `get` would return after this was put; see MessageStore."""
+        """Give what `get` would return after this was put; see MessageStore."""
         where = f"store of {self.link}"
         return unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
 
@@ -118,14 +118,14 @@ class LinkStore(ABC):
     # What backends use and fill in.
 
     def _prepare(self, entry: Entry) -> None:  # noqa: B027
-        """A new entry is about to enter the index."""
+        """Do what has to come before a new entry enters the index."""
 
     def _added(self, entry: Entry) -> None:  # noqa: B027
-        """A new entry has entered the index."""
+        """Do what comes after a new entry has entered the index."""
 
     @abstractmethod
     def _load_value(self, entry: Entry) -> bytearray | None:
-        """The bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
+        """Read the bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
 
     def _check(self) -> None:
         """Raise StoreError if the store cannot be used."""
@@ -201,7 +201,7 @@ class LinkStore(ABC):
                 return cached
 
     def _decode(self, entry: Entry) -> CachedActivation | None:
-        """The entry's cached activation, or None if another entry or nothing took its place meanwhile."""
+        """Decode the entry's cached activation; None if another entry or nothing took its place meanwhile."""
         where = self.where(entry.sample)
         value = self._pack(entry)
         if value is not None:

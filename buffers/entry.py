@@ -41,7 +41,7 @@ class Entry:
         self._unpacked = _Unpacked(m_nH) if m_nH is not None else None
 
     def pack(self, fmt: ValueFormat, where: str) -> bytearray | None:
-        """The stored value's bytes, not to be changed; None if they have been released because they are on disk."""
+        """Give the stored value's bytes, not to be changed; None if they were released because they are on disk."""
         unpacked = self._unpacked
         if unpacked is None:
             return self.value
@@ -57,5 +57,5 @@ class Entry:
             return value
 
     def release(self) -> None:
-        """The value is on disk: forget the copy in memory."""
+        """Forget the copy in memory: the value is on disk."""
         self.value = None

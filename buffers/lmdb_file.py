@@ -146,7 +146,7 @@ class ValueFile:
         return file.stat().st_size if file.exists() else 0
 
     def meta(self, key: bytes) -> bytes | None:
-        """A remark about the file."""
+        """Read a remark about the file."""
         with explained(self.path, "read"), self._reading, self._env.begin() as txn:
             return txn.get(key, db=self._meta)
 
@@ -155,19 +155,19 @@ class ValueFile:
         self._transact(lambda txn: txn.put(key, value, db=self._meta))
 
     def table_names(self) -> list[str]:
-        """The links that have a table."""
+        """List the links that have a table."""
         with explained(self.path, "read"), self._reading, self._env.begin() as txn, txn.cursor() as cursor:
             return [key.decode() for key in cursor.iternext(values=False) if key != META]
 
     def table(self, name: str, *, create: bool = True) -> Table:
-        """The table of a link, empty `places`: fill them from `scan`."""
+        """Open the table of a link, with empty `places`: fill them from `scan`."""
         if not create:
             with explained(self.path, "read"):
                 return Table(name, self._env.open_db(name.encode(), create=False))
         return Table(name, self._transact(lambda txn: self._env.open_db(name.encode(), txn=txn)))
 
     def scan(self, table: Table) -> list[Row]:
-        """The headers of all values, by slot; reads their first pieces only."""
+        """Read the headers of all values, by slot; only their first pieces are looked at."""
         rows = []
         with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
             more = cursor.first()
@@ -181,12 +181,12 @@ class ValueFile:
         return rows
 
     def read(self, table: Table, sample: int) -> bytearray | None:
-        """A sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""
+        """Read a sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""
         place = table.places.get(sample)
         return None if place is None else self.read_at(table, place.slot, sample, place.size)
 
     def read_at(self, table: Table, slot: int, sample: int, size: int | None = None) -> bytearray:
-        """The value in a slot; its size is checked before anything is allocated, unless it is not known."""
+        """Read the value in a slot; its size is checked before anything is allocated, unless it is not known."""
         limit = None if size is None else len(piece_sizes(size, self._page))
         pieces: list[memoryview] = []
         prefix = slot.to_bytes(8, "big")
@@ -247,7 +247,7 @@ class ValueFile:
 
     @contextmanager
     def _cursor(self, table: Table) -> Iterator[Any]:
-        """Looks at one snapshot of a table; keys and values are views that end with it."""
+        """Look at one snapshot of a table; keys and values are views that end with it."""
         with self._env.begin(db=table.handle, buffers=True) as txn, txn.cursor() as cursor:
             yield cursor
 

@@ -146,8 +146,10 @@ class LmdbEnvironment:
             self.file.set_meta(RUN_KEY, run.encode())
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`, for `restore`, between steps; False, and no copy, while the disk
-        refuses some of it."""
+        """Copy everything committed into `folder`, for `restore`; call it between steps.
+
+        False, and no copy, while the disk refuses some of it.
+        """
         self.flush()
         if self.steps.refused:
             return False
@@ -155,8 +157,10 @@ class LmdbEnvironment:
         return True
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Hold what `save` wrote to `folder` in place of all else, in the stores that are open; False if it is not
-        there. StoreError if its links' settings differ; then the environment is of no use any more."""
+        """Hold what `save` wrote to `folder` in place of all else, in the stores that are open.
+
+        False if there is nothing. StoreError if its links' settings differ; then the environment is of no use any more.
+        """
         saved = Path(folder) / DATA_FILE
         if not saved.is_file():
             return False

@@ -81,7 +81,7 @@ def load(backend: str, device: str) -> Backend | str:
 
 @cache
 def load_triton(device: str) -> Backend | str:
-    """The Triton backend, or a sentence saying why it cannot run on this device."""
+    """Load the Triton backend; a sentence saying why where it cannot run on this device."""
     try:
         import triton
     except ImportError:
@@ -95,7 +95,7 @@ def load_triton(device: str) -> Backend | str:
 
 @cache
 def automatic(device: str) -> Backend:
-    """What "auto" means on a device; warns once where that is the torch path."""
+    """Choose what "auto" means on a device; warn once where that is the torch path."""
     loaded = load("triton" if device == "cuda" else "native", device)
     if not isinstance(loaded, str):
         return loaded
@@ -109,7 +109,7 @@ def automatic(device: str) -> Backend:
 
 
 def frames_to_caller() -> int:
-    """The `stacklevel` with which a warning of this module's caller names the first line outside kernels and torch."""
+    """Find the `stacklevel` with which a warning of the caller names the first line outside kernels and torch."""
     level, frame = 1, inspect.currentframe()
     frame = frame.f_back if frame else None
     while frame and frame.f_globals.get("__name__", "").startswith(("pipecomp.kernels", "torch.")):
@@ -118,7 +118,7 @@ def frames_to_caller() -> int:
 
 
 def status() -> list[Status]:
-    """What "auto" runs on each kind of device of this machine, and why."""
+    """Say what "auto" runs on each kind of device of this machine, and why."""
     loaded = native.load()
     on_cpu = (
         ("torch", loaded) if isinstance(loaded, str) else ("native", f"{loaded.isa} code, {loaded.threads} threads")

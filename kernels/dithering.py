@@ -26,7 +26,7 @@ def relative(g_d: Tensor, norm: float) -> Tensor:
 
 
 def per_value(table: Sequence[float], index_d: Tensor | None, device: torch.device) -> Tensor:
-    """A level's number for each value as float32: [d] by `index_d` (uint8), or one for all."""
+    """Look up a level's number for each value as float32: [d] by `index_d` (uint8), or one for all."""
     numbers = torch.tensor(table, dtype=torch.float32, device=device)
     return numbers[0] if index_d is None else numbers[index_d.to(torch.int64)]
 
@@ -47,7 +47,7 @@ def linear_encode(
 
 
 def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
-    """Sums of n workers' packed codes, exactly: uint8 [ceil(d * sum_bits / 8)] holding the sum of l, plus n * s."""
+    """Add n workers' packed codes, exactly: uint8 [ceil(d * sum_bits / 8)] holding the sum of l, plus n * s."""
     total_d = bitpack.unpack_bits(parts[0], bits, d)
     for codes in parts[1:]:
         total_d += bitpack.unpack_bits(codes, bits, d)
@@ -138,7 +138,7 @@ def exponential_decode(
 
 
 def chance(k_d: Tensor, seed: int, extension_seed: int) -> Tensor:
-    """True with probability 2**-k, bool [d], for int32 k_d >= 0 (k above 32: never).
+    """Draw True with probability 2**-k, bool [d], for int32 k_d >= 0 (k above 32: never).
 
     One byte of randomness decides k <= 8: byte i mod 4 of the hash of i div 4, so that one hash serves four values.
     The rare zero byte with k > 8 takes 24 more bits from a second stream.
@@ -158,7 +158,7 @@ def extension(seed: int) -> int:
 
 
 def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
-    """a <- a + b on packed codes, unbiased, in place (uint8). Algorithm 2.
+    """Add packed codes, a <- a + b, unbiased, in place (uint8). Algorithm 2.
 
     Same sign: the larger magnitude moves up one exponent with probability 2**-|e1 - e2|. Opposite signs: it moves down
     one with probability 2**-(|e1 - e2| - 1); equal magnitudes cancel to zero. Zero is neutral.
@@ -177,7 +177,7 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> T
 
 
 def boundaries(centers_K: Tensor) -> Tensor:
-    """What separates neighbouring centers, float32 [K - 1]: midpoints, and 0 between a negative center and the next."""
+    """Find what separates neighbouring centers, float32 [K - 1]: midpoints, and 0 where the sign changes."""
     low, high = centers_K[:-1], centers_K[1:]
     return torch.where((low < 0) & (high >= 0), 0.0, low * 0.5 + high * 0.5)
 

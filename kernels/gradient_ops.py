@@ -68,7 +68,7 @@ def linear_encode(
 def linear_reduce(
     parts: Sequence[Tensor], d: int, levels: int, *, bits: int | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Sums of n workers' codes of `linear_encode`, exact (levels: the smallest s there).
+    """Add n workers' codes of `linear_encode`, exactly (levels: the smallest s there).
 
     Returns uint8 [ceil(d * b / 8)], b = linear_bits(levels, n), holding the sum of l, plus n * s.
     Source: docs/algorithms.md, 2.1.
@@ -142,7 +142,7 @@ def exponential_encode(
 
 @torch.no_grad()
 def exponential_reduce_(a: Tensor, b: Tensor, d: int, *, bits: int = 8, seed: int = 0, backend: str = "auto") -> Tensor:
-    """a <- a + b on exponential codes of d values, unbiased, in place. One level of the tree: `seed` of its own.
+    """Add exponential codes of d values, a <- a + b, unbiased, in place. One level of the tree: `seed` of its own.
 
     Each level may lower an exponent by one: encode with `workers` of at least the number of codes that are reduced.
     Source: Global-QSGD, Algorithm 2.

@@ -114,7 +114,7 @@ def check_target(
 
 
 def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
-    """The one or two runs of equal groups that make up a row of H values at `bits` bits."""
+    """List the one or two runs of equal groups that make up a row of H values at `bits` bits."""
     group = H if group_size is None else min(group_size, H)
     full, tail = divmod(H, group)
     group_bytes = (group * bits + 7) // 8
@@ -125,7 +125,7 @@ def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
 
 
 def groups(H: int, group_size: int | None = None) -> int:
-    """Number of groups in a row of H values."""
+    """Count the groups in a row of H values."""
     check_group_size(group_size)
     return 1 if group_size is None else -(-H // group_size)
 

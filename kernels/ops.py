@@ -174,7 +174,14 @@ def delta_quantize_(
     Args:
         a: Activations, float32, float16 or bfloat16 [..., H]; not modified.
         m: What is cached of them, float32 of the same shape; changed in place.
-        bits: This and the other options as for `quantize`.
+        bits: As for `quantize`.
+        group_size: As for `quantize`.
+        scale: As for `quantize`.
+        rounding: As for `quantize`.
+        seed: As for `quantize`.
+        scale_dtype: As for `quantize`.
+        backend: As for `quantize`.
+        name: What errors call the change.
 
     Returns:
         Codes and scales, as `quantize`.

@@ -32,12 +32,12 @@ def code_values(bits: int, rounding: str) -> tuple[float, ...]:
 
 
 def non_finite(name: str, row: int) -> NonFiniteError:
-    """The error for a row that holds NaN, Inf or a value above 2**100."""
+    """Make the error for a row that holds NaN, Inf or a value above 2**100."""
     return NonFiniteError(f"{name}: NaN, Inf or a value above 2**100 in row {row}")
 
 
 def round_up_to_bfloat16(scale: Tensor) -> Tensor:
-    """The smallest bfloat16 value not below each (non-negative, finite) float32 value, as float32."""
+    """Round each (non-negative, finite) float32 value up to the next bfloat16 value, still float32."""
     return ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
@@ -81,7 +81,7 @@ def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: Options, r_RGn: Tensor
 
 
 def run_of(x_RH: Tensor, run: layout.Segment) -> Tensor:
-    """The values of a run of groups: [R, G, n]."""
+    """Cut the values of a run of groups out of their rows: [R, G, n]."""
     return x_RH[:, run.value_start : run.value_start + run.groups * run.group].reshape(-1, run.groups, run.group)
 
 

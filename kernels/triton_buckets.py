@@ -18,12 +18,12 @@ def flat_grid(d: int, chunk: int) -> tuple[int]:
 
 
 def norm_divisor(norm: float) -> float:
-    """What values are divided by: the norm, or 1 where that is 0."""
+    """Choose what values are divided by: the norm, or 1 where that is 0."""
     return norm if norm > 0 else 1.0
 
 
 def float_table(values: Any, device: torch.device) -> Tensor:
-    """A small float32 table on the device."""
+    """Make a small float32 table on the device."""
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
 
 

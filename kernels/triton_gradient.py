@@ -126,7 +126,7 @@ def exponential_decode_kernel(
 
 @triton.jit
 def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr):
-    """a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
+    """Add codes, a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
     octet, lane, at = octets(tl.program_id(0), OCT)
     ok = at < d
     mask: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -192,7 +192,7 @@ def kmeans_kernel(out, x, bounds, d, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def select_kernel(values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LAST, BLOCK: tl.constexpr):
-    """The largest magnitudes of one group: the k-th largest bit pattern by bisection, then one stable compaction."""
+    """Select a group's largest magnitudes: the k-th largest bit pattern by bisection, then one stable compaction."""
     unit = tl.program_id(0).to(tl.int64)
     row = unit // GROUPS
     g = unit % GROUPS

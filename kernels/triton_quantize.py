@@ -157,8 +157,11 @@ def quantize_kernel(
     BF16_SCALE: tl.constexpr,
     OCT: tl.constexpr,
 ):
-    """Codes of one chunk of one group. MEASURE: the chunk is the whole group, whose scale it finds and stores first;
-    a group that is not finite lowers bad[0] to its row. Otherwise the scale is read."""
+    """Codes of one chunk of one group.
+
+    MEASURE: the chunk is the whole group, whose scale it finds and stores first; a group that is not finite lowers
+    bad[0] to its row. Otherwise the scale is read.
+    """
     unit, row, column, n, byte, size_bytes = place(H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
     octet, lane, at = octets(tl.program_id(1), OCT)
     ok = at < n

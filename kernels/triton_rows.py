@@ -51,7 +51,7 @@ class Shape:
         self.row_bytes = layout.row_bytes(self.H, bits, group_size)
 
     def units(self) -> int:
-        """Groups of all rows."""
+        """Count the groups of all rows."""
         return self.rows * self.groups
 
     def grid(self, chunk: int) -> tuple[int, int]:

@@ -274,7 +274,7 @@ class Config:
 
 
 def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError with `key` and the path: not readable, not JSON, not an object."""
+    """Read the object in a JSON file. ConfigError with `key` and the path: not readable, not JSON, not an object."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -287,7 +287,7 @@ def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
 
 
 def bits_of_link(bits: Bits, link: int) -> int | str:
-    """A number, or "auto"."""
+    """Pick a link's bits: a number, or "auto"."""
     return bits[link] if isinstance(bits, tuple) else bits
 
 

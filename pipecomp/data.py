@@ -30,21 +30,24 @@ MAX_ID = 2**63 - 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """ids: B sample ids. inputs: for the first stage, with input_ids [B, S] or pixel_values [B, …] among them. labels:
-    for the loss."""
+    """Samples that go through the pipeline together.
+
+    ids: B sample ids. inputs: for the first stage, with input_ids [B, S] or pixel_values [B, …] among them. labels: for
+    the loss.
+    """
 
     ids: tuple[int, ...]
     inputs: dict[str, Tensor]
     labels: Tensor | None
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory, which a GPU copies faster; torch's DataLoader calls this."""
+        """Copy it to page-locked memory, from which a GPU copies faster; torch's DataLoader calls this."""
         labels = None if self.labels is None else self.labels.pin_memory()
         return MicroBatch(self.ids, {key: value.pin_memory() for key, value in self.inputs.items()}, labels)
 
 
 def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from: int | None = None) -> MicroBatch:
-    """A collated batch as a MicroBatch.
+    """Make a MicroBatch of a collated batch.
 
     batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs, labels).
     Its ids come from `ids`, else from the key "sample_ids", else they are numbers from `number_from` on, where nothing
@@ -85,7 +88,7 @@ class Sampler(Protocol):
     per_epoch: int
 
     def batch(self, number: int) -> list[int]:
-        """The dataset's indices of micro-batch `number`, counted from the start of training; endless."""
+        """List the dataset's indices of micro-batch `number`, counted from the start of training; endless."""
 
 
 class ShardedSampler:
@@ -126,7 +129,7 @@ class ShardedSampler:
         self._order = self._own
 
     def batch(self, number: int) -> list[int]:
-        """The ids of micro-batch `number`, counted from the start of training."""
+        """List the ids of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._cached_epoch:
             order = self._arrange(epoch)
@@ -136,7 +139,7 @@ class ShardedSampler:
         return self._order[start : start + self._micro_batch].tolist()
 
     def _arrange(self, epoch: int) -> Tensor:
-        """This replica's samples in the order of an epoch."""
+        """Put this replica's samples in the order of an epoch."""
         return self._own[torch.randperm(len(self._own), generator=self._draw(epoch))] if self._shuffle else self._own
 
     def _draw(self, epoch: int) -> torch.Generator:
@@ -191,7 +194,7 @@ class TrainLoader:
             yield batch
 
     def upcoming(self, ahead: int) -> list[int]:
-        """The ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
+        """List the ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
         return [self._data.sample_id(index) for index in self.sampler.batch(self.taken + ahead)]
 
 

@@ -79,7 +79,7 @@ def names_in_every_cut(stage: Stage | ModuleStage) -> Names:
 
 
 def grouped_names(stage: Stage | ModuleStage, groups: Iterable[Iterable[Any]]) -> list[Names]:
-    """The names of a stage's parameters by the optimizer's groups."""
+    """List the names of a stage's parameters by the optimizer's groups."""
     everywhere = names_in_every_cut(stage)
     own = {id(p): name for name, p in stage.named_parameters()}
     return [{own[id(p)]: everywhere[own[id(p)]] for p in group} for group in groups]
@@ -97,6 +97,7 @@ class SavedPipeline:
 
     @property
     def stages(self) -> range:
+        """The stages' numbers."""
         return range(len(self.description.cuts) - 1)
 
     def require_files(self) -> None:
@@ -116,7 +117,7 @@ class SavedPipeline:
         return dict(self._stage(0))
 
     def weights(self, stage: Stage | ModuleStage, *, of: Iterable[int] | None = None) -> dict[str, Tensor]:
-        """The entries of `stage`'s state_dict; of frozen parameters only what was saved. They are views of files.
+        """Find the entries of `stage`'s state_dict; of frozen parameters only what was saved. They are views of files.
 
         of: the stages whose files are looked into, default all.
 
@@ -137,7 +138,7 @@ class SavedPipeline:
         return found
 
     def options(self, names: Iterable[str]) -> dict[str, Any] | None:
-        """The optimizer's options of a group with these parameters; None for none. ConfigError if they had several."""
+        """Find the optimizer's options of a group with these parameters; None for none. ConfigError for several."""
         wanted = set(names)
         found: list[dict[str, Any]] = []
         for stage, groups in enumerate(self.description.parameters):
@@ -150,7 +151,7 @@ class SavedPipeline:
         return copy.deepcopy(found[0]) if found else None
 
     def optimizer_state(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What the optimizer kept of each parameter, by name; copies, tensors flat with ZeRO, else in their shape."""
+        """Read what the optimizer kept of each parameter, by name; copies, tensors flat with ZeRO, else in shape."""
         wanted = set(names)
         out: dict[str, dict[str, Any]] = {}
         for index in self.stages:
@@ -168,7 +169,7 @@ class SavedPipeline:
         return out
 
     def zero_file(self, stage: int, replica: int) -> dict[str, Any]:
-        """The state of ZeRO's optimizer on one rank."""
+        """Open the state of ZeRO's optimizer on one rank."""
         prefix = "bf16_" if self.description.precision == "bf16" else ""
         return self._open(f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt")[OPTIMIZER_STATE_DICT]
 
@@ -179,13 +180,13 @@ class SavedPipeline:
         return self._open(f"mp_rank_{index:02d}_model_states.pt")
 
     def _base(self, stage: int) -> dict[str, Any]:
-        """The state of torch's optimizer; with ZeRO the first replica's."""
+        """Open the state of torch's optimizer; with ZeRO the first replica's."""
         if self.description.zero:
             return self.zero_file(stage, 0)[BASE_OPTIMIZER_STATE]
         return self._stage(stage)["optimizer"]
 
     def _joined(self, stage: int, group: int, chosen: Names) -> dict[str, dict[str, Any]]:
-        """The states of some parameters, put together from the pieces that ZeRO's ranks have."""
+        """Put the states of some parameters together from the pieces that ZeRO's ranks have."""
         pieces: dict[str, dict[str, list[Tensor]]] = {name: {} for name in chosen.values()}
         whole: dict[str, Any] = {}
         for replica in range(self.description.replicas):

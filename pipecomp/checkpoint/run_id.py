@@ -31,7 +31,7 @@ class Run:
         self._named, self._known, self._bound = named, known, False
 
     def loaded(self, run_id: str | None) -> None:
-        """A checkpoint of this run was loaded. StoreError if the messages, or `store.run`, are of another one."""
+        """Note that a checkpoint of this run was loaded. StoreError if the stores, or `store.run`, are of another."""
         self._bound = False  # the stores may be replaced by the checkpoint's
         if run_id == self.id:
             self._known = True
@@ -64,7 +64,7 @@ class Run:
 def find_run(
     environment: StoreEnvironment, holds_messages: bool, path: str, name: str | None, all_ranks: AllRanks
 ) -> Run:
-    """The run of this process, decided by all ranks together; every rank of a run must call this.
+    """Decide with all other ranks which run this process's is; every rank of a run must call this.
 
     holds_messages: whether this rank's stores hold any. path, name: `store.path` and `store.run`. Raises StoreError on
     every rank if the messages of two ranks are of different runs, or not of the one that `name` says.
@@ -86,7 +86,7 @@ def find_run(
 
 
 def model_digest(plan: SplitPlan, config: Any) -> str:
-    """A short hash of what makes activations those of a model, but for its weights.
+    """Hash, in short, what makes activations those of a model, but for its weights.
 
     config: the Hugging Face configuration of the whole model, None for plain modules.
     """
@@ -95,7 +95,7 @@ def model_digest(plan: SplitPlan, config: Any) -> str:
 
 
 def model_values(config: Any) -> dict[str, Any]:
-    """What a Hugging Face configuration says of a model's activations; nothing for None."""
+    """Pick what a Hugging Face configuration says of a model's activations; nothing for None."""
     values = {} if config is None else config.to_dict()
     return {key: value for key, value in values.items() if key not in _NAMES and not key.startswith("_")}
 

@@ -65,7 +65,7 @@ class AllRanks:
         self._questions = itertools.count()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The JSON value that each rank gave, by rank.
+        """Tell all ranks a JSON value, and return what each rank gave, by rank.
 
         Raises LinkTimeoutError if a rank does not answer, PeerLostError if the store is gone.
         """
@@ -110,7 +110,7 @@ class AllRanks:
 
     @contextlib.contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """What every rank does for itself: an error of one is raised there, and as LinkError on all that had none."""
+        """Raise an error of what every rank does for itself there, and as LinkError on all that had none."""
         error: Exception | None = None
         try:
             yield
@@ -142,7 +142,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What must fit before the ranks can talk at all: packages, the form of messages, the order of bytes.
+    """List what must fit before the ranks can talk at all: packages, the form of packets, the order of bytes.
 
     Builds of one torch version for different devices fit.
     """
@@ -175,7 +175,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is not the same on all ranks, one sentence for each key; facts: by rank."""
+    """Tell what is not the same on all ranks, one sentence for each key; facts: by rank."""
     found = []
     for key in sorted(set().union(*facts)):
         by_value: dict[str, list[int]] = {}

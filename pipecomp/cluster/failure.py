@@ -31,7 +31,7 @@ class StoreSilentError(RuntimeError):
 
 
 def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
-    """What `call` returns or raises; StoreSilentError after `limit_s` seconds.
+    """Return or raise what `call` does; StoreSilentError after `limit_s` seconds.
 
     torch's store waits without end for the answer of a server that is stopped, whatever its timeout; the thread that
     does so is left behind.
@@ -78,9 +78,9 @@ def report_lost(rank: int, reason: str) -> None:
 
 
 def find_lost(wait_s: float) -> PeerLostError | None:
-    """The rank that was reported lost, or has said nothing when `wait_s` seconds are over; None if all have spoken, and
-    no other rank was reported.
+    """Find the rank that was reported lost, or has said nothing when `wait_s` seconds are over.
 
+    None if all have spoken, and no other rank was reported.
     Call `report_stopped` first. If the store itself is gone, the rank that serves it (0, with the usual launchers) is.
     """
     deadline = time.monotonic() + wait_s

@@ -88,7 +88,7 @@ class Heartbeat:
     # -- what this rank does
 
     def begin(self) -> None:
-        """An engine is about to be made; all ranks make theirs in the same order."""
+        """Announce an engine that is about to be made; all ranks make theirs in the same order."""
         self.engine += 1
         self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, lambda: None, None
         self._say("")
@@ -114,16 +114,18 @@ class Heartbeat:
         self._waiting_since = time.monotonic()
 
     def leave(self) -> None:
-        """This rank waits for nobody any more."""
+        """Note that this rank waits for nobody any more."""
         self._waiting_since = None
 
     def stopped(self, rank: int, reason: str) -> None:
-        """This rank's training is over, because `rank` failed: tell those that wait for it."""
+        """Tell those that wait for this rank that its training is over, because `rank` failed."""
         self._say(f"{_STOPPED} {rank} {reason[:2000]}")
 
     def _linger(self) -> None:
-        """On rank 0, which may serve the store: stay until the others have said that they stopped, make another engine
-        already, or are silent."""
+        """On rank 0, which may serve the store, stay until nobody needs it.
+
+        So until the others have said that they stopped, make another engine already, or are silent.
+        """
         deadline = time.monotonic() + _LINGER_S
         while self._rank == 0 and time.monotonic() < deadline:
             now = time.monotonic()
@@ -138,15 +140,17 @@ class Heartbeat:
             time.sleep(_LINGER_POLL_S)
 
     def close(self, engine: int) -> None:
-        """This engine has ended in order; if it is the last one that was made, nobody needs to wait for a sign of this
-        rank any more."""
+        """Note that this engine has ended in order.
+
+        If it is the last one that was made, nobody needs to wait for a sign of this rank any more.
+        """
         if engine == self.engine:
             self.on_exit = lambda: None
             if not self._state.startswith(_STOPPED):
                 self._say(_LEFT)
 
     def end(self) -> None:
-        """The processes part. A thread that is inside torch when the interpreter ends would abort the process."""
+        """Stop the threads. One that is inside torch when the interpreter ends would abort the process."""
         self._ended.set()
         for thread in self._threads:
             thread.join(_JOIN_S)
@@ -232,7 +236,7 @@ class Heartbeat:
 
 
 def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heartbeat:
-    """This process's watch, made at the first call and again for processes that have joined anew.
+    """Give this process's watch, made at the first call and again for processes that have joined anew.
 
     store, rank, world: of processes that torch has not joined yet; its own otherwise.
     """

@@ -32,7 +32,7 @@ def run_ranks(
     on_note: Callable[[int, Any], None] | None = None,
     may_die: tuple[int, ...] = (),
 ) -> dict[int, Any]:
-    """What `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
+    """Return what `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
 
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
     may end without a result. Raises RankFailedError.

@@ -90,7 +90,7 @@ def _meet(rank: int, world: int) -> Any:
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:
-    """A part of the store that nothing was written to before.
+    """Agree on a part of the store that nothing was written to before.
 
     torchrun's store outlives the ranks: after a restart it has what they wrote before, addresses of processes that
     are gone among it. So rank 0 thinks of a name and answers each other rank's question for it, which is new too, and
@@ -121,7 +121,7 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
 
 
 def collective_backend() -> str:
-    """What torch's collectives go through: gloo on CPUs and where ranks share a GPU, else the device's own."""
+    """Choose what collectives go through: gloo on CPUs and where ranks share a GPU, else the device's own."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
     if device is None or os.environ.get("DS_ACCELERATOR") == "cpu" or local > torch.accelerator.device_count():

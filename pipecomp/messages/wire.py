@@ -143,7 +143,7 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
 
 
 def peek(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
-    """The header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
+    """Read the header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
     return _parse(packet, max_payload_bytes)[0]
 
 

@@ -58,8 +58,9 @@ class InFlight:
         return self._auto and self._settled_for is None
 
     def observe(self, waited_s: float, step_s: float) -> None:
-        """After a step: seconds waited for gradients of other micro-batches than the first, and of the whole step; the
-        most of any stage.
+        """Settle the next step's numbers, after a step.
+
+        waited_s: for gradients of other micro-batches than the first; step_s: of the whole step; the most of any stage.
         """
         if not self._auto:
             return

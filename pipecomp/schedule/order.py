@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """what: "receive activation", "load", "forward", "send activation", "receive gradient", "backward" or
-    "send gradient".
+    """One thing that a stage does for one micro-batch.
+
+    what: "receive activation", "load", "forward", "send activation", "receive gradient", "backward", "send gradient".
     """
 
     what: str
@@ -23,7 +24,7 @@ class Work(NamedTuple):
 
 
 def train_order(stage: int, stages: int, micro_batches: int, ahead: int) -> Iterator[list[Work]]:
-    """What stage `stage` of `stages` does in one step, a list for each forward or backward.
+    """List what stage `stage` of `stages` does in one step, a list for each forward or backward.
 
     ahead: forwards that run ahead of their backwards, 1 to `micro_batches`.
     """

@@ -62,7 +62,7 @@ class Layout:
 
     @classmethod
     def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:
-        """The layout that a packet describes. Raises WireError if a window lies outside the link's canvas."""
+        """Read the layout that a packet describes. Raises WireError if a window lies outside the link's canvas."""
         s = header.samples
         if canvas is not None:
             for x in s:

@@ -23,7 +23,7 @@ class Changes:
         self._new: dict[int, CachedActivation | None] = {}
 
     def held(self, sample: int) -> CachedActivation | None:
-        """What this end holds of a sample now; the caller may change its m and `put` it."""
+        """Give what this end holds of a sample now; the caller may change its m and `hold` it."""
         return self._held[sample]
 
     def may_keep(self, sample: int) -> bool:

@@ -154,7 +154,7 @@ class Endpoint:
             )
 
     def _cached_shape(self, count: int, hidden: int) -> tuple[int, int]:
-        """The shape of m for a sample of [count, hidden]."""
+        """Give the shape of m for a sample of [count, hidden]."""
         if self.canvas is None:
             return count, hidden
         return self.canvas.canvas_lines, hidden // self.canvas.columns * self.canvas.canvas_columns
@@ -164,5 +164,6 @@ class Endpoint:
 
 
 def plain_samples(layout: Layout) -> list[Sample]:
+    """Describe samples that no cached activation stands behind."""
     rows = zip(layout.ids, layout.starts, layout.counts, strict=True)
     return [Sample(i, Form.PLAIN, start, count) for i, start, count in rows]

@@ -76,6 +76,7 @@ class GlooTransport:
     # -- what links call
 
     def send(self, packet: np.ndarray) -> None:
+        """Queue a packet; see Transport."""
         if self._failure is not None:
             raise self._failure
         if self._closing:
@@ -83,6 +84,7 @@ class GlooTransport:
         self._outbox.put((_DATA, packet, time.monotonic()))
 
     def recv(self) -> np.ndarray:
+        """Wait for the next packet; see Transport."""
         began = time.perf_counter()
         item = self._inbox.get()
         self._wait_s += time.perf_counter() - began
@@ -92,6 +94,7 @@ class GlooTransport:
         return item
 
     def abort(self, lost_rank: int, reason: str) -> None:
+        """Tell the peer that a rank is gone; see Transport."""
         if self._sender.is_alive():
             note = struct.pack("<i", lost_rank) + reason.encode()[:4096]
             self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8), time.monotonic()))
@@ -100,14 +103,17 @@ class GlooTransport:
                 time.sleep(0.005)
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
+        """Find what ended the connection; see Transport."""
         if self._failure is None:
             self._receiver.join(wait_s)
         return self._failure
 
     def traffic(self) -> Traffic:
+        """Count so far; see Transport."""
         return Traffic(self._sent, self._received, self._send_s, self._wait_s)
 
     def close(self) -> None:
+        """End the connection in order; see Transport."""
         if self._closing:
             return
         self._closing = True
@@ -257,7 +263,7 @@ def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
 
 
 def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
+    """Make a gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
 
     pipelines: for each replica the global ranks of its stages in order.
     """

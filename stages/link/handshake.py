@@ -92,7 +92,7 @@ def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.
 
 
 def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarray:
-    """The payload of the same part from the peer. LinkError if it is anything else that comes."""
+    """Receive the payload of the same part from the peer. LinkError if it is anything else that comes."""
     header, payload = decode(end.transport.recv())
     if (header.kind, header.link, header.step, header.micro_batch) != (Kind.INVENTORY, end.index, step, part):
         raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()}, not its inventory")

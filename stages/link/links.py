@@ -56,7 +56,7 @@ class Links:
             check_drift(end, step)
 
     def failure(self, wait_s: float) -> Exception | None:
-        """What ended one of the connections, if anything shows within `wait_s` seconds each."""
+        """Find what ended one of the connections, if anything shows within `wait_s` seconds each."""
         return next((failure for end in self if (failure := end.transport.failure(wait_s)) is not None), None)
 
     def abort(self, lost_rank: int, reason: str) -> None:

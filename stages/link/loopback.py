@@ -25,12 +25,14 @@ class LoopbackTransport:
         self._closed = False
 
     def send(self, packet: np.ndarray) -> None:
+        """Queue a packet; see Transport."""
         if self._closed:
             raise PeerLostError(f"the connection to rank {self.peer} is closed", self.peer)
         self._sent += packet.size
         self._outbox.put(packet.copy())
 
     def recv(self) -> np.ndarray:
+        """Wait for the next packet; see Transport."""
         began = time.perf_counter()
         try:
             item = self._inbox.get(timeout=self._timeout_s)
@@ -47,6 +49,7 @@ class LoopbackTransport:
         return item
 
     def abort(self, lost_rank: int, reason: str) -> None:
+        """Tell the peer that a rank is gone; see Transport."""
         self._outbox.put(PeerLostError(reason, lost_rank))
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
@@ -54,9 +57,11 @@ class LoopbackTransport:
         return None
 
     def traffic(self) -> Traffic:
+        """Count so far; see Transport."""
         return Traffic(self._sent, self._received, 0.0, self._wait_s)
 
     def close(self) -> None:
+        """End the connection in order; see Transport."""
         if not self._closed:
             self._closed = True
             self._outbox.put(PeerLostError(f"the peer of rank {self.peer} closed the connection", self.peer))

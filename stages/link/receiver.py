@@ -26,7 +26,7 @@ class LinkReceiver(Endpoint):
         self._not_kept: dict[Position, set[int]] = {}  # what the gradient of a micro-batch is to say
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
-        """The activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
+        """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
 
         Raises BaseMismatchError if a delta builds on what this end does not hold.
         """

@@ -28,7 +28,7 @@ class LinkSender(Endpoint):
         self._unanswered: dict[Position, set[int]] = {}
 
     def resume_versions(self, highest: int) -> None:
-        """Number cached activations from above `highest`, the highest version that either end still holds."""
+        """Count versions on from above `highest`, the highest version that either end still holds."""
         self._next_version = highest + 1
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
@@ -92,7 +92,7 @@ class LinkSender(Endpoint):
     def _encode_sample(
         self, x_nH: Tensor, cached: CachedActivation | None, start: int, seed: int
     ) -> tuple[Tensor, Tensor, list[np.ndarray]]:
-        """What the other end computes with, what both ends hold afterwards, and the payload that says so."""
+        """Encode a sample: what the other end computes with, what both hold afterwards, the payload that says so."""
         if cached is not None:
             held_nH = cached.m_nH.to(x_nH.device)
             m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, start)
@@ -116,7 +116,7 @@ class LinkSender(Endpoint):
             self.stats.error_count += 1
 
     def recv_gradient(self, layout: Layout, at: Position) -> Tensor:
-        """The gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
+        """Receive the gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
         header, payload, size = self._recv(Kind.GRADIENT, at)
         if Layout.of_header(header, self.canvas) != layout:
             raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))

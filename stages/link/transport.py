@@ -31,7 +31,7 @@ PacerTo = Callable[[int], Pacer | None]  # from a rank to what slows down the li
 
 
 def unpaced(rank: int) -> None:
-    """A PacerTo that slows nothing down."""
+    """Slow nothing down: a PacerTo."""
 
 
 Moved = Callable[[str, float, float, int | None, int], None]
@@ -50,7 +50,7 @@ class Transport(Protocol):
         """Queue uint8 [n] for sending and return; the caller must not change it any more."""
 
     def recv(self) -> np.ndarray:
-        """The next packet, uint8 [n].
+        """Wait for the next packet, uint8 [n].
 
         Raises LinkTimeoutError after the transport's time of silence, PeerLostError if the peer is gone.
         """
@@ -59,7 +59,7 @@ class Transport(Protocol):
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
-        """What ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
+        """Find what ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
 
     def traffic(self) -> Traffic:
         """Counters so far."""

@@ -1,5 +1,4 @@
-"""Cached activations of images that random crops move: m covers more than one visit shows, and a visit changes its part
-of it.
+"""Cached activations of images that random crops move: m covers more than one visit shows.
 
 A random crop shows an image moved by a few pixels, and what crosses a link is moved with it. So m lies in a canvas: the
 map that crosses the link with a margin on every side, in which the unmoved image has its fixed place. A visit takes
@@ -56,7 +55,7 @@ class CropCanvas:
         return self.canvas_lines * self.canvas_columns
 
     def start(self, down: int, right: int, sample: int) -> int:
-        """The place of the window's first value for a crop that begins `down`, `right` pixels from the unmoved image.
+        """Find the window's first place for a crop that begins `down`, `right` pixels from the unmoved image.
 
         Pixels are rounded to whole places. Raises DataError naming `sample` beyond the margin.
         """
@@ -67,7 +66,7 @@ class CropCanvas:
         return line * self.canvas_columns + column
 
     def shift(self, start: int) -> tuple[int, int]:
-        """The pixels, down and right, that `start` stands for."""
+        """Give the pixels, down and right, that `start` stands for."""
         line, column = divmod(start, self.canvas_columns)
         down, right = line - self.margins[0], column - self.margins[1]
         return _rounded(down * self.input_lines, self.lines), _rounded(right * self.input_columns, self.columns)
@@ -78,7 +77,7 @@ class CropCanvas:
         return line + self.lines <= self.canvas_lines and column + self.columns <= self.canvas_columns
 
     def take(self, m: Tensor, start: int) -> Tensor:
-        """The window [h, w C], a copy, of m [canvas lines, canvas columns × C]."""
+        """Copy the window [h, w C] of m [canvas lines, canvas columns × C]."""
         return self._window(m, start).clone(memory_format=torch.contiguous_format).view(self.lines, -1)
 
     def put_(self, m: Tensor, start: int, window: Tensor) -> None:
@@ -110,5 +109,5 @@ def _nearest(canvas: CropCanvas, start: int) -> Tensor:
 
 
 def _rounded(numerator: int, denominator: int) -> int:
-    """The nearest whole number, halves up; whole-number arithmetic, so that all ranks agree."""
+    """Round to the nearest whole number, halves up; whole-number arithmetic, so that all ranks agree."""
     return (2 * numerator + denominator) // (2 * denominator)

@@ -83,6 +83,7 @@ class SkippedBlock(nn.Module):
         self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what it gets, as a block would."""
         return (hidden_states, None) if self.returns_tuple else hidden_states
 
 
@@ -90,6 +91,7 @@ class NoPositions(nn.Module):
     """Replaces GPT-2's `wpe` past the first stage: the model adds what it returns."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
+        """Make what changes nothing when it is added."""
         # x + (-0.0) is x for every x, -0.0 included; without dimensions it leaves the dtype of x alone.
         return torch.full((), -0.0, device=position_ids.device)
 
@@ -102,6 +104,7 @@ class PassedEmbeddings(nn.Module):
         self.word_embeddings = nn.Identity()  # get_input_embeddings(), which activation checkpointing calls
 
     def forward(self, *, inputs_embeds: Tensor, **kwargs: Any) -> Tensor:
+        """Return what it gets."""
         return inputs_embeds
 
 

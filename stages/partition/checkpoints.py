@@ -56,11 +56,12 @@ class Checkpoint:
         self._open.clear()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Read a tensor's shape."""
         file = self._file_of(name)
         return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """A tensor in memory of its own, in the checkpoint's dtype."""
+        """Read a tensor into memory of its own, in the checkpoint's dtype."""
         file = self._file_of(name)
         return file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
 
@@ -89,7 +90,7 @@ class Checkpoint:
 
 
 def _open(path: str) -> Any:
-    """A safetensors reader, or for a PyTorch file the dictionary of its (memory-mapped) tensors."""
+    """Open a safetensors file to read, or a PyTorch file as the dictionary of its (memory-mapped) tensors."""
     try:
         if path.endswith(".safetensors"):
             from safetensors import safe_open

@@ -287,7 +287,7 @@ def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
 
 
 def _allow_new(whole: Any, architecture: Architecture, name: str, found: dict[str, str], source: Checkpoint) -> None:
-    """A head may be new as a whole; anything else that is missing is an error."""
+    """Allow a head to be new as a whole; anything else that is missing is an error."""
     base = whole.base_model_prefix
     module = name.rpartition(".")[0]
     beside = [n for n in found if n.rpartition(".")[0] == module]

@@ -173,7 +173,7 @@ class ModuleStage(PipelineStage):
         return Layout.of_mask(ids, None, _rows(self._shapes[self.hi])[0])
 
     def crossing(self, link: int) -> Crossing:
-        """What crosses a link, counted from the first stage."""
+        """Describe what crosses a link, counted from the first stage."""
         cut = self.plan.cuts[link + 1]
         shape, canvas = self._shapes[cut], None
         if self._margin and len(shape) == 3:
@@ -191,7 +191,7 @@ def to_rows(x: Tensor) -> Tensor:
 
 
 def from_rows(x_BnH: Tensor, shape: Sequence[int]) -> Tensor:
-    """What `to_rows` made rows of; shape: of one sample."""
+    """Undo `to_rows`; shape: of one sample."""
     if len(shape) == 3:
         channels, lines, columns = shape
         return x_BnH.reshape(-1, lines, columns, channels).permute(0, 3, 1, 2).contiguous()

@@ -62,6 +62,7 @@ class SplitPlan:
 
     @property
     def num_stages(self) -> int:
+        """K."""
         return len(self.cuts) - 1
 
     @property
@@ -164,7 +165,7 @@ def block_count(model: Any, architecture: Architecture) -> int:
 
 
 def block_of(architecture: Architecture, base: str, name: str) -> int | None:
-    """The number of the block that a parameter belongs to, or None."""
+    """Find the number of the block that a parameter belongs to, or None."""
     prefix = f"{base}.{architecture.blocks}."
     return int(name[len(prefix) :].split(".", 1)[0]) if name.startswith(prefix) else None
 
@@ -186,7 +187,7 @@ def part_of(architecture: Architecture, base: str, name: str) -> str:
 
 
 def aliases(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, in the model's order; more than one where a weight is tied."""
+    """List the names of each parameter, in the model's order; more than one where a weight is tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -204,7 +205,7 @@ def _is_under(name: str, paths: Iterable[str]) -> bool:
 
 
 def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: str) -> Sequence[int]:
-    """The stages that hold a parameter of this name, rising."""
+    """Find the stages that hold a parameter of this name, rising."""
     stages, base = len(cuts) - 1, str(model.base_model_prefix)
     part = part_of(architecture, base, name)
     if part == "shared":
@@ -221,7 +222,7 @@ def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: s
 def _tied_groups(
     model: Any, architecture: Architecture, cuts: Sequence[int]
 ) -> tuple[list[TiedGroup], list[list[str]]]:
-    """The weights that several stages need, and per stage one name for each parameter that it holds."""
+    """Find the weights that several stages need, and per stage one name for each parameter that it holds."""
     groups: list[TiedGroup] = []
     held: list[list[str]] = [[] for _ in cuts[1:]]
     for names in aliases(model):

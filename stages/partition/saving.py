@@ -143,7 +143,7 @@ def shard_name(index: int, num_stages: int) -> str:
 
 
 def _names_to_write(stage: Stage) -> dict[str, str]:
-    """The stage's names, each weight once, without the tied ones that an earlier stage writes -> themselves."""
+    """List the stage's names, each weight once, without tied ones that an earlier stage writes -> themselves."""
     own = stage.tied_parameters()
     elsewhere = {id(own[group.name]) for group in stage.tied_groups if group.stages[0] != stage.index}
     names: dict[int | str, str] = {}

@@ -54,12 +54,13 @@ class Stage(PipelineStage):
         self._head = self._architecture.heads[plan.model_class]
 
     def train(self, mode: bool = True) -> Stage:
+        """Switch dropout and the like on or off; see nn.Module."""
         self.training = mode
         self._model.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
-        """Moves and casts (`.to`, `.bfloat16`) leave buffers that no checkpoint holds in their dtype.
+        """Move or cast (`.to`, `.bfloat16`), but leave buffers that no checkpoint holds in their dtype.
 
         Rotary frequencies rounded to bfloat16 would be wrong by up to 0.4 %, at every position.
         """
@@ -81,11 +82,11 @@ class Stage(PipelineStage):
         return Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
 
     def next_layout(self, layout: Layout) -> Layout:
-        """The layout of what this stage sends, from that of what it received: the same tokens."""
+        """Give the layout of what this stage sends, from that of what it received: the same tokens."""
         return layout
 
     def crossing(self, link: int) -> Crossing:
-        """What crosses a link, counted from the first stage."""
+        """Describe what crosses a link, counted from the first stage."""
         return Crossing(width=self.hidden_size, settings={"cut": self.plan.cuts[link + 1]})
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
@@ -166,7 +167,7 @@ class Stage(PipelineStage):
         return (places_S * (mask_BS != 0).to(like_BS.device, torch.int32)).argmax(-1)
 
     def _check_last_tokens(self, given: Mapping[str, Tensor | None]) -> None:
-        """The last stage pools by the mask, the unsplit model by `pad_token_id`: both must name the same token."""
+        """Check that the mask, by which the last stage pools, and `pad_token_id`, by which the model does, agree."""
         ids_BS, pad = given["input_ids"], self.config.pad_token_id
         assert ids_BS is not None, "checked before"
         if pad is None:
@@ -236,7 +237,7 @@ def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
 
 
 def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> Any:
-    """A model of the same class that has only what stage `index` needs, sharing modules and weights with `model`.
+    """Make a model of the same class with only what stage `index` needs, sharing modules and weights with `model`.
 
     Every module on the way to something that is taken out is copied without its contents, so `model` itself does not
     change. Tied weights whose original is another stage's become parameters of their own, with equal values.
@@ -291,7 +292,7 @@ def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A module of the same class with the same contents, whose tables can change without changing the original's."""
+    """Copy a module but not what it holds, so that its tables can change without changing the original's."""
     other = module.__class__.__new__(module.__class__)
     other.__dict__ = {
         key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
