@@ -135,16 +135,16 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """Where both ends of a link keep the messages of "aqsgd".
+    """Where both ends of a link keep the cached activations of "aqsgd".
 
     backend: "lmdb" (on disk, survives restarts) or "memory". path: folder for "lmdb"; each rank writes below it.
     bits: 2, 4, 8, 16 or 32 bits a stored value (paper, H.5). max_bytes: budget per link end, None for no limit.
-    prefetch: micro-batches whose messages are loaded ahead, 0 for none. drift_check: every so many steps both ends of a
-    link compare digests of the messages that changed, None for never. in_checkpoints: copy the store into every
-    checkpoint, so that training goes on with the same losses; it takes as much space again. run: a name for the run; a
-    store that has messages of a run with another name is refused. None: a random one, which a run that goes on from a
-    checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the disk
-    refuses writes.
+    prefetch: micro-batches whose cached activations are loaded ahead, 0 for none. drift_check: every so many steps both
+    ends of a link compare digests of the cached activations that changed, None for never. in_checkpoints: copy the
+    store into every checkpoint, so that training goes on with the same losses; it takes as much space again. run: a
+    name for the run; a store that is of a run with another name is refused. None: a random one, which a run that goes
+    on from a checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the
+    disk refuses writes.
     """
 
     backend: str = "lmdb"
@@ -185,7 +185,7 @@ class Store:
 class Transport:
     """How bytes travel between stages.
 
-    backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every message.
+    backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every packet.
     timeout_s: seconds of silence after which a peer counts as lost (peers send a heartbeat four times as often).
     """
 
@@ -245,7 +245,7 @@ class Config:
         return config
 
     def link_settings(self, link: int) -> dict[str, Any]:
-        """Everything that both ends of a link must agree on to hold the same messages."""
+        """List all that both ends of a link must agree on to hold the same cached activations."""
         a = self.activations
         return {
             "method": a.method,

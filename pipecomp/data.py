@@ -1,10 +1,10 @@
 """Micro-batches with sample ids: AQ-SGD needs to know a sample again when it comes back.
 
 The id of a sample is its place in the dataset, unless the dataset has a method `sample_id(index)` that says otherwise:
-one that shows a sample in several views gives one id to those that share a message. Replicas of a pipeline share the
-dataset out once and shuffle only within their own part, so that a sample stays with the replica that holds its
-messages. The order of ids follows from the seed and the epoch alone; every stage that loads data loads the same
-micro-batches.
+one that shows a sample in several views gives one id to those that share a cached activation. Replicas of a pipeline
+share the dataset out once and shuffle only within their own part, so that a sample stays with the replica that holds
+its cached activation. The order of ids follows from the seed and the epoch alone; every stage that loads data loads
+the same micro-batches.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A run has an id. It gets one when training begins with empty stores (random, or `store.run`), its stores and its
 checkpoints keep it, and a process goes on with the run by loading one of its checkpoints or by giving the same
-`store.run`. Messages of any other run are refused before a step uses them: they are of another model's weights.
+`store.run`. What any other run has cached is refused before a step uses it: it is of another model's weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.errors import StoreError
 from pipecomp.stages.partition.planning import SplitPlan
 
-UNKNOWN = "without a name"  # of messages that were kept before runs had names
+UNKNOWN = "without a name"  # of what was cached before runs had names
 
 
 class Run:
@@ -38,7 +38,7 @@ class Run:
         elif self._known and not self._named:  # empty stores: they become those of the checkpoint's run
             self.id = run_id or self.id
         else:
-            whose = f"run {run_id}" if run_id is not None else "a run without messages"
+            whose = f"run {run_id}" if run_id is not None else "a run without cached activations"
             mine = "store.run says" if self._named else f"the message store in {self._path} is of"
             raise StoreError(f"the checkpoint is of {whose}, but {mine} run {self.id}: {self._ways_out()}")
 
@@ -56,7 +56,7 @@ class Run:
 
     def _ways_out(self) -> str:
         return (
-            f"give another store.path, or remove the messages with `pipecomp store prune {Path(self._path)} "
+            f"give another store.path, or remove what is cached with `pipecomp store prune {Path(self._path)} "
             "--everything` (on every machine)"
         )
 
@@ -67,7 +67,7 @@ def find_run(
     """Decide with all other ranks which run this process's is; every rank of a run must call this.
 
     holds_messages: whether this rank's stores hold any. path, name: `store.path` and `store.run`. Raises StoreError on
-    every rank if the messages of two ranks are of different runs, or not of the one that `name` says.
+    every rank if the stores of two ranks are of different runs, or not of the one that `name` says.
     """
     mine = (environment.run or UNKNOWN) if holds_messages else None
     told = all_ranks.all_gather_object([mine, secrets.token_hex(8)])
@@ -80,7 +80,7 @@ def find_run(
         other = "store.run says" if name is not None else f"rank {next(iter(stored))}'s of"
         raise StoreError(
             f"rank {rank}: the message store in {path} belongs to run {stored[rank]}, {other} {wanted}. Give another "
-            f"store.path, or remove the messages with `pipecomp store prune {path} --everything` (on every machine)"
+            f"store.path, or remove what is cached with `pipecomp store prune {path} --everything` (on every machine)"
         )
     return Run(wanted or told[0][1], environment, path, named=name is not None, known=name is not None or not stored)
 

@@ -152,11 +152,11 @@ def versions() -> dict[str, Any]:
             found[f"{name} version"] = importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
             found[f"{name} version"] = "not installed"  # pipecomp itself may run from a folder
-    return {**found, "format of messages": wire.VERSION, "order of bytes": sys.byteorder}
+    return {**found, "format of packets": wire.VERSION, "order of bytes": sys.byteorder}
 
 
 def check_byte_order() -> None:
-    """Messages are little-endian, and their values are copied as they are."""
+    """Raise where packets, which are little-endian, cannot be copied as they are."""
     if sys.byteorder != "little":
         raise PipecompError(f"this machine is {sys.byteorder}-endian: pipecomp needs little-endian ones")
 

@@ -46,7 +46,7 @@ def from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], dev
 
 
 class Codec(Protocol):
-    """A tensor of rows to bytes and back. `method`, `bits` and `payload_dtype` go into the message's header."""
+    """A tensor of rows to bytes and back. `method`, `bits` and `payload_dtype` go into the packet's header."""
 
     @property
     def method(self) -> Method:

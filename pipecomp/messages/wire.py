@@ -97,7 +97,7 @@ class Header:
     samples: tuple[Sample, ...] = field(default=())
 
     def describe(self) -> str:
-        """For error messages."""
+        """Name the packet in an error."""
         return f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, step {self.step}, link {self.link}"
 
 

@@ -4,7 +4,7 @@ The engine's schedule turns it into DeepSpeed's instructions, the simulation pla
 
 1F1B with eager sends: a stage runs as many forwards ahead as there are stages from it to the end (or more, see
 `in_flight`), then one backward and one forward in turn. What is sent leaves as soon as it exists, and a receive waits
-only for what arrives: transports take messages in at any time, so no order of the two ends can block.
+only for what arrives: transports take packets in at any time, so no order of the two ends can block.
 """
 
 from __future__ import annotations
