@@ -10,26 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipecomp.errors import ShapeError
-from pipecomp.kernels import layout
-
-INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def check_pack(values: Tensor, bits: int) -> None:
-    """Raise unless values is an integer tensor of at least one dimension and bits is 1 to 24."""
-    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
-    if values.dtype not in INTEGER_DTYPES or values.dim() == 0:
-        raise ShapeError(f"values: {values.dtype} {tuple(values.shape)}, allowed: integers of at least one dimension")
-
-
-def check_unpack(codes: Tensor, bits: int, count: int) -> None:
-    """Raise unless codes is uint8 with rows of exactly ceil(count * bits / 8) bytes."""
-    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
-    want = (count * bits + 7) // 8
-    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] != want:
-        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 [..., {want}]")
-
 
 def pack_bits(values: Tensor, bits: int) -> Tensor:
     """Pack values (any integer dtype, [..., n], each in [0, 2**bits); higher bits are cut off), bits 1 to 24.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dispatch, layout, native, topk
+from pipecomp.errors import ShapeError
+from pipecomp.kernels import dispatch, layout, native, topk
 from pipecomp.kernels.feedback_ops import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
@@ -38,6 +39,7 @@ from pipecomp.kernels.topk import position_bytes, top_k_group_size, top_k_kept, 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 NATIVE_CRC_BYTES = 4096  # below, zlib's own call is quicker
 
 __all__ = [
@@ -214,7 +216,6 @@ def top_k_select(
     """
     layout.check_input(x, "x")
     layout.check_group_size(group_size)
-    topk.check_fraction(fraction)
     return dispatch.pick(backend, x).select(x, fraction, group_size)
 
 
@@ -237,13 +238,18 @@ def pack_bits(values: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
     values: any integer dtype [..., n], each in [0, 2**bits); higher bits are cut off.
     Returns uint8 [..., ceil(n * bits / 8)]: bit i * bits of a row is the lowest bit of value i, padding bits are zero.
     """
-    bitpack.check_pack(values, bits)
+    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
+    if values.dtype not in INTEGER_DTYPES or values.dim() == 0:
+        raise ShapeError(f"values: {values.dtype} {tuple(values.shape)}, allowed: integers of at least one dimension")
     return dispatch.pick(backend, values).pack_bits(values, bits)
 
 
 def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") -> Tensor:
     """Undo `pack_bits`: codes uint8 [..., ceil(count * bits / 8)] to int32 [..., count]."""
-    bitpack.check_unpack(codes, bits, count)
+    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
+    want = (count * bits + 7) // 8
+    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] != want:
+        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 [..., {want}]")
     return dispatch.pick(backend, codes).unpack_bits(codes, bits, count)
 
 

@@ -17,15 +17,10 @@ from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import bitpack, layout, reference
 
 
-def check_fraction(fraction: float) -> None:
-    """Raise ConfigError unless 0 < fraction <= 1."""
+def kept(n: int, fraction: float) -> int:
+    """Count how many of a group's n values are kept; ConfigError unless 0 < fraction <= 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise ConfigError("fraction", fraction, "a number above 0, at most 1")
-
-
-def kept(n: int, fraction: float) -> int:
-    """How many of a group's n values are kept."""
-    check_fraction(fraction)
     return max(1, math.floor(fraction * n + 0.5))
 
 

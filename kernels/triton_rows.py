@@ -47,16 +47,13 @@ class Shape:
         self.rows = math.prod(shape[:-1])
         self.group = self.H if group_size is None else min(group_size, self.H)
         self.groups = -(-self.H // self.group)
+        self.units = self.rows * self.groups  # groups of all rows
         self.group_bytes = (self.group * bits + 7) // 8
         self.row_bytes = layout.row_bytes(self.H, bits, group_size)
 
-    def units(self) -> int:
-        """Count the groups of all rows."""
-        return self.rows * self.groups
-
     def grid(self, chunk: int) -> tuple[int, int]:
         """One program per group and chunk of `chunk` values."""
-        return self.units(), -(-self.group // chunk)
+        return self.units, -(-self.group // chunk)
 
 
 def quantize(x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
@@ -101,11 +98,11 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
     fused = options.scale == "max" and s.group <= MOST_VALUES
     where = (x_stride, m_stride, s.H, s.group, s.groups)
     if not fused:
-        largest = torch.zeros(s.units(), dtype=torch.int32, device=x.device)
+        largest = torch.zeros(s.units, dtype=torch.int32, device=x.device)
         quantizer.measure_kernel[s.grid(BLOCK)](x, base, largest, *where, m is not None, BLOCK, enable_fp_fusion=False)
         most = largest.view(torch.float32)
         usable = (most >= layout.SCALE_MIN) & (most <= layout.SCALE_MAX)
-        sums = torch.zeros(s.units(), dtype=torch.int64, device=x.device)
+        sums = torch.zeros(s.units, dtype=torch.int64, device=x.device)
         if options.scale == "rms":
             safe = torch.where(usable, most, 1.0)
             quantizer.squares_kernel[s.grid(BLOCK)](
@@ -228,7 +225,7 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     if values.numel():
         kept, kept_last = topk.kept(s.group, fraction), topk.kept(s.H % s.group or s.group, fraction)
         block = triton.next_power_of_2(s.group)
-        gradient.select_kernel[(s.units(),)](
+        gradient.select_kernel[(s.units,)](
             values, index, x, stride, s.H, s.group, s.groups, K, kept, kept_last, BLOCK=block, num_warps=warps(block)
         )
     return values, index

@@ -17,6 +17,7 @@ Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micr
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,9 +117,9 @@ class Endpoint:
         return packet.size
 
     def _recv(self, kind: Kind, at: Position) -> tuple[Header, np.ndarray, int]:
-        before = self.transport.traffic().wait_seconds
+        began = time.perf_counter()
         packet = self.transport.recv()
-        self.stats.wait_seconds += self.transport.traffic().wait_seconds - before
+        self.stats.wait_seconds += time.perf_counter() - began
         try:
             header, payload = decode(packet)
         except WireError as error:

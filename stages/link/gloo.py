@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.transport import Moved, Pacer, Traffic
+from pipecomp.stages.link.transport import Moved, Pacer
 
 FRAME_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 34
@@ -66,8 +66,6 @@ class GlooTransport:
         self.on_moved: Moved | None = None
         self._failure: Exception | None = None
         self._closing = False
-        self._sent = self._received = 0
-        self._send_s = self._wait_s = 0.0
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
@@ -85,9 +83,7 @@ class GlooTransport:
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
-        began = time.perf_counter()
         item = self._inbox.get()
-        self._wait_s += time.perf_counter() - began
         if isinstance(item, Exception):
             self._inbox.put(item)
             raise item
@@ -107,10 +103,6 @@ class GlooTransport:
         if self._failure is None:
             self._receiver.join(wait_s)
         return self._failure
-
-    def traffic(self) -> Traffic:
-        """Count so far; see Transport."""
-        return Traffic(self._sent, self._received, self._send_s, self._wait_s)
 
     def close(self) -> None:
         """End the connection in order; see Transport."""
@@ -143,7 +135,6 @@ class GlooTransport:
             if self._pacer is not None:
                 self._pacer.hold(size, queued)
             under_way.append((self._group.send([frame[:size]], self._to, _TAG), frame))
-            self._sent += size
 
         try:
             while True:
@@ -160,10 +151,8 @@ class GlooTransport:
                         post(kind, packet[at : at + _CONTENT], packet.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
-                ended = time.perf_counter()
-                self._send_s += ended - began
                 if self.on_moved is not None and kind == _DATA:
-                    self.on_moved("send", began, ended, None, packet.size)
+                    self.on_moved("send", began, time.perf_counter(), None, packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -189,7 +178,6 @@ class GlooTransport:
                 work.wait(self._timeout)
                 view = frame.numpy()
                 kind, size, total = read_prefix(view, self.peer)
-                self._received += _PREFIX_BYTES + size
                 content = view[_PREFIX_BYTES : _PREFIX_BYTES + size]
                 if kind == _DATA:
                     if filled == 0:

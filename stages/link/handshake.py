@@ -62,7 +62,7 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
             f"{described.decode()}: give all ranks the same configuration and the same version of pipecomp"
         )
     if isinstance(end, LinkSender):
-        end.resume_versions(max(mine[1], theirs[1]))
+        end.next_version = max(mine[1], theirs[1]) + 1
     if theirs[:3] == mine[:3]:
         return 0
     drop = np.setdiff1d(table, exchange_tables(end, 0, 1, table, rows=theirs[0]))["sample"].tolist()

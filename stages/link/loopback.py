@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.stages.link.transport import Moved, Traffic
+from pipecomp.stages.link.transport import Moved
 
 
 class LoopbackTransport:
@@ -20,30 +19,23 @@ class LoopbackTransport:
         self._outbox, self._inbox, self._timeout_s = outbox, inbox, timeout_s
         self.on_arrival: Callable[[np.ndarray], None] | None = None
         self.on_moved: Moved | None = None  # packets take no time here: nothing is told
-        self._sent = self._received = 0
-        self._wait_s = 0.0
         self._closed = False
 
     def send(self, packet: np.ndarray) -> None:
         """Queue a packet; see Transport."""
         if self._closed:
             raise PeerLostError(f"the connection to rank {self.peer} is closed", self.peer)
-        self._sent += packet.size
         self._outbox.put(packet.copy())
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
-        began = time.perf_counter()
         try:
             item = self._inbox.get(timeout=self._timeout_s)
         except queue.Empty:
             raise LinkTimeoutError(f"nothing from rank {self.peer} for {self._timeout_s:g} s") from None
-        finally:
-            self._wait_s += time.perf_counter() - began
         if isinstance(item, PeerLostError):
             self._inbox.put(item)
             raise item
-        self._received += item.size
         if self.on_arrival is not None:
             self.on_arrival(item)
         return item
@@ -55,10 +47,6 @@ class LoopbackTransport:
     def failure(self, wait_s: float = 0.0) -> Exception | None:
         """Nothing but a closed end can fail, and `recv` says that."""
         return None
-
-    def traffic(self) -> Traffic:
-        """Count so far; see Transport."""
-        return Traffic(self._sent, self._received, 0.0, self._wait_s)
 
     def close(self) -> None:
         """End the connection in order; see Transport."""

@@ -20,16 +20,12 @@ from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Position, plain_sam
 class LinkSender(Endpoint):
     """Stage k's end of the link to stage k + 1."""
 
-    _next_version = 1
+    next_version = 1  # of a cached activation; above the highest that either end still holds
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # First visits whose gradient, which says whether the other end kept them, is to come.
         self._unanswered: dict[Position, set[int]] = {}
-
-    def resume_versions(self, highest: int) -> None:
-        """Count versions on from above `highest`, the highest version that either end still holds."""
-        self._next_version = highest + 1
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of x [B, S, H]; returns once the packet is queued.
@@ -66,8 +62,8 @@ class LinkSender(Endpoint):
                 cached = None  # the sample changed its length: a first visit again
             if any(sample in ids for ids in self._unanswered.values()):
                 cached = None  # the other end may not keep the first visit that is under way
-            version = self._next_version
-            self._next_version += 1
+            version = self.next_version
+            self.next_version += 1
             form, base = (Form.FULL, 0) if cached is None else (Form.DELTA, cached.version)
             if form is Form.FULL and not changes.may_keep(sample):
                 form = Form.NOT_KEPT

@@ -6,18 +6,9 @@ A transport joins two ranks. `send` never blocks on the network, `recv` waits; b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-
-
-class Traffic(NamedTuple):
-    """Counters of one end since it was opened."""
-
-    bytes_sent: int
-    bytes_received: int
-    send_seconds: float  # time in which something was being sent
-    wait_seconds: float  # time in which `recv` had to wait
 
 
 class Pacer(Protocol):
@@ -60,9 +51,6 @@ class Transport(Protocol):
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
         """Find what ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
-
-    def traffic(self) -> Traffic:
-        """Counters so far."""
 
     def close(self) -> None:
         """End the connection in order; safe to call twice."""

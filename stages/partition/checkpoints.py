@@ -142,8 +142,11 @@ def match_names(
         SplitError: the base model has no place for a tensor: the checkpoint is of another model or size.
     """
     known = set(known)
+    patterns = [*IGNORED, *ignored]
+    inner = tuple(f"{base}.{path}." for path in optional)
+    is_bare = not any(raw.startswith(base + ".") for raw in files)
     found: dict[str, str] = {}
-    strange: dict[str, str] = {}
+    others: list[str] = []
     for raw in files:
         name = raw
         for old, new in OLD_NAMES:
@@ -151,20 +154,11 @@ def match_names(
         for old, new in (renamed or {}).items():
             name = new + name[len(old) :] if name.startswith(f"{old}.") else name
         match = next((n for n in (name, f"{base}.{name}") if n in known), None)
-        if match is None:
-            strange[raw] = name
-        else:
-            found[match] = raw
-
-    is_bare = not any(raw.startswith(base + ".") for raw in files)
-    patterns = [*IGNORED, *ignored]
-    inner = tuple(f"{base}.{path}." for path in optional)
-    others: list[str] = []
-    for raw, name in strange.items():
         full = f"{base}.{name}" if is_bare else name
-        if any(re.search(pattern, full) for pattern in patterns):
-            continue
-        if full.startswith(base + ".") and not full.startswith(inner or ("\0",)):
-            raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
-        others.append(raw)
+        if match is not None:
+            found[match] = raw
+        elif not any(re.search(pattern, full) for pattern in patterns):
+            if full.startswith(base + ".") and not full.startswith(inner or ("\0",)):
+                raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
+            others.append(raw)
     return found, tuple(others)
