@@ -38,7 +38,7 @@ class Prefetcher:
             raise ConfigError("store.prefetch", ahead, "a whole number from 0")
         self._load, self._ahead, self._name = load, ahead, name
         self._changed = threading.Condition()
-        self._batches: deque[dict[int, _Slot]] = deque()
+        self._batches: deque[dict[int, _Slot]] = deque(maxlen=MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -51,8 +51,6 @@ class Prefetcher:
             if self._closed or not batch:
                 return
             self._batches.append(batch)
-            if len(self._batches) > MAX_WAITING:
-                self._batches.popleft()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -107,7 +105,7 @@ class Prefetcher:
 
     def _forget_empty(self) -> None:
         if not all(self._batches):
-            self._batches = deque(filter(None, self._batches))
+            self._batches = deque(filter(None, self._batches), MAX_WAITING)
         self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Slot] | None:

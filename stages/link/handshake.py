@@ -10,7 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,16 +24,8 @@ _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of th
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])
 
 
-class Summary(NamedTuple):
-    """What a store holds: the number of samples, their highest version (0: none), and the SHA-256 of all of it."""
-
-    samples: int
-    version: int
-    digest: bytes
-
-
-def summarize(store: MessageStore) -> Summary:
-    """Equal summaries are equal stores: the digest is over every sample's version and CRC-32."""
+def summarize(store: MessageStore) -> tuple[int, int, bytes]:
+    """Count what a store holds: samples, their highest version (0: none), and a SHA-256 of all versions and CRC-32s."""
     return _summary(as_table(store.inventory()))
 
 
@@ -99,6 +91,6 @@ def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarra
     return payload
 
 
-def _summary(table: np.ndarray) -> Summary:
+def _summary(table: np.ndarray) -> tuple[int, int, bytes]:
     highest = int(table["version"].max()) if len(table) else 0
-    return Summary(len(table), highest, hashlib.sha256(table.tobytes()).digest())
+    return len(table), highest, hashlib.sha256(table.tobytes()).digest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerN
 IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")  # buffers that older versions saved
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """The tensors of a `from_pretrained` folder or hub name; each is read on its own, and only when asked for.
 
     `files` maps each tensor's name, as the checkpoint has it, to its file. Opened files are kept; use it as a context
@@ -45,9 +46,6 @@ class Checkpoint:
             return
         allowed = ", ".join(name for name, _ in SINGLE_AND_INDEX)
         raise SplitError(f"{source}: no weights found, looked for {allowed}")
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._open.values():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.link.window import CropCanvas
-from pipecomp.stages.partition.balance import balance, check_cuts
+from pipecomp.stages.partition.balance import balance, settle_cuts
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.stage import PipelineStage
 
@@ -77,11 +77,8 @@ def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0
 def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | None) -> SplitPlan:
     """Where to cut: as told, or so that the stage with the most parameters has as few as possible."""
     blocks = list(source.model)
-    bounds = check_cuts(len(blocks), num_stages, cuts)
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    if bounds is None:
-        assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(sizes, num_stages)
+    bounds = settle_cuts(len(blocks), num_stages, cuts, lambda stages: balance(sizes, stages))
     for cut in bounds[1:-1]:
         if len(source.shapes[cut]) not in (1, 2, 3):
             raise SplitError(f"cut {cut}: samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
-from pipecomp.stages.partition.balance import UPDATE_COST, balance, check_cuts
+from pipecomp.stages.partition.balance import UPDATE_COST, balance, settle_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +90,8 @@ def plan_model(
     head = head_name(architecture, type(model))
     named = dict(model.named_parameters(remove_duplicate=False))
     costs = _costs(model, architecture, block_seconds)
-    bounds = check_cuts(len(costs.blocks), num_stages, cuts)
-    if bounds is None:
-        assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(costs.blocks, num_stages, first=costs.first, last=costs.last, slowdowns=slowdowns)
+    balanced = partial(balance, costs.blocks, first=costs.first, last=costs.last, slowdowns=slowdowns)
+    bounds = settle_cuts(len(costs.blocks), num_stages, cuts, balanced)
     tied, held = _tied_groups(model, architecture, bounds)
     if not tie:
         one_name = [group.name for group in tied if len(set(group.parameters)) < len(group.stages)]
