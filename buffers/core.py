@@ -192,13 +192,11 @@ class LinkStore(ABC):
         return entry.crc
 
     def _load(self, sample: int) -> CachedActivation | None:
-        while True:
-            entry = self._entries.get(sample)
-            if entry is None:
-                return None
+        while (entry := self._entries.get(sample)) is not None:
             cached = self._decode(entry)
             if cached is not None:
                 return cached
+        return None
 
     def _decode(self, entry: Entry) -> CachedActivation | None:
         """Decode the entry's cached activation; None if another entry or nothing took its place meanwhile."""

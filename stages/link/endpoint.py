@@ -76,6 +76,9 @@ class Endpoint:
         self.stats = LinkStats()
         self.changed: set[int] = set()  # samples put since the last drift check
         self.drifted = False  # whether that found a difference
+        # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
+        # may not keep, at the receiver those that it has not kept.
+        self._unsettled: dict[Position, set[int]] = {}
         self._goes_on = store is not None and config.store.on_write_error == "continue"
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite

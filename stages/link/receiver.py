@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +19,6 @@ from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Position, plain_sa
 
 class LinkReceiver(Endpoint):
     """Stage k + 1's end of the link from stage k."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._not_kept: dict[Position, set[int]] = {}  # what the gradient of a micro-batch is to say
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
@@ -76,7 +71,7 @@ class LinkReceiver(Endpoint):
             if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not changes.may_keep(sample.id)):
                 self.stats.unstored_samples += 1
                 changes.hold(sample.id, None)
-                self._not_kept.setdefault(at, set()).add(sample.id)
+                self._unsettled.setdefault(at, set()).add(sample.id)
             else:
                 changes.hold(sample.id, CachedActivation(sample.version, held_nH))
         changes.make(self._keep)
@@ -109,7 +104,7 @@ class LinkReceiver(Endpoint):
                 raise NonFiniteError(self._where(at, f"gradients: {error}")) from error
             codec = Cast(g_TH.dtype)  # so that loss scaling sees the overflow and skips the step
             parts = codec.encode(g_TH)
-        not_kept = self._not_kept.pop(at, set())
+        not_kept = self._unsettled.pop(at, set())
         samples = [replace(s, form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
         header = self._header(Kind.GRADIENT, codec, g_TH, samples, layout, at)
         self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(header, parts))
