@@ -18,6 +18,10 @@ from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.losses import LossFn
 
 
+def _nothing(config: Any) -> tuple[str, ...]:  # named, so that a stage can be pickled
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """What the last stage computes after the blocks.
@@ -34,7 +38,7 @@ class Head:
     loss: Callable[[Any], LossFn]
     per_token: bool = False
     pools_last_token: bool = False
-    reads: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    reads: Callable[[Any], tuple[str, ...]] = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +214,11 @@ def _encoder(name: str) -> Architecture:
     )
 
 
+def _read_by_deberta(config: Any) -> tuple[str, ...]:
+    """Name what the head reads: the legacy one has a matrix of its own, tied as BERT's is; the other the embeddings."""
+    return () if config.legacy else ("embeddings.word_embeddings",)
+
+
 register(
     Architecture(
         model_type="gpt2",
@@ -233,12 +242,7 @@ register(
         model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code
         heads={
             "DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification),
-            # The legacy head has a matrix of its own name, tied as BERT's is; the other is called with the embeddings.
-            "DebertaV2ForMaskedLM": Head(
-                loss=losses.masked_lm,
-                per_token=True,
-                reads=lambda config: () if config.legacy else ("embeddings.word_embeddings",),
-            ),
+            "DebertaV2ForMaskedLM": Head(loss=losses.masked_lm, per_token=True, reads=_read_by_deberta),
         },
         default_head="DebertaV2ForSequenceClassification",
         blocks="encoder.layer",
