@@ -25,7 +25,7 @@ def describe(value: Any, put_aside: Callable[[Any], Described]) -> Described:
 
 
 def rebuild(described: Described, fetch: Callable[[str, Any], Any]) -> Any:
-    """What `describe` was given. `fetch(kind, content)`: a leaf that was put aside, in the order of `describe`.
+    """Rebuild what `describe` was given. `fetch(kind, content)`: a leaf that was put aside, in the order of `describe`.
 
     Raises ValueError or TypeError for what `describe` cannot have returned.
     """

@@ -15,7 +15,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.netlab.throttle import throttle_to
-from pipecomp.stages.link.gloo import GlooTransport, close_quietly, neighbour_groups
+from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
@@ -116,7 +116,7 @@ def open_links(
     run = None
     with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left
         for transport in transports.values():
-            opened.callback(close_quietly, transport)
+            opened.callback(transport.close)
         environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
         if settings.activations.method == "aqsgd":
             with all_ranks.collective_errors():

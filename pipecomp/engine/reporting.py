@@ -77,7 +77,7 @@ class Reporting:
         if not self.trace.keep:
             self.trace.keep = True
             for end in self._engine.links:
-                end.transport.on_moved(self.trace.add)
+                end.transport.on_moved = self.trace.add
                 if end.store is not None:
                     end.store = TracedStore(end.store, self.trace)
 

@@ -18,7 +18,7 @@ class LinkCodecs:
     """The codecs of one link.
 
     forward: of activations themselves with "direct", of their changes with "aqsgd". first: of first visits; None where
-    they are uncompressed. backward: of gradients, where they are quantized.
+    they are uncompressed, as first_bits of 0 says too. backward: of gradients, where they are quantized.
     """
 
     def __init__(self, a: Activations, link: int) -> None:
@@ -28,6 +28,7 @@ class LinkCodecs:
         of_themselves = Rotated if a.rotation else Quantized
         self.forward = (of_themselves if a.method == "direct" else Quantized)(forward_bits, *how)
         self.first = None if a.first_visit == "full" else of_themselves(int(a.first_visit), *how)
+        self.first_bits = 0 if self.first is None else self.first.bits
         self.backward: Codec = Quantized(backward_bits, *how)
         if a.backward_top_k is not None:
             self.backward = TopK(backward_bits, a.backward_top_k, *how)

@@ -6,11 +6,11 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from pipecomp.buffers.admin import forget
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.recipes.report import Report
@@ -76,8 +76,9 @@ class Fit:
         """
         args, rank = self.args, dist.get_rank()
         self._goes_on = self._checkpoints.find()
-        if not self._checkpoints.step:
-            forget_messages(self.settings, rank)
+        store, method = self.settings.store, self.settings.activations.method
+        if not self._checkpoints.step and method == "aqsgd" and store.backend == "lmdb":
+            forget(store.path, rank)
         self._report = Report(
             args.metrics,
             args.tensorboard,
@@ -133,13 +134,3 @@ class Fit:
         per_s = units() / (time.perf_counter() - began)
         traffic = Traffic.of(engine.gather_comm_stats())
         self._report.step(step, self.plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
-
-
-def forget_messages(settings: Config, rank: int) -> None:
-    """Empty a rank's message store: a recipe starts from its model, and an earlier run's messages are of another."""
-    from pipecomp.buffers.admin import prune
-    from pipecomp.buffers.lmdb_folder import DATA_FILE
-
-    folder = Path(settings.store.path) / f"rank-{rank}"
-    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb" and (folder / DATA_FILE).is_file():
-        prune(folder, everything=True)

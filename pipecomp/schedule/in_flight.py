@@ -1,6 +1,6 @@
 """How many micro-batches a stage has under way: forwards that it runs ahead of their backwards.
 
-1F1B holds one for each stage from here to the end, which is enough where messages take no time. On slow or distant
+1F1B holds one for each stage from here to the end, which is enough where packets take no time. On slow or distant
 links a stage would wait for gradients that are still on their way, so all run further ahead, as long as that makes them
 wait less and memory allows it. The order of additions does not change: results are the same, bit for bit.
 """
@@ -58,8 +58,9 @@ class InFlight:
         return self._auto and self._settled_for is None
 
     def observe(self, waited_s: float, step_s: float) -> None:
-        """After a step: seconds waited for gradients of other micro-batches than the first, and of the whole step; the
-        most of any stage.
+        """Settle the next step's numbers, after a step.
+
+        waited_s: for gradients of other micro-batches than the first; step_s: of the whole step; the most of any stage.
         """
         if not self._auto:
             return

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.buffers.admin import prune
+from pipecomp.buffers.admin import forget
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.buffers.snapshot import copy_file
 from pipecomp.config import Config
@@ -36,13 +36,12 @@ def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:
             _log.warning("cached activations in memory are not saved: every sample is sent in full precision once more")
         return
-    store = settings.store.path
+    store, rank = settings.store.path, dist.get_rank()
     if checkpoint is None:
         if engine is None:
-            forget(store)
+            forget(store, rank)
     elif not restore(checkpoint, store):
-        forget(store)  # what is held is newer than the checkpoint, or of another run
-        rank = dist.get_rank()
+        forget(store, rank)  # what is held is newer than the checkpoint, or of another run
         _log.warning(
             f"{checkpoint} has no cached activations of rank {rank}: every sample is sent in full precision once more"
         )
@@ -74,16 +73,9 @@ def restore(folder: str, store: str | os.PathLike) -> bool:
     saved = _saved(folder)
     if not saved.is_file():
         return False
-    forget(store)
+    forget(store, dist.get_rank())
     copy_file(saved, _held(store))
     return True
-
-
-def forget(store: str | os.PathLike) -> None:
-    """Remove this rank's cached activations, which no engine has open."""
-    held = _held(store)
-    if held.is_file():
-        prune(held.parent, everything=True)
 
 
 def _saved(folder: str) -> Path:

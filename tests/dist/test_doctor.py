@@ -15,7 +15,8 @@ import pytest
 from tests.dist.lab_ranks import run_in_lab
 
 from pipecomp.doctor import Finding
-from pipecomp.cluster.local_ranks import free_port, run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.network_interfaces import free_port
 
 pytestmark = pytest.mark.ranks
 

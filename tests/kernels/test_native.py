@@ -84,15 +84,15 @@ def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
     with pytest.raises(KernelError, match=r"_native\.so does not load"):
         native.Backend(broken)
     monkeypatch.setattr(native_library, "library_path", lambda: broken)
-    assert "does not load" in native._load.__wrapped__()
+    assert "does not load" in native.load.__wrapped__()
     monkeypatch.setattr(native_library, "library_path", lambda: None)
-    assert "not built" in native._load.__wrapped__()
+    assert "not built" in native.load.__wrapped__()
 
 
 @needs_native
 def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
     monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
-    assert "another version" in native._load.__wrapped__()
+    assert "another version" in native.load.__wrapped__()
     monkeypatch.undo()
     backend = native.Backend(native_library.library_path())
     native.self_check(backend)

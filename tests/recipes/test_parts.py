@@ -21,7 +21,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
-from pipecomp.recipes import fit, run, steps, text
+from pipecomp.recipes import run, steps, text
 from pipecomp.recipes.report import Report
 from pipecomp.stats import Traffic
 from tests.limits import HANG_S
@@ -273,26 +273,6 @@ class TestConfiguration:
         params = completed["scheduler"]["params"]
         assert params["total_num_steps"] == plan.steps
         assert params["warmup_type"] == "linear"  # DeepSpeed's default is logarithmic
-
-
-def test_an_earlier_runs_messages_are_forgotten(tmp_path: Path) -> None:
-    from pipecomp.buffers import open_environment
-
-    section = {"activations": {"method": "aqsgd"}, "store": {"path": str(tmp_path / "messages")}}
-    settings = Config.from_dict(section)
-    for rank in (0, 1):
-        environment = open_environment("lmdb", settings.store.path, rank)
-        environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
-        environment.commit()
-        environment.close()
-    fit.forget_messages(settings, 1)
-    held = []
-    for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
-        environment = open_environment("lmdb", settings.store.path, rank)
-        held.append(len(environment.link("link-0", described).inventory()))
-        environment.close()
-    assert held == [1, 0]
-    fit.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
 
 
 def test_held_out_loss_counts_every_sample_alike() -> None:
