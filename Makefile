@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test soak lint bench clean
+.PHONY: setup demo test soak trust mutants lint bench clean
 
 setup: $(READY)
 
@@ -22,6 +22,14 @@ test: $(READY)
 # What is long and random, or for a machine that does nothing else: kills, fuzzing, sanitizers, installing.
 soak: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak $(ARGS)
+
+# docs/trust.md: pipelines against unsplit training. VERSIONS="deepspeed==… transformers==…" tries other versions.
+trust: $(READY)
+	$(BIN)/python scripts/trust.py $(if $(VERSIONS),--versions "$(VERSIONS)") $(ARGS)
+
+# Whether the tests notice small defects that are put into copies of the code.
+mutants: $(READY)
+	$(BIN)/python scripts/mutants.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

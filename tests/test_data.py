@@ -97,3 +97,14 @@ def test_evaluation_takes_every_sample_once():
     batches = eval_batches(DATA, 4)
     assert [i for b in batches for i in b.ids] == list(range(23))
     assert len(batches[-1].ids) == 3
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_replica_r_of_n_has_samples_r_and_every_nth_after_it(replicas):
+    """The shares are the documented ones: a cached activation is found again under the same replica's number."""
+    for replica in range(replicas):
+        sampler = ShardedSampler(24, 2, replicas=replicas, replica=replica, shuffle=False)
+        ids = [i for number in range(sampler.per_epoch) for i in sampler.batch(number)]
+        assert ids == list(range(replica, 24, replicas))
+        shuffled = ShardedSampler(24, 2, replicas=replicas, replica=replica, seed=3)
+        assert sorted(i for number in range(shuffled.per_epoch) for i in shuffled.batch(number)) == ids

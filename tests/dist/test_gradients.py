@@ -80,12 +80,11 @@ def test_replicas_and_tied_weights_stay_equal(four, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_as_without_compression(four, case):
+    """Losses near each other; that gradients are the exact means and sums, tests/dist/test_gradient_sums.py checks."""
     losses, norm, _, _ = four[0][case]
-    plain, plain_norm = four[0]["none"][:2]
+    plain = four[0]["none"][0]
     assert losses[0] == pytest.approx(plain[0], rel=1e-3)  # before anything was exchanged
     assert losses[-1] == pytest.approx(plain[-1], rel=0.02)
-    if case != "sparse":  # unbiased, and far from its mean
-        assert norm == pytest.approx(plain_norm, rel=0.25)
     for rank in range(4):
         assert four[rank][case][0] == losses
         if case != "momentum":  # each replica clips its own gradients then

@@ -161,3 +161,18 @@ def test_tokens_outside_the_sample_are_refused():
     beyond = dataclasses.replace(HEADER, samples=(Sample(1, Form.PLAIN, 3, 3),))
     with pytest.raises(WireError, match=r"tokens 3\.\.6 of 5"):
         decode(encode(beyond, []))
+
+
+@pytest.mark.parametrize("more", [1, 4, 40])
+def test_bytes_behind_a_packet_are_refused(more):
+    """Without a checksum nothing else would tell."""
+    packet = encode(HEADER, [payload("aabbcc")], checksum=False)
+    with pytest.raises(WireError, match=rf"packet has {packet.size + more} bytes where its header says {packet.size}"):
+        decode(np.concatenate([packet, np.zeros(more, dtype=np.uint8)]))
+
+
+def test_a_changed_value_is_found_by_the_checksum_alone():
+    packet = encode(HEADER, [payload("aabbcc")])
+    packet[-5] ^= 1  # the payload's last bit: no length and no code is wrong
+    with pytest.raises(WireError, match="changed on the way"):
+        decode(packet)

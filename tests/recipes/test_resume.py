@@ -225,3 +225,20 @@ def test_metrics_go_on(tmp_path: Path) -> None:
     assert sent == [10, 20, 30, 31, 40, 50, 60, 61, 70]
     assert [line["groups"]["data parallel"]["bytes_raw"] for line in lines] == sent
     assert [line["train_loss"] for line in lines if "eval" in line] == [2.0, 5.0]
+
+
+def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine lacks the newest one here, and has one more; second ranks of machines say nothing."""
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, step)
+
+    def gather(out: list, mine: object) -> None:
+        out[:] = [mine, (None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+    said = checkpoints.find()
+    assert checkpoints.step == 20
+    assert said == "goes on after step 20; passed over step 30: it was not finished"

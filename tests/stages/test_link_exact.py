@@ -1,0 +1,134 @@
+"""What rounding on a link draws, what a packet may ask for, and that drift is looked at: one difference at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipecomp.buffers import MemoryStore
+from pipecomp.config import Config
+from pipecomp.errors import DriftError, WireError
+from pipecomp.messages import wire
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.drift import check_drift
+from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
+from tests.limits import HANG_S
+
+S, H = 8, 16
+HERE: dict[str, Any] = {"seed": 0, "replica": 0, "index": 0, "step": 3, "micro_batch": 2}
+
+
+def link(activations: dict[str, Any], *, index: int = 0, seed: int = 0, replica: int = 0) -> tuple[Any, Any]:
+    config = Config.from_dict({"activations": activations, "seed": seed})
+    ends = loopback_pair(timeout_s=5.0)
+    aqsgd = config.activations.method == "aqsgd"
+    stores = [MemoryStore(f"link-{index}", bits=32) if aqsgd else None for _ in "ab"]
+    return (
+        LinkSender(index, config, ends[0], stores[0], replica=replica),
+        LinkReceiver(index, config, ends[1], stores[1], replica=replica),
+    )
+
+
+def layout(samples: int) -> Layout:
+    return Layout(tuple(range(samples)), (0,) * samples, (S,) * samples, S)
+
+
+def values(samples: int) -> Tensor:
+    """Every sample the same."""
+    return torch.randn(1, S, H, generator=torch.Generator().manual_seed(1)).repeat(samples, 1, 1)
+
+
+STOCHASTIC = {"method": "direct", "rounding": "stochastic", "forward_bits": 4, "backward_bits": 4}
+
+
+def sent(place: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """An activation and a gradient of the same values, as they arrive."""
+    place = dict(place)
+    at = Position(place.pop("step"), place.pop("micro_batch"))
+    up, down = link(STOCHASTIC, **place)
+    up.send_activation(values(1), layout(1), at)
+    forward, _ = down.recv_activation(at)
+    down.send_gradient(values(1), layout(1), at)
+    return forward, up.recv_gradient(layout(1), at)
+
+
+@pytest.mark.parametrize("what", HERE)
+def test_rounding_draws_anew_for_another(what: str) -> None:
+    here, there = sent(HERE), sent({**HERE, what: HERE[what] + 1})
+    again = sent(HERE)
+    for direction in (0, 1):
+        assert torch.equal(here[direction], again[direction])
+        assert not torch.equal(here[direction], there[direction])
+
+
+def test_rounding_draws_anew_for_the_other_direction() -> None:
+    forward, backward = sent(HERE)
+    assert not torch.equal(forward, backward)
+
+
+@pytest.mark.parametrize("first_visit", ["full", 4])
+def test_rounding_draws_anew_for_every_sample(first_visit: Any) -> None:
+    up, down = link({"method": "aqsgd", "rounding": "stochastic", "first_visit": first_visit})
+    for step in range(2):
+        x_BSH = values(3) * (1 + step)
+        up.send_activation(x_BSH, layout(3), Position(step, 0))
+        y_BSH, _ = down.recv_activation(Position(step, 0))
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.equal(y_BSH[a], y_BSH[b])
+
+
+# -- what a packet may say
+
+
+def test_a_packet_that_asks_for_too_much_memory_is_refused() -> None:
+    """Whose samples have a token each, in a batch that would be padded to 2^32 − 1."""
+    up, down = link({"method": "none"})
+    sent_as = up.transport.send
+
+    def send(packet: Any) -> None:
+        header, payload = wire.decode(packet)
+        sent_as(wire.encode(dataclasses.replace(header, tokens=2**32 - 1), [payload]))
+
+    up.transport.send = send
+    up.send_activation(values(1), layout(1), Position(0, 0))
+    with pytest.raises(WireError, match=r"above the limit of 17179869184 bytes"):
+        down.recv_activation(Position(0, 0))
+
+
+# -- both ends the same
+
+
+def test_a_difference_between_both_ends_is_found_and_the_second_one_an_error() -> None:
+    up, down = link({"method": "aqsgd"})
+
+    def step(number: int) -> list[Any]:
+        up.send_activation(values(2), layout(2), Position(number, 0))
+        down.recv_activation(Position(number, 0))
+        (held,) = down.store.get([1])
+        down.store.put(1, held.version, held.m_nH + 1e-3)
+        found: list[Any] = [None, None]
+
+        def check(i: int, end: Any) -> None:
+            try:
+                found[i] = check_drift(end, number)
+            except DriftError as error:
+                found[i] = error
+
+        threads = [threading.Thread(target=check, args=(i, end)) for i, end in enumerate((up, down))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANG_S)
+        return found
+
+    assert step(0) == [[1], [1]]
+    assert [h.sample for h in up.store.inventory()] == [h.sample for h in down.store.inventory()] == [0]
+    assert all(isinstance(error, DriftError) for error in step(1))

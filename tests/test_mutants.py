@@ -1,0 +1,37 @@
+"""The list of defects that tests must notice follows the code: every edit applies, and every test is there."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts.mutant_list import MUTANTS, Mutant
+from scripts.mutants import BEGIN, END, PAGE, changed, line
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_edit_applies_and_is_a_program(mutant: Mutant) -> None:
+    source = changed((ROOT / mutant.file).read_text(encoding="utf-8"), mutant)
+    ast.parse(source)
+    for test in mutant.tests:
+        file, *node = test.partition("[")[0].split("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert all(f"def {name}(" in text or f"class {name}" in text for name in node), test
+
+
+def test_a_text_that_is_gone_or_there_twice_is_an_error() -> None:
+    mutant = MUTANTS[0]
+    for source in ("", mutant.old * 2):
+        with pytest.raises(ValueError, match=f"{mutant.name}: its text is"):
+            changed(source, mutant)
+
+
+def test_names_differ_and_the_page_has_them_all() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    for mutant in MUTANTS:
+        assert any(line(mutant, known) in table for known in (True, None)), "make mutants writes the table anew"
