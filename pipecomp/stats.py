@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -161,7 +161,7 @@ class Traffic:
     groups: dict[str, dict[str, int]]
 
     @classmethod
-    def of(cls, ranks: Iterable[dict[str, Any]]) -> Traffic:
+    def of(cls, ranks: Iterable[Mapping[str, Any]]) -> Traffic:
         """Add up `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is taken."""
         links: dict[str, dict[str, int]] = {}
         groups: dict[str, dict[str, int]] = {}

@@ -1,4 +1,7 @@
-"""The command line: `pipecomp demo | doctor | netlab | plan | store | bench`. Errors are one line; exit status 1."""
+"""The command line: `pipecomp demo | doctor | netlab | plan | report | store | bench`.
+
+Errors are one line; exit status 1.
+"""
 
 from __future__ import annotations
 
@@ -229,3 +232,18 @@ def plan_run(
         )
         if (found := run_plan(console, options, throttle_to)) is not None:
             write_json(json_file, found)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Folders of runs, folders that hold such, or files of --metrics.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the folder, for several runs here.")
+    ] = None,
+) -> None:
+    """Show a run, or several side by side, on one HTML page: losses, bytes, where the time went, what to change."""
+    with plain_errors():
+        from pipecomp.report.command import write_report
+
+        written = write_report(runs, out)
+    console.print(f"Wrote {written}", highlight=False, markup=False, soft_wrap=True)

@@ -17,6 +17,8 @@ from pipecomp.errors import ConfigError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
 from pipecomp.recipes.steps import Plan, complete
+from pipecomp.report.command import report_of
+from pipecomp.report.record import Recorder, default_folder
 from pipecomp.stats import Traffic
 
 
@@ -79,13 +81,16 @@ class Fit:
         self._goes_on = self._checkpoints.find()
         if not self._checkpoints.step:
             forget_messages(self.settings, rank)
+        folder = args.run or default_folder(args.recipe)
+        after = self._checkpoints.step
+        self._recorder = Recorder(folder if rank == 0 else None, after=after, required=args.run is not None)
         self._report = Report(
             args.metrics,
             args.tensorboard,
             silent=rank != 0,
             unit=self._unit,
             period=self._period,
-            after=self._checkpoints.step,
+            after=after,
         )
 
     def run(
@@ -115,25 +120,36 @@ class Fit:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
             report.resumed(self._goes_on)
             report.resumed(checkpoints.load(engine))
+            self._recorder.start(plan.steps, kind="recipe", recipe=args.recipe, unit=self._unit, **engine.describe())
             for step in range(checkpoints.step + 1, plan.steps + 1):
                 self._step(engine, step, units)
                 if plan.ends_epoch(step):
-                    report.epoch(step, plan.epoch(step), evaluate(), Traffic.of(engine.gather_comm_stats()))
+                    self._epoch(engine, step, evaluate())
                 checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
             if args.trace:
                 engine.save_trace(args.trace)
             if args.save:
                 save(args.save)
-            report.end(Traffic.of(engine.gather_comm_stats()), args.save)
+            stats = engine.gather_comm_stats()
+            self._recorder.end(stats, engine.gather_last_step())
+            report.end(Traffic.of(stats), args.save, report_of(self._recorder) if args.report else None)
         engine.close()
 
     def _step(self, engine: Any, step: int, units: Callable[[], float]) -> None:
         """Make and report one optimizer step."""
         lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
         loss = float(engine.train_batch())
-        per_s = units() / (time.perf_counter() - began)
-        traffic = Traffic.of(engine.gather_comm_stats())
-        self._report.step(step, self.plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
+        step_s = time.perf_counter() - began
+        per_s, epoch = units() / step_s, self.plan.epoch(step)
+        stats = engine.gather_comm_stats()
+        self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
+        self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats))
+
+    def _epoch(self, engine: Any, step: int, measures: dict[str, float] | None) -> None:
+        """Report the end of an epoch or round. measures: of its evaluation, if there is one."""
+        if measures is not None:
+            self._recorder.evaluated(step, measures)
+        self._report.epoch(step, self.plan.epoch(step), measures, Traffic.of(engine.gather_comm_stats()))
 
 
 def forget_messages(settings: Config, rank: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
+from pipecomp.json_tree import finite
+from pipecomp.report.record import lines_until
+from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, Traffic
 
 PLAIN_EVERY_S = 10.0
@@ -61,7 +63,7 @@ class Report:
         if metrics is not None:
             try:
                 Path(metrics).parent.mkdir(parents=True, exist_ok=True)
-                kept = _lines_until(Path(metrics), after)
+                kept = lines_until(Path(metrics), after)
                 self._metrics = open(metrics, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
                 self._take_up(kept)
             except OSError as error:
@@ -174,8 +176,14 @@ class Report:
             line += f", held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else "")
         self._say(line)
 
-    def end(self, traffic: Traffic, saved: str | None) -> None:
-        """Say what crossed the links, and where the model is: the folder `saved`, None if it was not saved."""
+    def end(self, traffic: Traffic, saved: str | None, page: str | None = None) -> None:
+        """Say what crossed the links, and where results are.
+
+        Args:
+            traffic: Since the start of the run.
+            saved: The folder of the model, None if it was not saved.
+            page: What became of the run's report, None if none was wanted.
+        """
         if self._silent:
             return
         self._stop_progress()
@@ -189,6 +197,8 @@ class Report:
             self._say(f"link {name}: " + "; ".join(parts))
         for name, counts in traffic.groups.items():
             self._say(f"gradients, {name}: {_saving('reduced', counts['bytes_raw'], counts['bytes_sent'])}")
+        if page is not None:
+            self._say(f"report    {page}")
         self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
 
     def __enter__(self) -> Report:
@@ -219,28 +229,13 @@ class Report:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is not None:
-            self._metrics.write(json.dumps(_finite(record)) + "\n")
+            self._metrics.write(json.dumps(finite(record)) + "\n")
             self._metrics.flush()  # so that a run can be watched, and what was reached outlives a crash
 
     def _curves(self, step: int, group: str, values: dict[str, float] | dict[str, int]) -> None:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{group}/{name}", value, step)
-
-
-def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file that is there, up to a step; none for step 0."""
-    found: list[dict[str, Any]] = []
-    if step and path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break  # a run that was killed while it wrote
-            if record["step"] > step:
-                break
-            found.append(record)
-    return found
 
 
 def _in_words(activations: Activations) -> str:
@@ -256,20 +251,5 @@ def _in_words(activations: Activations) -> str:
 
 def _saving(what: str, raw: int, sent: int) -> str:
     if sent >= 0.98 * raw:  # headers make it a little more
-        return f"{what} {_size(sent)}, not compressed"
-    return f"{what} {_size(sent)} for {_size(raw)}, {raw / sent:.1f} times less"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no Infinity: null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+        return f"{what} {size(sent)}, not compressed"
+    return f"{what} {size(sent)} for {size(raw)}, {raw / sent:.1f} times less"
