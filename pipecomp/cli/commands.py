@@ -39,6 +39,7 @@ def demo(
     with plain_errors():
         from pipecomp.demo.plot import tables
         from pipecomp.demo.run import Settings, run_demo
+        from pipecomp.report.command import try_report
 
         smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
         forward, backward = whole_numbers("bits", bits, 2)
@@ -67,6 +68,8 @@ def demo(
             "Input and output embeddings are untied, so that only activations and their gradients are sent."
         )
         console.print(f"Wrote {out}/demo.json and {out}/losses.png", highlight=False)
+        shown = [Path(out) / method for method in settings.methods]
+        console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
 
 
 @app.command()

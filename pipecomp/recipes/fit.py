@@ -17,7 +17,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
 from pipecomp.recipes.steps import Plan, complete
-from pipecomp.report.command import report_of
+from pipecomp.report.command import try_report
 from pipecomp.report.record import Recorder, default_folder
 from pipecomp.stats import Traffic
 
@@ -132,7 +132,8 @@ class Fit:
                 save(args.save)
             stats = engine.gather_comm_stats()
             self._recorder.end(stats, engine.gather_last_step())
-            report.end(Traffic.of(stats), args.save, report_of(self._recorder) if args.report else None)
+            folder = self._recorder.folder if args.report else None
+            report.end(Traffic.of(stats), args.save, None if folder is None else try_report([folder]))
         engine.close()
 
     def _step(self, engine: Any, step: int, units: Callable[[], float]) -> None:

@@ -199,7 +199,8 @@ class _Packets:
     def _forward(self, config: Config, link: int) -> float:
         """Bytes of a packet, with the run's share of samples that are new."""
         size = (self.counts[link], self.hidden, self.dtype)
-        new = self.now.new_share[link] if config.activations.method == "aqsgd" else 0.0
+        both = (self.config.activations.method, config.activations.method)
+        new = self.now.new_share[link] if both == ("aqsgd", "aqsgd") else 0.0
         first = activation_bytes(config, link, *size, first_visit=True)
         return new * first + (1 - new) * activation_bytes(config, link, *size)
 

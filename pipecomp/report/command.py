@@ -9,7 +9,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.files import write_whole
 from pipecomp.report.page import make_page
 from pipecomp.report.read import read_runs
-from pipecomp.report.record import PAGE, Recorder
+from pipecomp.report.record import PAGE
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -37,15 +37,13 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     return target
 
 
-def report_of(recorder: Recorder) -> str | None:
-    """Write the page of a run that has just ended, in its folder.
+def try_report(paths: Sequence[str | Path], out: str | Path | None = None) -> str:
+    """Write the page of runs that have just ended, as `write_report`, but never raise: a run is worth more.
 
     Returns:
-        Where it is, or why there is none; None on ranks that record nothing. Never raises: the run is worth more.
+        The file, or why there is none.
     """
-    if recorder.folder is None:
-        return None
     try:
-        return str(write_report([recorder.folder]))
+        return str(write_report(paths, out))
     except Exception as error:
-        return f"none, as it cannot be written: {type(error).__name__}: {error}"
+        return f"none, as it could not be made: {type(error).__name__}: {error}"
