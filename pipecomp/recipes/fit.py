@@ -17,7 +17,9 @@ from pipecomp.errors import ConfigError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
 from pipecomp.recipes.steps import Plan, complete
+from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.command import try_report
+from pipecomp.report.live import LinkMeter
 from pipecomp.report.record import Recorder, default_folder
 from pipecomp.stats import Traffic
 
@@ -84,6 +86,8 @@ class Fit:
         folder = args.run or default_folder(args.recipe)
         after = self._checkpoints.step
         self._recorder = Recorder(folder if rank == 0 else None, after=after, required=args.run is not None)
+        names = args.report_to if rank == 0 else []
+        self._trackers = Trackers(names, Path(folder), args.recipe)
         self._report = Report(
             args.metrics,
             args.tensorboard,
@@ -116,11 +120,14 @@ class Fit:
         args, plan, checkpoints = self.args, self.plan, self._checkpoints
         if args.trace:
             engine.start_trace()
-        with self._report as report:
+        with self._report as report, self._trackers as trackers:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
             report.resumed(self._goes_on)
             report.resumed(checkpoints.load(engine))
-            self._recorder.start(plan.steps, kind="recipe", recipe=args.recipe, unit=self._unit, **engine.describe())
+            facts = {"recipe": args.recipe, "unit": self._unit, **engine.describe()}
+            self._recorder.start(plan.steps, kind="recipe", **facts)
+            trackers.begin(facts)
+            self._meter = LinkMeter()
             for step in range(checkpoints.step + 1, plan.steps + 1):
                 self._step(engine, step, units)
                 if plan.ends_epoch(step):
@@ -144,13 +151,21 @@ class Fit:
         per_s, epoch = units() / step_s, self.plan.epoch(step)
         stats = engine.gather_comm_stats()
         self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
-        self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats))
+        self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats), stats=stats)
+        values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
+        self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
 
     def _epoch(self, engine: Any, step: int, measures: dict[str, float] | None) -> None:
         """Report the end of an epoch or round. measures: of its evaluation, if there is one."""
         if measures is not None:
             self._recorder.evaluated(step, measures)
+            self._trackers.log(step, {f"eval_{name}": value for name, value in measures.items()})
         self._report.epoch(step, self.plan.epoch(step), measures, Traffic.of(engine.gather_comm_stats()))
+
+
+def _curves(figures: Mapping[str, Any]) -> dict[str, float]:
+    """What of a meter's figures is a curve."""
+    return {f"link_{name}": value for name, value in figures.items() if name != "slowest_link"}
 
 
 def forget_messages(settings: Config, rank: int) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,11 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
 from pipecomp.json_tree import finite
+from pipecomp.report.live import LinkMeter, in_words
 from pipecomp.report.record import lines_until
 from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, Traffic
 
 PLAIN_EVERY_S = 10.0
+LINKS_EVERY_S = 2.0  # in a terminal
 
 
 class Report:
@@ -97,6 +100,7 @@ class Report:
         """Say what is about to happen."""
         self._steps, self._began = plan.steps, time.perf_counter()
         self._epoch_began = self._last_line = self._began
+        self._meter = LinkMeter()
         if self._silent:
             return
         batch = plan.micro_batch * plan.accumulation * plan.replicas
@@ -112,15 +116,25 @@ class Report:
                 BarColumn(),
                 TextColumn(
                     f"{self._period} {{task.fields[epoch]}}  loss {{task.fields[loss]}}  {{task.fields[speed]}} "
-                    f"{self._unit}/s"
+                    f"{self._unit}/s  {{task.fields[links]}}"
                 ),
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-")
+            self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-", links="")
             self._progress.start()
 
-    def step(self, step: int, epoch: int, *, loss: float, lr: float, per_s: float, traffic: Traffic) -> None:
+    def step(
+        self,
+        step: int,
+        epoch: int,
+        *,
+        loss: float,
+        lr: float,
+        per_s: float,
+        traffic: Traffic,
+        stats: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Report one optimizer step.
 
         Args:
@@ -130,6 +144,7 @@ class Report:
             lr: The learning rate that it used.
             per_s: Tokens or images per second.
             traffic: Since the start of the run.
+            stats: `engine.gather_comm_stats()`, for what the links do.
         """
         if self._silent:
             return
@@ -144,12 +159,15 @@ class Report:
         if self._progress is not None:
             speed = f"{per_s:,.0f}"
             self._progress.update(self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", speed=speed)
+            if time.perf_counter() - self._last_line >= LINKS_EVERY_S:
+                self._last_line = time.perf_counter()
+                self._progress.update(self._task, links=in_words(self._meter.since_last(stats)))
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
             self._say(
                 f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  rate {lr:.2e}  "
-                f"{per_s:,.0f} {self._unit}/s"
+                f"{per_s:,.0f} {self._unit}/s  {in_words(self._meter.since_last(stats))}".rstrip()
             )
 
     def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipecomp.report.command import try_report
+from pipecomp.report.live import LinkMeter
 from pipecomp.report.record import Recorder
+from pipecomp.trainer.checkpoints import shared
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Recording:
         self._recorder.start(steps, kind="trainer", unit="samples", **facts)
         self._step: dict[str, Any] | None = None  # not written yet: a log may add the ranks' counters
         self._began = 0.0
+        self._meter, self._group = LinkMeter(), trainer.group
 
     def begin_step(self) -> None:
         """An optimizer step begins."""
@@ -42,6 +45,16 @@ class Recording:
     def counters(self, stats: Sequence[Mapping[str, Any]]) -> None:
         """Add all ranks' `comm_stats` to the step that has just ended."""
         self._flush(stats)
+
+    def rates(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return what a log says of the links since the last one: MB a second each way, and the longest wait's share.
+
+        They are rank 0's, whose clock they are by, on every rank.
+        """
+        found = self._meter.since_last(stats)
+        names = ("forward_mb_per_s", "backward_mb_per_s", "slowest_wait")
+        told: dict[str, float] = shared({f"link_{name}": found[name] for name in names if name in found}, self._group)
+        return told
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell what `evaluate` returned after this step."""

@@ -207,7 +207,8 @@ class Training:
             mean = self._losses.log(state.global_step)
             stats = self._gather_reports()
             self._recording.counters(stats)
-            trainer.log({"loss": mean, **logs, **self._traffic.since_last(stats)}, self._began)
+            told = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
+            trainer.log({"loss": mean, **logs, **told}, self._began)
         if trainer.control.should_evaluate:
             metrics = trainer.evaluate()
             self._recording.evaluated(state.global_step, metrics)

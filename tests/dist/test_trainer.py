@@ -372,7 +372,8 @@ def test_is_a_loop_over_the_engine(ran: Any) -> None:
             assert out["groups"][1][0] == out["norms"]
             for logged in out["logged"]:
                 assert logged >= {"loss", "grad_norm", "learning_rate", "epoch"}
-                assert logged >= {"link_compression", "link_wait_seconds"}
+                assert logged >= {"link_compression", "link_wait_seconds", "link_slowest_wait"}
+                assert logged >= {"link_forward_mb_per_s", "link_backward_mb_per_s"}
                 assert not logged & {"store_hit_rate", "grad_compression"}
     assert ranks[0]["loop"]["plain"]["ours"][0] != ranks[0]["loop"]["direct"]["ours"][0]
 
@@ -438,7 +439,7 @@ def test_early_stopping_best_model_and_curves(ran: Any) -> None:
     tags: set[str] = set()
     for events in (folder / "bert").rglob("events.out.tfevents.*"):
         tags |= set(accumulator.EventAccumulator(str(events)).Reload().Tags()["scalars"])
-    assert {"train/loss", "train/link_compression", "eval/one_accuracy"} <= tags
+    assert {"train/loss", "train/link_compression", "train/link_forward_mb_per_s", "eval/one_accuracy"} <= tags
 
 
 def test_checkpoint_is_a_model_folder(ran: Any) -> None:
