@@ -42,7 +42,7 @@ class BuildKernels(build_ext):
 setup(
     packages=[*inside, *outside, *below],
     package_dir={f"pipecomp.{name}": name for name in OUTSIDE},
-    package_data={"pipecomp": ["py.typed"], "pipecomp.kernels": ["*.cpp", "*.h"]},
+    package_data={"pipecomp": ["py.typed"], "pipecomp.kernels": ["*.cpp", "*.h"], "pipecomp.report": ["*.css", "*.js"]},
     cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(

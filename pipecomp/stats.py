@@ -158,7 +158,7 @@ class Traffic:
     groups: dict[str, dict[str, int]]
 
     @classmethod
-    def of(cls, ranks: Iterable[dict[str, Any]]) -> Traffic:
+    def of(cls, ranks: Iterable[Mapping[str, Any]]) -> Traffic:
         """Add up `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is taken."""
         links: dict[str, Counter[str]] = defaultdict(Counter)
         groups: dict[str, Counter[str]] = defaultdict(Counter)

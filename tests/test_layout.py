@@ -35,7 +35,7 @@ LEVELS = [
     {"netlab", "stages/partition"},
     {"checkpoint", "doctor"},
     {"plan"},
-    {"engine"},
+    {"engine", "report"},
     {"demo", "recipes", "trainer"},
     {"bench"},
     {"cli"},
@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "lmdb": {"buffers"},
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
-    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "pipecomp.engine.connect"},
+    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "pipecomp.engine.connect", "pipecomp.engine.facts"},
     "pipecomp.recipes": {"recipes"},
     **{name: set() for name in house.OUTSIDE},  # the bare names of folders beside pipecomp/
 }

@@ -1,4 +1,7 @@
-"""The command line: `pipecomp demo | doctor | netlab | plan | store | bench`. Errors are one line; exit status 1."""
+"""The command line: `pipecomp demo | doctor | netlab | plan | report | store | bench`.
+
+Errors are one line; exit status 1.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ def demo(
     """Fine-tune a small GPT-2 over pipeline stages with several methods; show the loss and the bytes sent by each."""
     from pipecomp.demo.plot import tables
     from pipecomp.demo.run import Settings, run_demo
+    from pipecomp.report.command import try_report
 
     smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
     forward, backward = whole_numbers("bits", bits, 2)
@@ -64,6 +68,8 @@ def demo(
         "Input and output embeddings are untied, so that only activations and their gradients are sent."
     )
     console.print(f"Wrote {out}/demo.json and {out}/losses.png", highlight=False)
+    shown = [Path(out) / method for method in settings.methods]
+    console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -229,3 +235,17 @@ def plan_run(
     )
     if (found := run_plan(console, options, throttle_to)) is not None:
         write_json(json_file, found)
+
+
+@app.command()
+@plain_errors()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Folders of runs, folders that hold such, or files of --metrics.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the folder, for several runs here.")
+    ] = None,
+) -> None:
+    """Show a run, or several side by side, on one HTML page: losses, bytes, where the time went, what to change."""
+    from pipecomp.report.command import write_report
+
+    console.print(f"Wrote {write_report(runs, out)}", highlight=False, markup=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
 from pipecomp.errors import require
 from pipecomp.plan.network import uniform
 from pipecomp.plan.simulation import Step, measured_costs, measured_end, play
+from pipecomp.report.record import Recorder
 from pipecomp.stats import total_bytes
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
@@ -135,10 +136,16 @@ def train_rank(
     return [_fine_tune(rank, world, note, settings, task, folder, method) for method in settings.methods]
 
 
-def _train(engine: Any, steps: int, what: str, note: Callable[[Any], None] | None) -> list[float]:
+def _train(
+    engine: Any, steps: int, what: str, note: Callable[[Any], None] | None, recorder: Recorder | None = None
+) -> list[float]:
     losses: list[float] = []
     for step in range(steps):
+        began = time.perf_counter()
         losses.append(float(engine.train_batch()))
+        if recorder is not None:
+            spent = time.perf_counter() - began
+            recorder.step(engine.global_steps, engine.gather_comm_stats(), loss=losses[-1], step_s=spent)
         if note is not None:
             note((what, step + 1, steps, losses[-1]))
     return losses
@@ -156,13 +163,17 @@ def _fine_tune(
     config = ds_config(settings, method, store, steps=settings.epochs * per_epoch, lr=settings.lr)
     engine = initialize(str(folder), num_stages=world, config=config, training_data=Sequences(task.training))
     report = note if rank == 0 else None
+    recorder = Recorder(Path(settings.out) / method if rank == 0 else None)
+    recorder.start(settings.epochs * per_epoch, kind="demo", name=NAMES[method], **engine.describe())
     began = time.perf_counter()
-    losses = _train(engine, per_epoch, f"{NAMES[method]}, first epoch", report)
+    losses = _train(engine, per_epoch, f"{NAMES[method]}, first epoch", report, recorder)
     first_epoch = {k: link["forward"]["bytes_sent"] for k, link in engine.comm_stats()["links"].items()}
-    losses += _train(engine, (settings.epochs - 1) * per_epoch, f"{NAMES[method]}, later epochs", report)
+    losses += _train(engine, (settings.epochs - 1) * per_epoch, f"{NAMES[method]}, later epochs", report, recorder)
     seconds = time.perf_counter() - began
     held_out = eval_batches(Sequences(task.held_out), MICRO_BATCH)
     eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
+    recorder.evaluated(engine.global_steps, {"loss": eval_loss})
+    recorder.end(engine.gather_comm_stats(), engine.gather_last_step())
     stats = engine.comm_stats()
     engine.close()
     stats["store_bytes"] = sum(file.stat().st_size for file in (store / f"rank-{rank}").rglob("data.mdb"))

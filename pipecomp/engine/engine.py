@@ -26,6 +26,7 @@ from pipecomp.config import Config
 from pipecomp.data import TrainLoader
 from pipecomp.engine.checkpointing import Checkpoints, LoadOptions, Progress, Resumed
 from pipecomp.engine.export import save_pretrained
+from pipecomp.engine.facts import run_facts
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.reduction import GradientReduction
@@ -274,6 +275,20 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Tell `comm_stats` of all ranks, on every rank; all ranks must call this."""
         with self.propagate_failure():
             return gathered(self.comm_stats())
+
+    def describe(self) -> dict[str, Any]:
+        """Tell what runs here, as JSON values: model, stages, batch sizes, settings, links. See `facts.run_facts`."""
+        return run_facts(self)
+
+    def gather_last_step(self) -> list[dict[str, Any]]:
+        """Tell what every rank did in the last training step, as events of Chrome's trace format.
+
+        Returns:
+            The same on every rank; all ranks must call this. What the network and the stores did is among it only
+            after `start_trace`.
+        """
+        with self.propagate_failure():
+            return self.reporting.last_step()
 
     def start_trace(self) -> None:
         """Keep every event of the training steps from here on, for `save_trace`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.cluster.collectives import gathered
-from pipecomp.engine.trace import Trace, TracedStore, draw_trace, write_trace
+from pipecomp.engine.trace import Trace, TracedStore, chrome_events, draw_trace, write_trace
 from pipecomp.stats import Seconds
 
 
@@ -71,6 +71,10 @@ class Reporting:
             "micro_batches": self.trace.micro_batches(),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
         }
+
+    def last_step(self) -> list[dict[str, Any]]:
+        """All ranks' events of the last step, in Chrome's form; every rank calls this."""
+        return chrome_events(dict(enumerate(gathered(self.trace.last_step()))))
 
     def start_trace(self) -> None:
         """Keep every event from here on."""

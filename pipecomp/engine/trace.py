@@ -77,7 +77,7 @@ class Trace:
 
     def end_step(self) -> None:
         """End the step."""
-        self._last = self._this
+        self._last = list(self._this)  # what comes before the next step, as an evaluation does, is of none
         if self.keep:
             self._kept += self._this
 
@@ -88,6 +88,10 @@ class Trace:
     def events(self) -> list[Event]:
         """All that was kept."""
         return list(self._kept)
+
+    def last_step(self) -> list[Event]:
+        """Those of the last step; what transports and stores do is among them once a trace was started."""
+        return list(self._last)
 
     def micro_batches(self) -> list[dict[str, Any]]:
         """Sum up the last step by micro-batch: seconds of each part, in the order in which they were first seen."""

@@ -76,6 +76,16 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
+    add("--run", metavar="FOLDER", help="what happened goes here, with a report (default runs/RECIPE-DATE-TIME)")
+    add(
+        "--report-to",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="curves for tensorboard, trackio, mlflow, wandb: Hugging Face's own integrations, files go to --run",
+    )
+    add("--no-report", dest="report", action="store_false", help="write the run's folder without report.html")
+    parser.set_defaults(recipe=name)
     resume.add_arguments(parser, at_least)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     return parser

@@ -63,6 +63,8 @@ class PipelineTrainer:
         num_stages: One per process by default.
         cuts: As for `pipecomp.initialize`.
         save_messages: Whether a checkpoint copies the message store, as large as it is.
+        report: Whether `train` ends with report.html in `args.output_dir`, see docs/report.md; the files that it shows
+            are written in any case.
 
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
@@ -107,6 +109,7 @@ class PipelineTrainer:
         num_stages: int | None = None,
         cuts: Sequence[int] | None = None,
         save_messages: bool = True,
+        report: bool = True,
     ) -> None:
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
         self.group = setup.join(self.args, model, model_init)
@@ -121,7 +124,7 @@ class PipelineTrainer:
             compute_loss_func,
         )
         self._optimizers = setup.Optimizers.of(optimizers, optimizer_cls_and_kwargs, self.settings)
-        self._save_messages = save_messages
+        self._save_messages, self._report = save_messages, report
 
         self.processing_class = processing_class
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
@@ -225,6 +228,7 @@ class PipelineTrainer:
             loss=self._loss,
             make_scheduler=self._optimizers.scheduler,
             save_messages=self._save_messages,
+            report=self._report,
         )
         return self._training.run()
 

@@ -18,6 +18,7 @@ from pipecomp.trainer import callbacks, checkpoints, message_stores, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
 from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.recording import Recording
 from pipecomp.trainer.reports import LossMeter, TrafficMeter
 
 _log = transformers_logging.get_logger(__name__)
@@ -60,6 +61,7 @@ class Training:
         loss: The engine's.
         make_scheduler: The user's, of the optimizer; None for the one that the arguments name.
         save_messages: Whether a checkpoint copies the message store.
+        report: Whether to write the page of `pipecomp report` at the end.
 
     Attributes:
         tokens_before: `state.num_input_tokens_seen` when it began.
@@ -74,9 +76,11 @@ class Training:
         loss: StepLoss,
         make_scheduler: Callable[[Any], Any] | None,
         save_messages: bool,
+        report: bool,
     ) -> None:
         args, engine = trainer.args, trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
+        self._report = report
         # The last stages of all replicas, which average their counts of labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
@@ -101,6 +105,7 @@ class Training:
         self.tokens_before = trainer.state.num_input_tokens_seen
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
         self._traffic.since_last(self._gather_reports())
+        self._recording = Recording(trainer, length.max_steps)
 
     def _start_state(self, found: checkpoints.Found | None) -> None:
         """Give the trainer the state of the checkpoint, or a new one."""
@@ -165,12 +170,15 @@ class Training:
         )
         if engine.micro_batches != micro_batches:
             engine.set_train_batch_size(micro_batches * args.per_device_train_batch_size * self._trainer.replicas)
+        self._recording.begin_step()
         self._load(micro_batches)
         loss = float(engine.train_batch())
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
         self._losses.sum += loss
         logs = {"learning_rate": schedule.learning_rate(scheduler, engine.basic_optimizer)}
+        samples = micro_batches * args.per_device_train_batch_size * self._trainer.replicas
+        self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
         norm = engine.get_global_grad_norm()
         if norm is not None:
             logs["grad_norm"] = float(norm)
@@ -196,9 +204,13 @@ class Training:
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
             mean = self._losses.log(state.global_step)
-            trainer.log({"loss": mean, **logs, **self._traffic.since_last(self._gather_reports())}, self._began)
+            stats = self._gather_reports()
+            self._recording.counters(stats)
+            told = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
+            trainer.log({"loss": mean, **logs, **told}, self._began)
         if trainer.control.should_evaluate:
             metrics = trainer.evaluate()
+            self._recording.evaluated(state.global_step, metrics)
             if schedule.follows_metric(trainer.lr_scheduler):
                 trainer.lr_scheduler.step(schedule.metric(trainer.args, metrics))
             new_best = schedule.note_best(trainer.args, state, metrics)
@@ -214,7 +226,7 @@ class Training:
         trainer, args, state, length = self._trainer, self._trainer.args, self._trainer.state, self._length
         steps = state.global_step - self._first_step
         loss = self._losses.total() / max(steps, 0.001)
-        self._gather_reports()
+        self._recording.end(self._engine, self._gather_reports(), page=self._report)
         if args.max_steps <= 0:
             samples = len(trainer.train_dataset) * args.num_train_epochs
         else:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.report.read import read_runs
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -62,6 +63,8 @@ def test_demo_writes_what_it_shows(demo):
     assert aqsgd["store_bytes"] > aqsgd["forward_bytes_raw"] / 2
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert "AQ-SGD fw3 bw6" in text
+    assert (out / "report.html").stat().st_size > 1e6
+    assert [run.name for run in read_runs([out])] == ["FP32", "AQ-SGD"]
 
 
 def test_store_commands_on_the_demos_store(demo, tmp_path):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from pipecomp.report.read import read_runs
+from pipecomp.report.record import FILES, PLAN
 from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +104,22 @@ def test_ends_well_and_tells_what_it_did(work: Path, ended: Ended) -> None:
     assert "epoch 2 done" in ended.output
     assert "model saved in out/model" in ended.output
     assert list((work / "out" / "board").glob("events*"))
+
+
+def test_leaves_a_folder_with_a_report_and_says_what_the_links_do(work: Path, ended: Ended) -> None:
+    assert ended.status == 0, ended.output
+    said = re.search(r"^report    (.*)$", ended.output, re.MULTILINE)
+    assert said is not None
+    folder = (work / said[1]).parent
+    assert folder.name.startswith("gpt2_wikitext2-")
+    assert {path.name for path in folder.iterdir()} == set(FILES) - {PLAN}
+    (run,) = read_runs([folder])
+    assert run.notes == []
+    assert len(run.evaluations) == EPOCHS
+    assert re.search(
+        r"tokens/s  [\d.]+ .?B/s forward  [\d.]+ .?B/s back  .*link 0->1 waits \d+ %$", ended.output, re.MULTILINE
+    )
+    assert "\r" not in ended.output
 
 
 def test_metrics_have_every_step_and_every_epoch(work: Path, metrics: list[dict]) -> None:
