@@ -61,7 +61,19 @@ METHODS: dict[str, dict[str, Any]] = {
         "bits": 4,
         "adaptive": {"every": 16, "error": 0.1},
     },
+    "PowerSGD, rank 1": {"method": "powersgd", "rank": 1},
     "PowerSGD, rank 2": {"method": "powersgd", "rank": 2},
+    "PowerSGD, rank 2, L-GreCo": {"method": "powersgd", "rank": 2, "adaptive": {"every": 16}},
+    "PowerSGD, rank 2, L-GreCo, error 0.8": {
+        "method": "powersgd",
+        "rank": 2,
+        "adaptive": {"every": 16, "error": 0.8},
+    },
+    "PowerSGD, rank 2, L-GreCo, error 0.6": {
+        "method": "powersgd",
+        "rank": 2,
+        "adaptive": {"every": 16, "error": 0.6},
+    },
     "fp16": {"method": "fp16"},
 }
 TORCHS = ("powersgd", "fp16")

@@ -64,9 +64,8 @@ def open_environment(
     if backend == "memory":
         return MemoryEnvironment(bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch)
     if backend == "lmdb":
-        folder = Path(path) / f"rank-{rank}"
         return LmdbEnvironment(
-            folder,
+            Path(path) / f"rank-{rank}",
             bits=bits,
             group_size=group_size,
             max_bytes=max_bytes,

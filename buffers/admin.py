@@ -84,9 +84,8 @@ def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
     if (top / DATA_FILE).is_file():
         match = _RANK.fullmatch(top.resolve().name)
         return [(int(match[1]) if match else None, top)]
-    found = []
-    if top.is_dir():
-        found = [(int(m[1]), p) for p in top.iterdir() if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
+    inside = top.iterdir() if top.is_dir() else ()
+    found = [(int(m[1]), p) for p in inside if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
     if not found:
         raise StoreError(f"{top}: no message store here: no {DATA_FILE}, and no folders rank-0, rank-1, … with one")
     return sorted(found)
@@ -190,6 +189,13 @@ def prune(
     return report
 
 
+def forget(path: str | os.PathLike[str], rank: int) -> None:
+    """Remove what one rank has stored in `path`, if anything: it is of another model's weights. Nobody has it open."""
+    folder = Path(path) / f"rank-{rank}"
+    if (folder / DATA_FILE).is_file():
+        prune(folder, everything=True)
+
+
 def _kept(ids: list[int], ids_below: int | None, max_samples: int | None) -> set[int]:
     kept = [i for i in ids if ids_below is None or i < ids_below]
     return set(sorted(kept, key=sample_hash)[:max_samples])
@@ -231,8 +237,7 @@ def _copy_link(
     create: bool,
 ) -> None:
     source = old.table(name, create=False)
-    ids = [row.sample for row in old.scan(source)]
-    kept = keep(ids)
+    kept = keep([row.sample for row in old.scan(source)])
     target = new.table(name) if create else None
     values: dict[int, bytearray | None] = {}
     size = 0
@@ -276,7 +281,7 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[ValueFile]:
-    """A file to look at, after it was proved sound if the machine was started again since its last writes."""
+    """Open a file to look at, after it was proved sound if the machine was started again since its last writes."""
     with Folder(folder, shared=True) as held:
         problem = unsound(folder) if held.restarted() else None
         if problem is not None:

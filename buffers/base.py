@@ -47,26 +47,21 @@ class MessageStore(Protocol):
         Waits for a running prefetch. With fewer than 32 bits it is what was decoded from the stored value, also before
         that value was written.
         """
-        ...
 
     def put(self, sample: int, version: int, m_nH: Tensor) -> None:
         """Replace a sample's cached activation. The store owns `m_nH` (float32 [n, H], any device) from here on."""
-        ...
 
     def rounded(self, m_nH: Tensor) -> Tensor:
-        """What `get` would return after this was put: with fewer than 32 bits other values; a new tensor."""
-        ...
+        """Give what `get` would return after this was put: with fewer than 32 bits other values; a new tensor."""
 
     def keeps_new(self) -> bool:
         """Say whether samples that are not held may be put; False while a disk refuses writes and the run goes on."""
-        ...
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Start loading a micro-batch in the background; a later `get` takes it from memory. Returns at once.
 
         Asking for the same micro-batch again before it was taken does no harm and no work.
         """
-        ...
 
     def commit(self) -> None:
         """End a training step of this link; a rank with several links calls its environment's `commit` instead.
@@ -74,23 +69,18 @@ class MessageStore(Protocol):
         Everything put or dropped since the last commit becomes durable together, in the background. Waits while two
         earlier steps are still unwritten.
         """
-        ...
 
     def flush(self) -> None:
         """Wait until every commit so far is on disk, safe from a power cut too."""
-        ...
 
     def inventory(self) -> list[Held]:
         """List every sample held, sorted by id."""
-        ...
 
     def held(self, samples: Sequence[int]) -> list[Held | None]:
         """Give the inventory's line of each of these samples, None where it is not held."""
-        ...
 
     def drop(self, samples: Iterable[int]) -> None:
         """Forget these samples; the next visit sends them in full precision."""
-        ...
 
     def stats(self) -> dict[str, float]:
         """Count `samples`, `stored_bytes`, `hits`, `misses`, `evictions`, `declined` and `wait_seconds`.
@@ -98,11 +88,9 @@ class MessageStore(Protocol):
         evictions: held samples that were forgotten for `max_bytes`; declined: samples that never fitted.
         wait_seconds: how long `get` and `commit` kept their callers.
         """
-        ...
 
     def close(self) -> None:
         """Flush and release; safe to call twice. What was put after the last commit is dropped: it is half a step."""
-        ...
 
 
 class StoreEnvironment(Protocol):
@@ -111,37 +99,30 @@ class StoreEnvironment(Protocol):
     @property
     def run(self) -> str | None:
         """The id of the run that the store belongs to; None if no run has used it, or it is in memory."""
-        ...
 
     def bind(self, run: str) -> None:
         """Make the store this run's."""
-        ...
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`; call it between steps. False, and no copy, where not all of it is on
-        disk."""
-        ...
+        """Copy everything committed into `folder`; call it between steps.
+
+        False, and no copy, where not all of it is on disk.
+        """
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Hold what `save` wrote to `folder`, in the stores that are open; False if there is nothing."""
-        ...
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MessageStore:
         """Open the store of one endpoint. StoreError if `settings` (JSON values) differ from what is kept there."""
-        ...
 
     def commit(self) -> None:
         """End a training step of the rank: the changes of all its links become durable in one transaction."""
-        ...
 
     def flush(self) -> None:
         """Wait until every commit so far is on disk, safe from a power cut too."""
-        ...
 
     def close(self) -> None:
         """Flush and release everything; safe to call twice."""
-        ...
 
     def size_bytes(self) -> int:
         """Count what the stores of this rank take: bytes of the file, or of the stored values in memory."""
-        ...

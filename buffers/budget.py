@@ -15,26 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from pipecomp.errors import ConfigError
-
-_MASK = 2**64 - 1
+from pipecomp.kernels.rng import GOLDEN, finalize64
 
 
 def sample_hash(sample: int) -> int:
-    """A fixed 64-bit mix of a sample id (the finalizer of SplitMix64): one-to-one, so hashes never tie."""
-    x = (sample + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-class Forgotten(NamedTuple):
-    """What a step's end removes."""
-
-    evicted: list[int]  # were kept before
-    declined: list[int]  # new and do not fit
+    """Mix a sample id to 64 bits, always alike and one-to-one (SplitMix64), so hashes never tie."""
+    return finalize64(sample + GOLDEN)
 
 
 class Budget:
@@ -48,10 +36,14 @@ class Budget:
         self._sizes: dict[int, int] = {}
         self._by_hash: list[tuple[int, int]] = []  # (hash, sample); stays empty without a budget
 
-    def settle(self, changed: Mapping[int, int | None]) -> Forgotten:
-        """End a step in which these samples were put (their new size) or dropped (None)."""
+    def settle(self, changed: Mapping[int, int | None]) -> tuple[list[int], list[int]]:
+        """End a step in which these samples were put (their new size) or dropped (None).
+
+        Returns:
+            The samples to forget: those that were kept before, and those that are new and do not fit.
+        """
         if self.max_bytes is None:
-            return Forgotten([], [])
+            return [], []
         before = {sample for sample in changed if sample in self._sizes}
         arriving = []
         for sample, size in changed.items():
@@ -67,13 +59,10 @@ class Budget:
                 (evicted if sample in before else declined).append(sample)
                 continue
             evicted += pushed
-            self._add(key, sample, size)
-        return Forgotten(evicted, declined)
-
-    def load(self, sizes: Mapping[int, int]) -> list[int]:
-        """Start with what is stored; returns what a budget that became smaller no longer keeps."""
-        forgotten = self.settle(sizes)
-        return forgotten.evicted + forgotten.declined
+            insort(self._by_hash, (key, sample))
+            self._sizes[sample] = size
+            self.total += size
+        return evicted, declined
 
     def _make_room(self, key: int, size: int) -> list[int] | None:
         """Push out samples with hashes above `key` until `size` bytes fit; None, and no change, if they cannot."""
@@ -90,11 +79,6 @@ class Budget:
         for other in pushed:
             self._remove(other)
         return pushed
-
-    def _add(self, key: int, sample: int, size: int) -> None:
-        insort(self._by_hash, (key, sample))
-        self._sizes[sample] = size
-        self.total += size
 
     def _remove(self, sample: int) -> None:
         size = self._sizes.pop(sample, None)

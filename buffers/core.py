@@ -6,6 +6,7 @@ A backend adds where values are kept: `_prepare` and `_added` (before and after 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -64,7 +65,7 @@ class LinkStore(ABC):
         self._added(entry)
 
     def rounded(self, m_nH: Tensor) -> Tensor:
-        """What `get` would return after this was put; see MessageStore."""
+        """Give what `get` would return after this was put; see MessageStore."""
         where = f"store of {self.link}"
         return unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
 
@@ -117,14 +118,14 @@ class LinkStore(ABC):
     # What backends use and fill in.
 
     def _prepare(self, entry: Entry) -> None:  # noqa: B027
-        """A new entry is about to enter the index."""
+        """Do what has to come before a new entry enters the index."""
 
     def _added(self, entry: Entry) -> None:  # noqa: B027
-        """A new entry has entered the index."""
+        """Do what comes after a new entry has entered the index."""
 
     @abstractmethod
     def _load_value(self, entry: Entry) -> bytearray | None:
-        """The bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
+        """Read the bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
 
     def _check(self) -> None:
         """Raise StoreError if the store cannot be used."""
@@ -147,21 +148,21 @@ class LinkStore(ABC):
         return step
 
     def _start_with(self, entries: Iterable[Entry]) -> None:
-        """Fill the index with what is stored. What no longer fits the budget is deleted by the first commit."""
-        self._entries = {entry.sample: entry for entry in entries}
-        self._stored_bytes = sum(entry.size for entry in self._entries.values())
-        for sample in self._budget.load({s: entry.size for s, entry in self._entries.items()}):
-            self._replace(sample, None)
-            self._counts["evictions"] += 1
+        """Forget everything, changes that were not committed too, and hold what is stored.
 
-    def _start_anew(self, entries: Iterable[Entry]) -> None:
-        """Forget everything, changes that were not committed too, and hold these."""
+        What does not fit the budget is deleted by the first commit.
+        """
         with self._lock:
-            before = list(self._entries)
+            before = self._entries
+            self._entries = {entry.sample: entry for entry in entries}
             self._changed = {}
             self._budget = Budget(self._budget.max_bytes)
-            self._start_with(entries)
-            for sample in {*before, *self._entries}:
+            self._stored_bytes = sum(entry.size for entry in self._entries.values())
+            sizes = {sample: entry.size for sample, entry in self._entries.items()}
+            for sample in itertools.chain(*self._budget.settle(sizes)):
+                self._replace(sample, None)
+                self._counts["evictions"] += 1
+            for sample in {*before, *sizes}:
                 self._prefetcher.invalidate(sample)
 
     def _waited(self, seconds: float) -> None:
@@ -191,16 +192,14 @@ class LinkStore(ABC):
         return entry.crc
 
     def _load(self, sample: int) -> CachedActivation | None:
-        while True:
-            entry = self._entries.get(sample)
-            if entry is None:
-                return None
+        while (entry := self._entries.get(sample)) is not None:
             cached = self._decode(entry)
             if cached is not None:
                 return cached
+        return None
 
     def _decode(self, entry: Entry) -> CachedActivation | None:
-        """The entry's cached activation, or None if another entry or nothing took its place meanwhile."""
+        """Decode the entry's cached activation; None if another entry or nothing took its place meanwhile."""
         where = self.where(entry.sample)
         value = self._pack(entry)
         if value is not None:

@@ -41,24 +41,21 @@ class Entry:
         self._unpacked = _Unpacked(m_nH) if m_nH is not None else None
 
     def pack(self, fmt: ValueFormat, where: str) -> bytearray | None:
-        """The stored value's bytes, not to be changed; None if they have been released because they are on disk."""
+        """Give the stored value's bytes, not to be changed; None if they were released because they are on disk."""
         unpacked = self._unpacked
         if unpacked is None:
             return self.value
-        with unpacked.guard:
+        with unpacked.guard, torch.cuda.device_of(unpacked.m_nH):
             if self._unpacked is None:
                 return self.value
             if unpacked.ready is not None:
-                with torch.cuda.device(unpacked.m_nH.device):
-                    torch.cuda.current_stream().wait_event(unpacked.ready)
-                    value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
-            else:
-                value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
+                torch.cuda.current_stream().wait_event(unpacked.ready)
+            value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
             self.crc = read_header(memoryview(value)[:HEADER_BYTES], where).crc
             self.value = value
             self._unpacked = None
             return value
 
     def release(self) -> None:
-        """The value is on disk: forget the copy in memory."""
+        """Forget the copy in memory: the value is on disk."""
         self.value = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import lmdb
 
@@ -23,17 +23,13 @@ _DAMAGED = (
 )
 
 
-class explained(AbstractContextManager[None]):  # noqa: N801
-    """`with explained(path, "write"):` turns lmdb.Error and OSError into StoreError."""
-
-    def __init__(self, path: Path, doing: str) -> None:
-        self.path, self.doing = path, doing
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, (lmdb.Error, OSError)):
-            raise StoreError(f"{self.path}: cannot {self.doing}: {error}{_advice(error, self.path)}") from error
+@contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """Turn lmdb.Error and OSError into a StoreError that says what could not be done."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise StoreError(f"{path}: cannot {doing}: {error}{_advice(error, path)}") from error
 
 
 def of_the_disk(error: StoreError) -> bool:

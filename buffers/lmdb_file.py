@@ -9,7 +9,7 @@ are appended and leave full pages behind; keyed by sample id they would leave a 
     key of a value's first piece: slot u64, 0 u16, sample u64; of its others: slot u64, piece u16. Big-endian.
 
 Transactions are not synced (`sync=False`): a process that is killed loses nothing it committed, because the system
-has it already; only a power cut or a crash of the system can lose it. What is lost costs one full-precision message
+has it already; only a power cut or a crash of the system can lose it. What is lost costs one full-precision packet
 per sample, and an fsync per step costs every step. `sync()` is for checkpoints.
 """
 
@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import errno
 import heapq
+import itertools
 import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -43,6 +45,7 @@ _PAGE_HEADER = 16
 _RECORD_OVERHEAD = 8 + 10 + 2  # a record's header, its usual key, its entry in the page's index
 _FIRST = struct.Struct(">QHQ")
 _NEXT = struct.Struct(">QH")
+_Value = TypeVar("_Value")
 
 
 class Place(NamedTuple):
@@ -60,15 +63,15 @@ class Row(NamedTuple):
     head: bytes  # HEADER_BYTES, fewer if the value is damaged
 
 
+@dataclass(eq=False)
 class Table:
     """The values of one link. `places` is read by any thread and changed by the writing one, after its commit."""
 
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self.handle = handle
-        self.places: dict[int, Place] = {}
-        self.free: list[int] = []
-        self.end = 0
+    name: str
+    handle: Any
+    places: dict[int, Place] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    end: int = 0
 
     def where(self, sample: int) -> str:
         """How errors name a sample of this link."""
@@ -143,7 +146,7 @@ class ValueFile:
         return file.stat().st_size if file.exists() else 0
 
     def meta(self, key: bytes) -> bytes | None:
-        """A remark about the file."""
+        """Read a remark about the file."""
         with explained(self.path, "read"), self._reading, self._env.begin() as txn:
             return txn.get(key, db=self._meta)
 
@@ -152,21 +155,19 @@ class ValueFile:
         self._transact(lambda txn: txn.put(key, value, db=self._meta))
 
     def table_names(self) -> list[str]:
-        """The links that have a table."""
+        """List the links that have a table."""
         with explained(self.path, "read"), self._reading, self._env.begin() as txn, txn.cursor() as cursor:
             return [key.decode() for key in cursor.iternext(values=False) if key != META]
 
     def table(self, name: str, *, create: bool = True) -> Table:
-        """The table of a link, empty `places`: fill them from `scan`."""
+        """Open the table of a link, with empty `places`: fill them from `scan`."""
         if not create:
             with explained(self.path, "read"):
                 return Table(name, self._env.open_db(name.encode(), create=False))
-        handles: list[Any] = []
-        self._transact(lambda txn: handles.append(self._env.open_db(name.encode(), txn=txn)))
-        return Table(name, handles[-1])
+        return Table(name, self._transact(lambda txn: self._env.open_db(name.encode(), txn=txn)))
 
     def scan(self, table: Table) -> list[Row]:
-        """The headers of all values, by slot; reads their first pieces only."""
+        """Read the headers of all values, by slot; only their first pieces are looked at."""
         rows = []
         with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
             more = cursor.first()
@@ -180,12 +181,12 @@ class ValueFile:
         return rows
 
     def read(self, table: Table, sample: int) -> bytearray | None:
-        """A sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""
+        """Read a sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""
         place = table.places.get(sample)
         return None if place is None else self.read_at(table, place.slot, sample, place.size)
 
     def read_at(self, table: Table, slot: int, sample: int, size: int | None = None) -> bytearray:
-        """The value in a slot; its size is checked before anything is allocated, unless it is not known."""
+        """Read the value in a slot; its size is checked before anything is allocated, unless it is not known."""
         limit = None if size is None else len(piece_sizes(size, self._page))
         pieces: list[memoryview] = []
         prefix = slot.to_bytes(8, "big")
@@ -225,7 +226,7 @@ class ValueFile:
                 for key in keys:
                     txn.delete(key, db=table.handle)
             for table, sample, place, value, append in puts:
-                self._put(txn, table, _keys(place.slot, sample, 0, len(self._pieces(value))), value, append)
+                self._put(txn, table, place.slot, sample, value, append)
 
         self._transact(body)
         for table, sample, place, *_ in puts:
@@ -246,7 +247,7 @@ class ValueFile:
 
     @contextmanager
     def _cursor(self, table: Table) -> Iterator[Any]:
-        """Looks at one snapshot of a table; keys and values are views that end with it."""
+        """Look at one snapshot of a table; keys and values are views that end with it."""
         with self._env.begin(db=table.handle, buffers=True) as txn, txn.cursor() as cursor:
             yield cursor
 
@@ -256,28 +257,24 @@ class ValueFile:
         table.end += 1
         return table.end - 1
 
-    def _pieces(self, value: bytearray) -> tuple[int, ...]:
-        return piece_sizes(len(value), self._page)
-
-    def _put(self, txn: lmdb.Transaction, table: Table, keys: list[bytes], value: bytearray, append: bool) -> None:
-        view, start, items = memoryview(value), 0, []
-        for key, size in zip(keys, self._pieces(value), strict=True):
-            items.append((key, view[start : start + size]))
-            start += size
+    def _put(self, txn: lmdb.Transaction, table: Table, slot: int, sample: int, value: bytearray, append: bool) -> None:
+        sizes = piece_sizes(len(value), self._page)
+        ends = itertools.accumulate(sizes, initial=0)
+        pieces = [memoryview(value)[start:end] for start, end in itertools.pairwise(ends)]
+        items = list(zip(_keys(slot, sample, 0, len(sizes)), pieces, strict=True))
         with txn.cursor(db=table.handle) as cursor:
             _, added = cursor.putmulti(items, append=append)
         if added != len(items):  # LMDB refuses to append below what is there, and says no more than this
             raise StoreError(f"{self.path}: store of {table.name}: slots are out of order")
 
-    def _transact(self, body: Callable[[lmdb.Transaction], object]) -> None:
+    def _transact(self, body: Callable[[lmdb.Transaction], _Value]) -> _Value:
         with explained(self.path, "write"), self._writing:
             if self._file_identity() != self._identity:  # LMDB would go on with a file that nobody finds any more
                 raise OSError(errno.ENOENT, f"{DATA_FILE} is not the file any more that was opened")
             while True:
                 try:
                     with self._env.begin(write=True) as txn:
-                        body(txn)
-                    return
+                        return body(txn)
                 except lmdb.MapFullError:
                     self._grow()
 

@@ -13,6 +13,7 @@ import fcntl
 import os
 import socket
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pipecomp.buffers.lmdb_errors import explained
@@ -38,7 +39,7 @@ def boot_id() -> str:
         return ""
 
 
-class Folder:
+class Folder(AbstractContextManager["Folder"]):
     """Holds a rank's folder until `release`. `shared` only looks: several may, but none beside a user that writes.
 
     Raises StoreError if the folder is in use, cannot be made, or (shared) is not there.
@@ -55,9 +56,6 @@ class Folder:
             elif not (path / DATA_FILE).is_file():
                 raise StoreError(f"{path}: no message store here")
             self._acquire(shared)
-
-    def __enter__(self) -> Folder:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.release()

@@ -6,7 +6,8 @@ import atexit
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,12 @@ class LmdbStore(LinkStore):
     ) -> None:
         super().__init__(table.name, fmt, max_bytes=max_bytes, prefetch=prefetch)
         self._environment = environment
-        self._table = table
-        self._start_with(self._scan())
+        self._reload(table)
 
     def commit(self) -> None:
-        """End a training step of this link; see MessageStore and `LmdbEnvironment.commit`."""
+        """End a training step of this link, in a transaction of its own; see MessageStore."""
         self._check()
-        self._environment.commit_link(self)
+        self._environment.commit([self])
 
     def keeps_new(self) -> bool:
         """Whether samples that are not held may be put; see MessageStore."""
@@ -68,21 +68,15 @@ class LmdbStore(LinkStore):
         self._environment.check()
 
     def _added(self, entry: Entry) -> None:
-        self._environment.writer.submit(lambda: self._pack_ahead(entry))
-
-    def _pack_ahead(self, entry: Entry) -> None:
-        self._pack(entry)
+        self._environment.writer.submit(lambda: self._pack(entry))
 
     def _load_value(self, entry: Entry) -> bytearray | None:
         return self._environment.file.read(self._table, entry.sample)
 
     def _reload(self, table: Table) -> None:
-        """The file under this store was replaced; `table` is its own there."""
+        """Hold what is in `table`, this store's in the file that has taken the place of the old one."""
         self._table = table
-        self._start_anew(self._scan())
-
-    def _has_changes(self) -> bool:
-        return bool(self._changed)
+        self._start_with(self._scan())
 
     def _scan(self) -> list[Entry]:
         entries: dict[int, Entry] = {}
@@ -125,22 +119,17 @@ class LmdbEnvironment:
         self._lock = threading.RLock()
         self._stores: dict[str, LmdbStore] = {}
         self._described: dict[str, dict[str, Any]] = {}
-        self._ended: dict[LmdbStore, dict[int, Entry | None]] = {}  # ended by their link, not yet written
         self._pid = os.getpid()
         self._closed = False
         self._folder = Folder(self.path)
         self.steps = StepWriter(self._folder, self._format, on_write_error)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._folder.release)
             self._prove_sound()
             self.file = ValueFile(self.path, map_bytes=map_bytes)
-            try:
-                check_format(self.file)
-            except BaseException:
-                self.file.close()
-                raise
-        except BaseException:
-            self._folder.release()
-            raise
+            undo.callback(self.file.close)
+            check_format(self.file)
+            undo.pop_all()
         self.writer = Writer(f"message store {self.path}")
         atexit.register(self.close)
 
@@ -157,8 +146,10 @@ class LmdbEnvironment:
             self.file.set_meta(RUN_KEY, run.encode())
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
-        """Copy everything committed into `folder`, for `restore`, between steps; False, and no copy, while the disk
-        refuses some of it."""
+        """Copy everything committed into `folder`, for `restore`; call it between steps.
+
+        False, and no copy, while the disk refuses some of it.
+        """
         self.flush()
         if self.steps.refused:
             return False
@@ -166,14 +157,15 @@ class LmdbEnvironment:
         return True
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Hold what `save` wrote to `folder` in place of all else, in the stores that are open; False if it is not
-        there. StoreError if its links' settings differ; then the environment is of no use any more."""
+        """Hold what `save` wrote to `folder` in place of all else, in the stores that are open.
+
+        False if there is nothing. StoreError if its links' settings differ; then the environment is of no use any more.
+        """
         saved = Path(folder) / DATA_FILE
         if not saved.is_file():
             return False
         self.check()
         with self._lock:
-            self._ended = {}
             self.writer.drain()
             self.steps.refused = {}
             self.file.close()
@@ -205,30 +197,20 @@ class LmdbEnvironment:
             self._stores[name] = LmdbStore(self, self.file.table(name), self._format, **self._options)
             return self._stores[name]
 
-    def commit(self) -> None:
-        """End a training step of the rank: what all links put and dropped becomes durable in one transaction."""
+    def commit(self, stores: Iterable[LmdbStore] | None = None) -> None:
+        """End a training step: what these links, or all, put and dropped becomes durable in one transaction."""
         self.check()
         with self._lock:
-            for store in self._stores.values():
-                self._end_step(store)
-            self._write_ended()
-
-    def commit_link(self, store: LmdbStore) -> None:
-        """End a step of one link. It is written once no other link is in the middle of a step, so that links that are
-        committed one after the other share a transaction; at the latest when `store` ends its next step."""
-        with self._lock:
-            if store in self._ended:
-                self._write_ended()
-            self._end_step(store)
-            others = (other for other in self._stores.values() if other not in self._ended and not other._closed)
-            if not any(other._has_changes() for other in others):
-                self._write_ended()
+            ended = {store: store._end_step() for store in stores or self._stores.values() if not store._closed}
+            steps = {store._table: step for store, step in ended.items() if step}
+            if steps:
+                waited = self.writer.submit_step(lambda: self.steps.write(self.file, steps))
+                for store in ended:
+                    store._waited(waited / len(ended))
 
     def flush(self) -> None:
         """Wait until every commit so far is on disk, safe from a power cut too, but for what it goes on refusing."""
         self.check()
-        with self._lock:
-            self._write_ended()
         self.writer.submit(lambda: self.steps.retry(self.file))
         self.writer.submit(self.file.sync)
         self.writer.drain()
@@ -262,22 +244,6 @@ class LmdbEnvironment:
     def size_bytes(self) -> int:
         """Count the bytes of the LMDB file."""
         return self.file.size_bytes()
-
-    def _end_step(self, store: LmdbStore) -> None:
-        if store._closed:
-            return
-        step = store._end_step()
-        if step:
-            self._ended.setdefault(store, {}).update(step)
-
-    def _write_ended(self) -> None:
-        if not self._ended:
-            return
-        ended, self._ended = self._ended, {}
-        steps = {store._table: step for store, step in ended.items()}
-        waited = self.writer.submit_step(lambda: self.steps.write(self.file, steps))
-        for store in ended:
-            store._waited(waited / len(ended))
 
     def _prove_sound(self) -> None:
         if not self._folder.restarted() or not (self.path / DATA_FILE).is_file():

@@ -6,11 +6,12 @@ are loaded or being loaded at a time, the others wait as lists of ids, so memory
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import NamedTuple
 
 from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import ConfigError
@@ -18,30 +19,15 @@ from pipecomp.errors import ConfigError
 MAX_WAITING = 256  # requests; more than any pipeline has in flight, so older ones were given up
 
 
-class _State(Enum):
-    WAITING = 0
-    LOADING = 1
-    LOADED = 2
-    FAILED = 3
+_State = Enum("_State", ["WAITING", "LOADING", "LOADED", "WORTHLESS"])
 
 
 class _Slot:
-    __slots__ = ("cached", "stale", "state")
+    """A sample on its way; worthless where loading failed, or the sample was put or forgotten meanwhile."""
 
     def __init__(self) -> None:
         self.state = _State.WAITING
         self.cached: CachedActivation | None = None
-        self.stale = False
-
-
-class Taken(NamedTuple):
-    """found: the sample was loaded ahead (cached None: the store does not hold it)."""
-
-    found: bool
-    cached: CachedActivation | None
-
-
-_NOT_FOUND = Taken(False, None)
 
 
 class Prefetcher:
@@ -52,7 +38,7 @@ class Prefetcher:
             raise ConfigError("store.prefetch", ahead, "a whole number from 0")
         self._load, self._ahead, self._name = load, ahead, name
         self._changed = threading.Condition()
-        self._batches: deque[dict[int, _Slot]] = deque()
+        self._batches: deque[dict[int, _Slot]] = deque(maxlen=MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -65,49 +51,48 @@ class Prefetcher:
             if self._closed or not batch:
                 return
             self._batches.append(batch)
-            if len(self._batches) > MAX_WAITING:
-                self._batches.popleft()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def take(self, sample: int) -> Taken:
-        """Hand out a sample that was loaded ahead, once; waits if it is being loaded right now.
+    def take(self, sample: int) -> tuple[bool, CachedActivation | None]:
+        """Hand out a sample that was loaded ahead, once; wait if it is being loaded right now.
 
         Requests before the one that holds it are given up: their turn has passed.
+
+        Returns:
+            Whether it was loaded ahead, and what of it, None where the store does not hold it.
         """
         with self._changed:
             at = next((i for i, batch in enumerate(self._batches) if sample in batch), None)
             if at is None:
-                return _NOT_FOUND
+                return False, None
             for _ in range(at):
                 self._batches.popleft()
             batch = self._batches[0]
             slot = batch[sample]
-            while slot.state is _State.LOADING and not slot.stale and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: slot.state is not _State.LOADING or self._closed)
             if batch.get(sample) is slot:
                 del batch[sample]
             self._forget_empty()
             # What could not be loaded is loaded again by the caller, who then gets the error itself.
-            usable = slot.state is _State.LOADED and not slot.stale
-            return Taken(True, slot.cached) if usable else _NOT_FOUND
+            return slot.state is _State.LOADED, slot.cached
 
     def invalidate(self, sample: int) -> None:
-        """The sample was put or forgotten: what was loaded ahead of it is no longer true."""
+        """Forget what was loaded ahead of a sample, which was put or forgotten."""
         with self._changed:
             for batch in self._batches:
                 slot = batch.pop(sample, None)
                 if slot is not None:
-                    slot.stale = True
+                    slot.state, slot.cached = _State.WORTHLESS, None
             self._forget_empty()
 
     def idle(self) -> bool:
-        """Whether nothing is being loaded nor could be now."""
+        """Say whether nothing is being loaded nor could be now."""
         with self._changed:
-            loading = any(slot.state is _State.LOADING for batch in self._batches for slot in batch.values())
-            return not loading and self._next() is None
+            slots = (slot for batch in self._batches for slot in batch.values())
+            return self._next() is None and all(slot.state is not _State.LOADING for slot in slots)
 
     def close(self) -> None:
         """Stop loading and forget everything; safe to call twice."""
@@ -119,12 +104,12 @@ class Prefetcher:
             self._thread.join()
 
     def _forget_empty(self) -> None:
-        if any(not batch for batch in self._batches):
-            self._batches = deque(batch for batch in self._batches if batch)
+        if not all(self._batches):
+            self._batches = deque(filter(None, self._batches), MAX_WAITING)
         self._changed.notify_all()
 
     def _next(self) -> tuple[int, _Slot] | None:
-        for batch, _ in zip(self._batches, range(self._ahead), strict=False):
+        for batch in itertools.islice(self._batches, self._ahead):
             for sample, slot in batch.items():
                 if slot.state is _State.WAITING:
                     return sample, slot
@@ -133,20 +118,17 @@ class Prefetcher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while (found := self._next()) is None and not self._closed:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or self._next() is not None)
+                found = self._next()
                 if self._closed or found is None:
                     return
                 sample, slot = found
                 slot.state = _State.LOADING
-            cached, state = None, _State.LOADED
-            try:
-                cached = self._load(sample)
-            except Exception:
-                state = _State.FAILED
+            cached, state = None, _State.WORTHLESS
+            with contextlib.suppress(Exception):
+                cached, state = self._load(sample), _State.LOADED
             with self._changed:
-                if not slot.stale:
-                    slot.cached = cached
-                slot.state = state
+                if slot.state is _State.LOADING:
+                    slot.cached, slot.state = cached, state
                 self._changed.notify_all()
             del cached, slot, found

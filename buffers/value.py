@@ -81,8 +81,11 @@ class ValueFormat:
         return HEADER_BYTES + _payload_bytes(n, H, self.bits, self.grouping)
 
     def check(self, sample: int, version: int, m_nH: Tensor, where: str) -> None:
-        """Raise unless `pack` can store this: ConfigError for the numbers, ShapeError for the tensor, NonFiniteError
-        for values that z bits cannot hold. 32 bits hold every float32, NaN included."""
+        """Raise unless `pack` can store this.
+
+        ConfigError for the numbers, ShapeError for the tensor, NonFiniteError for values that z bits cannot hold; 32
+        bits hold every float32, NaN included.
+        """
         for key, number in (("sample", sample), ("version", version)):
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_U64:
                 raise ConfigError(key, number, "a whole number from 0 to 2**64 - 1")
@@ -95,7 +98,7 @@ class ValueFormat:
                 raise NonFiniteError(f"{where}: values from {low} to {high}, allowed: within ±{limit}")
 
     def pack(self, sample: int, version: int, m_nH: Tensor, where: str) -> bytearray:
-        """The stored value of m [n, H], which `check` has passed; m is not modified.
+        """Make the stored value of m [n, H], which `check` has passed; m is not modified.
 
         Here, and only here, m is rounded to z bits.
         """
@@ -104,8 +107,7 @@ class ValueFormat:
         _FIELDS.pack_into(value, 0, MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
         start = HEADER_BYTES
         for part in self._encode(m_nH, where):
-            count = part.size
-            np.frombuffer(value, part.dtype.newbyteorder("<"), count, start)[:] = part.reshape(-1)
+            np.frombuffer(value, part.dtype.newbyteorder("<"), part.size, start)[:] = part.reshape(-1)
             start += part.nbytes
         assert start == len(value), "payload size and header disagree"
         _CRC.pack_into(value, _FIELDS.size, _checksum(value))
@@ -124,7 +126,7 @@ class ValueFormat:
 
 
 def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeader:
-    """The header of a stored value, of which at least the first HEADER_BYTES are given. StoreError if it is none."""
+    """Read the header of a stored value, whose first HEADER_BYTES at least are given. StoreError if it is none."""
     if len(value) < HEADER_BYTES:
         raise StoreError(f"{where}: {len(value)} bytes, a stored value has at least {HEADER_BYTES}")
     magic, version, bits, reserved, sample, m_version, n, H, group_size = _FIELDS.unpack_from(value)
@@ -132,8 +134,7 @@ def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeade
         raise StoreError(f"{where}: begins with {magic.hex()}, a stored value with {MAGIC.hex()}")
     if version != FORMAT:
         raise StoreError(f"{where}: format version {version}, this program reads version {FORMAT}")
-    crc: int = _CRC.unpack_from(value, _FIELDS.size)[0]
-    header = ValueHeader(sample, m_version, n, H, bits, group_size, crc)
+    header = ValueHeader(sample, m_version, n, H, bits, group_size, *_CRC.unpack_from(value, _FIELDS.size))
     if bits not in BITS or reserved or not header.H or (bits > 8 and header.group_size):
         raise StoreError(f"{where}: not a header of a stored value: {header}")
     return header
@@ -145,7 +146,7 @@ def stored_size(header: ValueHeader) -> int:
 
 
 def verify_value(value: bytearray | memoryview, where: str, *, checksum: bool = True) -> ValueHeader:
-    """The header of a whole stored value. StoreError, naming `where`, if the length or the CRC-32 is wrong."""
+    """Check a whole stored value; returns its header. StoreError, naming `where`, if the length or the CRC is wrong."""
     header = read_header(value, where)
     if stored_size(header) != len(value):
         raise StoreError(f"{where}: {len(value)} bytes, its header says {stored_size(header)}")

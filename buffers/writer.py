@@ -6,51 +6,48 @@ reason, because what the caller believes to be stored is not.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from pipecomp.errors import StoreError
 
 STEPS_BEHIND = 2  # whole steps that may wait for the disk before `submit_step` makes the training wait
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class Writer:
     """Runs jobs one after the other in a thread of its own; any thread may submit."""
 
     def __init__(self, name: str) -> None:
-        self._changed = threading.Condition()
-        self._jobs: deque[tuple[Job, bool]] = deque()
-        self._steps = 0  # submitted by submit_step, not finished
-        self._busy = False
+        self._jobs: queue.Queue[tuple[Job, bool] | None] = queue.Queue()  # with whether it is a step's; None: the end
+        self._room = threading.Semaphore(STEPS_BEHIND)  # for steps
         self._closed = False
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, step: bool = False) -> None:
         """Queue a job that prepares something."""
-        self._put(job, False)
+        if self._closed:
+            raise StoreError("message store: used after close")
+        self._jobs.put((job, step))  # after an error nobody runs it
+        self.check()
 
     def submit_step(self, job: Job) -> float:
-        """Queue a job that writes a step; waits while STEPS_BEHIND others are unfinished. Returns seconds waited."""
+        """Queue a job that writes a step; wait while STEPS_BEHIND others are unfinished. Returns seconds waited."""
         start = time.perf_counter()
-        with self._changed:
-            while self._steps >= STEPS_BEHIND and self._error is None:
-                self._changed.wait()
+        self._room.acquire()
         waited = time.perf_counter() - start
-        self._put(job, True)
+        self.submit(job, step=True)
         return waited
 
     def drain(self) -> None:
         """Wait until every job submitted so far has run; StoreError if one failed."""
-        with self._changed:
-            while (self._jobs or self._busy) and self._error is None:
-                self._changed.wait()
+        self._jobs.join()
         self.check()
 
     @property
@@ -66,41 +63,23 @@ class Writer:
 
     def close(self) -> None:
         """Run what is queued and stop; safe to call twice. StoreError if a job failed and nobody was told."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._jobs.put(None)
         self._thread.join()
         if not self._told:
             self.check()
 
-    def _put(self, job: Job, step: bool) -> None:
-        self.check()
-        with self._changed:
-            if self._closed:
-                raise StoreError("message store: used after close")
-            self._jobs.append((job, step))
-            self._steps += step
-            self._changed.notify_all()
-
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                job, step = self._jobs.popleft()
-                self._busy = True
-            try:
+        while (queued := self._jobs.get()) is not None:
+            self._do(*queued)
+            del queued  # what the job holds is not needed any more
+
+    def _do(self, job: Job, step: bool) -> None:
+        try:
+            if self._error is None:
                 job()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._jobs.clear()
-            del job
-            with self._changed:
-                self._busy = False
-                self._steps -= step
-                self._changed.notify_all()
-                if self._error is not None:
-                    return
+        except BaseException as error:
+            self._error = error
+        if step:
+            self._room.release()
+        self._jobs.task_done()

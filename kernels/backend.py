@@ -1,7 +1,7 @@
 """What a backend is: the operations that `torch_backend`, `native` and `triton_backend` have, all with the same bytes.
 
-Arguments are checked before a backend is called; what each operation computes is told by the function of the same name
-in `reference`, `bitpack`, `topk`, `feedback` and `dithering`.
+Arguments are checked, and flat buckets made contiguous, before a backend is called; what each operation computes is
+told by the function of the same name in `reference`, `bitpack`, `topk`, `feedback` and `dithering`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from torch import Tensor
 from pipecomp.kernels.layout import Options
 
 
-class QuantizerBackend(Protocol):
-    """Q_b of rows, and what packs and selects their values."""
+class Backend(Protocol):
+    """All operations, of one backend."""
+
+    # Q_b of rows, and what packs and selects their values.
 
     def quantize(self, x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
         """As `reference.quantize`."""
@@ -44,9 +46,7 @@ class QuantizerBackend(Protocol):
     def select(self, x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
         """As `topk.select`."""
 
-
-class FeedbackBackend(Protocol):
-    """Quantizing with an error-feedback residual."""
+    # Quantizing with an error-feedback residual.
 
     def feedback_quantize_(
         self, x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
@@ -58,9 +58,7 @@ class FeedbackBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """As `feedback.feedback_reduce_`."""
 
-
-class GradientBackend(Protocol):
-    """Linear and exponential dithering of flat buckets."""
+    # Linear and exponential dithering of flat buckets.
 
     def linear_encode(
         self,
@@ -107,7 +105,3 @@ class GradientBackend(Protocol):
 
     def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
         """As `dithering.kmeans_assign`."""
-
-
-class Backend(QuantizerBackend, FeedbackBackend, GradientBackend, Protocol):
-    """All operations, of one backend."""

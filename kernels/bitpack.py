@@ -10,33 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipecomp.errors import ShapeError
-from pipecomp.kernels import layout
-
-INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def check_pack(values: Tensor, bits: int) -> None:
-    """Raise unless values is an integer tensor of at least one dimension and bits is 1 to 24."""
-    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
-    if values.dtype not in INTEGER_DTYPES or values.dim() == 0:
-        raise ShapeError(f"values: {values.dtype} {tuple(values.shape)}, allowed: integers of at least one dimension")
-
-
-def check_unpack(codes: Tensor, bits: int, count: int) -> None:
-    """Raise unless codes is uint8 with rows of exactly ceil(count * bits / 8) bytes."""
-    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
-    want = (count * bits + 7) // 8
-    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] != want:
-        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 [..., {want}]")
-
 
 def pack_bits(values: Tensor, bits: int) -> Tensor:
     """Pack values (any integer dtype, [..., n], each in [0, 2**bits); higher bits are cut off), bits 1 to 24.
 
     Returns uint8 [..., ceil(n * bits / 8)].
     """
-    check_pack(values, bits)
     n = values.shape[-1]
     size_bytes = (n * bits + 7) // 8
     lead = values.shape[:-1]
@@ -45,21 +24,19 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     values_Rn = values.reshape(-1, n)
     if bits > 8:
         # Whole bytes first, then the rest: a stream of `bits`-bit values is one of single bits.
-        shift = torch.arange(bits, device=values.device)
-        bits_Rk = ((values_Rn.to(torch.int64).unsqueeze(-1) >> shift) & 1).flatten(1)
-        return pack_bits(bits_Rk.to(torch.uint8), 1).reshape(*lead, size_bytes)
+        bits_Rk = (values_Rn.to(torch.int64).unsqueeze(-1) >> torch.arange(bits, device=values.device)) & 1
+        return pack_bits(bits_Rk.flatten(1).to(torch.uint8), 1).reshape(*lead, size_bytes)
     values_Rn = pad(values_Rn, (0, -n % 8)).to(torch.int64) & ((1 << bits) - 1)
     octets = values_Rn.reshape(values_Rn.shape[0], -1, 8)
     word = octets[..., 0].clone()
     for i in range(1, 8):
         word |= octets[..., i] << (i * bits)
-    as_bytes = word.unsqueeze(-1).view(torch.uint8)[..., :bits]
-    return as_bytes.flatten(1)[:, :size_bytes].reshape(*lead, size_bytes)
+    packed_Rk = word.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(1)
+    return packed_Rk[:, :size_bytes].reshape(*lead, size_bytes)
 
 
 def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack_bits`: codes uint8 [..., ceil(count * bits / 8)] to int32 [..., count]."""
-    check_unpack(codes, bits, count)
     lead = codes.shape[:-1]
     if count == 0 or codes.numel() == 0:
         return torch.zeros((*lead, count), dtype=torch.int32, device=codes.device)
@@ -69,8 +46,7 @@ def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
         shift = torch.arange(bits, dtype=torch.int32, device=codes.device)
         return (bits_Rk << shift).sum(-1, dtype=torch.int32).reshape(*lead, count)
     codes_Rk = pad(codes_Rk, (0, -codes_Rk.shape[1] % bits))
-    octets = pad(codes_Rk.reshape(codes_Rk.shape[0], -1, bits), (0, 8 - bits)).contiguous()
-    word = octets.view(torch.int64)
+    word = pad(codes_Rk.reshape(codes_Rk.shape[0], -1, bits), (0, 8 - bits)).contiguous().view(torch.int64)
     shift = torch.arange(0, 8 * bits, bits, device=codes.device)
     values = ((word >> shift) & ((1 << bits) - 1)).to(torch.int32)
     return values.flatten(1)[:, :count].reshape(*lead, count)

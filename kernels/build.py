@@ -1,4 +1,4 @@
-"""Builds the native kernels in a source tree: `python -m pipecomp.kernels.build`. Needs no other package.
+"""Builds the native kernels in a source tree: `python -m pipecomp.kernels.build [OUTPUT]`. Needs no other package.
 
 setup.py builds the package's extension with the same function.
 """
@@ -33,13 +33,13 @@ TIMEOUT_S = 900  # 50 times what the longest command takes on one quiet core: it
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler to use: $CXX, else c++, g++ or clang++; None if there is none."""
+    """Find the C++ compiler to use: $CXX, else c++, g++ or clang++; None if there is none."""
     named = os.environ.get("CXX", "")
     return next((path for path in map(shutil.which, (named, "c++", "g++", "clang++")) if path), None)
 
 
 def source_flags(source: str) -> tuple[str, ...]:
-    """Flags of one source. On x86-64 only CPUs from before 2013 run the portable code: not worth 15 s of compiling."""
+    """List a source's flags. On x86-64 only CPUs before 2013 run the portable code: not worth 15 s of compiling."""
     fast = source != "native_portable.cpp" or platform.machine() not in ("x86_64", "AMD64")
     return COMPILE_FLAGS if fast else (*COMPILE_FLAGS, "-O1")
 
@@ -55,8 +55,9 @@ def run(command: list[str], timeout_s: float) -> None:
 
 
 def build(output: Path, extra_flags: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S) -> Path:
-    """Compile the kernels to the shared library `output`, on all cores; none of the compiler's commands takes longer
-    than timeout_s seconds. RuntimeError with the compiler's words if that fails.
+    """Compile the kernels to the shared library `output`, on all cores.
+
+    timeout_s: for each of the compiler's commands. RuntimeError with the compiler's words if one fails.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -77,6 +78,6 @@ def build(output: Path, extra_flags: tuple[str, ...] = (), timeout_s: float = TI
 
 if __name__ == "__main__":
     try:
-        print(build(Path(__file__).resolve().parent / "_native.so"))
+        print(build(Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).resolve().parent / "_native.so"))
     except RuntimeError as error:
         sys.exit(str(error))

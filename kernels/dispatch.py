@@ -51,16 +51,16 @@ def prefer(backend: str, device: str) -> None:
     _preferred[device] = loaded
 
 
-def pick(backend: str, *tensors: Tensor) -> Backend:
-    """The backend for these tensors, which must share a device.
+def pick(backend: str, first: Tensor, *others: Tensor | None) -> Backend:
+    """Choose the backend for these tensors, which must share a device.
 
     ConfigError for an unknown name, ShapeError for mixed devices, KernelError for a backend that cannot run here.
     """
     if backend not in BACKENDS:
         raise ConfigError("backend", backend, ", ".join(BACKENDS))
-    device = tensors[0].device
-    for tensor in tensors[1:]:
-        if tensor.device != device:
+    device = first.device
+    for tensor in others:
+        if tensor is not None and tensor.device != device:
             raise ShapeError(f"tensors on {device} and {tensor.device}, allowed: one device")
     if backend == "auto":
         return _preferred.get(device.type) or automatic(device.type)
@@ -71,20 +71,17 @@ def pick(backend: str, *tensors: Tensor) -> Backend:
 
 
 def load(backend: str, device: str) -> Backend | str:
-    """The backend of that name, which is not "auto", or a sentence saying why it cannot run on this device."""
+    """Load the backend of that name, which is not "auto"; a sentence saying why where it cannot run on this device."""
     if backend == "torch":
         return torch_backend
-    return load_native(device) if backend == "native" else load_triton(device)
-
-
-def load_native(device: str) -> native.Backend | str:
-    """The native backend, or a sentence saying why it cannot run on this device."""
+    if backend == "triton":
+        return load_triton(device)
     return native.load() if device == "cpu" else f"takes CPU tensors, got one on {device}"
 
 
 @cache
 def load_triton(device: str) -> Backend | str:
-    """The Triton backend, or a sentence saying why it cannot run on this device."""
+    """Load the Triton backend; a sentence saying why where it cannot run on this device."""
     try:
         import triton
     except ImportError:
@@ -98,8 +95,8 @@ def load_triton(device: str) -> Backend | str:
 
 @cache
 def automatic(device: str) -> Backend:
-    """What "auto" means on a device; warns once where that is the torch path."""
-    loaded = load_triton(device) if device == "cuda" else load_native(device)
+    """Choose what "auto" means on a device; warn once where that is the torch path."""
+    loaded = load("triton" if device == "cuda" else "native", device)
     if not isinstance(loaded, str):
         return loaded
     warnings.warn(
@@ -112,7 +109,7 @@ def automatic(device: str) -> Backend:
 
 
 def frames_to_caller() -> int:
-    """The `stacklevel` with which a warning of this module's caller names the first line outside kernels and torch."""
+    """Find the `stacklevel` with which a warning of the caller names the first line outside kernels and torch."""
     level, frame = 1, inspect.currentframe()
     frame = frame.f_back if frame else None
     while frame and frame.f_globals.get("__name__", "").startswith(("pipecomp.kernels", "torch.")):
@@ -121,13 +118,12 @@ def frames_to_caller() -> int:
 
 
 def status() -> list[Status]:
-    """What "auto" runs on each kind of device of this machine, and why."""
-    lines = []
-    loaded = load_native("cpu")
-    if isinstance(loaded, str):
-        lines.append(Status("cpu", "torch", loaded))
-    else:
-        lines.append(Status("cpu", "native", f"{loaded.isa} code, {loaded.threads} threads"))
+    """Say what "auto" runs on each kind of device of this machine, and why."""
+    loaded = native.load()
+    on_cpu = (
+        ("torch", loaded) if isinstance(loaded, str) else ("native", f"{loaded.isa} code, {loaded.threads} threads")
+    )
+    lines = [Status("cpu", *on_cpu)]
     if torch.cuda.is_available():
         on_gpu = load_triton("cuda")
         lines.append(Status("cuda", *(("torch", on_gpu) if isinstance(on_gpu, str) else ("triton", "GPU tensors"))))

@@ -11,6 +11,8 @@ Source: arXiv:2305.18627 (Global-QSGD), section 3, appendix B and Algorithm 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,10 @@ def relative(g_d: Tensor, norm: float) -> Tensor:
     return (g_d.to(torch.float32).abs() / divisor).clamp(max=1.0)
 
 
-def level_table(levels: tuple[int, ...], index_d: Tensor | None, device: torch.device) -> Tensor:
-    """Levels s of each value as float32: [d] by `index_d` (uint8), or one value for all."""
-    table = torch.tensor(levels, dtype=torch.float32, device=device)
-    return table[0] if index_d is None else table[index_d.to(torch.int64)]
+def per_value(table: Sequence[float], index_d: Tensor | None, device: torch.device) -> Tensor:
+    """Look up a level's number for each value as float32: [d] by `index_d` (uint8), or one for all."""
+    numbers = torch.tensor(table, dtype=torch.float32, device=device)
+    return numbers[0] if index_d is None else numbers[index_d.to(torch.int64)]
 
 
 def linear_encode(
@@ -37,7 +39,7 @@ def linear_encode(
     levels: one s, or several, of which `index_d` (uint8 [d]) picks one a value; codes are offset by the smallest.
     """
     offset = min(levels)
-    v_d = relative(g_d, norm) * level_table(levels, index_d, g_d.device)
+    v_d = relative(g_d, norm) * per_value(levels, index_d, g_d.device)
     floor_d = v_d.floor()
     r_d = rng.uniform(seed, start, g_d.numel(), g_d.device)
     level_d = (floor_d + (r_d < v_d - floor_d)).clamp(max=offset).to(torch.int32)
@@ -45,7 +47,7 @@ def linear_encode(
 
 
 def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
-    """Sums of n workers' packed codes, exactly: uint8 [ceil(d * sum_bits / 8)] holding the sum of l, plus n * s."""
+    """Add n workers' packed codes, exactly: uint8 [ceil(d * sum_bits / 8)] holding the sum of l, plus n * s."""
     total_d = bitpack.unpack_bits(parts[0], bits, d)
     for codes in parts[1:]:
         total_d += bitpack.unpack_bits(codes, bits, d)
@@ -54,9 +56,7 @@ def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tens
 
 def linear_factors(norm: float, levels: tuple[int, ...], divisor: int) -> list[float]:
     """norm / (s * divisor) of each s, rounded to float32."""
-    exact = [norm / (s * divisor) for s in levels]
-    rounded: list[float] = torch.tensor(exact, dtype=torch.float64).to(torch.float32).tolist()
-    return rounded
+    return torch.tensor([norm / (s * divisor) for s in levels], dtype=torch.float64).to(torch.float32).tolist()
 
 
 def linear_decode(
@@ -75,8 +75,7 @@ def linear_decode(
     One conversion, one multiply and one addition a value, each rounded.
     """
     sum_d = bitpack.unpack_bits(codes, bits, out_d.numel()) - workers * min(levels)
-    factor = torch.tensor(linear_factors(norm, levels, divisor), dtype=torch.float32, device=codes.device)
-    values_d = sum_d.to(torch.float32) * (factor[0] if index_d is None else factor[index_d.to(torch.int64)])
+    values_d = sum_d.to(torch.float32) * per_value(linear_factors(norm, levels, divisor), index_d, codes.device)
     return out_d.add_(values_d) if add else out_d.copy_(values_d)
 
 
@@ -139,7 +138,7 @@ def exponential_decode(
 
 
 def chance(k_d: Tensor, seed: int, extension_seed: int) -> Tensor:
-    """True with probability 2**-k, bool [d], for int32 k_d >= 0 (k above 32: never).
+    """Draw True with probability 2**-k, bool [d], for int32 k_d >= 0 (k above 32: never).
 
     One byte of randomness decides k <= 8: byte i mod 4 of the hash of i div 4, so that one hash serves four values.
     The rare zero byte with k > 8 takes 24 more bits from a second stream.
@@ -159,7 +158,7 @@ def extension(seed: int) -> int:
 
 
 def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
-    """a <- a + b on packed codes, unbiased, in place (uint8). Algorithm 2.
+    """Add packed codes, a <- a + b, unbiased, in place (uint8). Algorithm 2.
 
     Same sign: the larger magnitude moves up one exponent with probability 2**-|e1 - e2|. Opposite signs: it moves down
     one with probability 2**-(|e1 - e2| - 1); equal magnitudes cancel to zero. Zero is neutral.
@@ -178,7 +177,7 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> T
 
 
 def boundaries(centers_K: Tensor) -> Tensor:
-    """What separates neighbouring centers, float32 [K - 1]: midpoints, and 0 between a negative center and the next."""
+    """Find what separates neighbouring centers, float32 [K - 1]: midpoints, and 0 where the sign changes."""
     low, high = centers_K[:-1], centers_K[1:]
     return torch.where((low < 0) & (high >= 0), 0.0, low * 0.5 + high * 0.5)
 

@@ -16,10 +16,23 @@ from pipecomp.kernels import bitpack, layout, reference
 from pipecomp.kernels.layout import Options
 
 Quantize = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+Dequantize = Callable[..., Tensor]
+
+
+def _quantize(y_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Codes of values with known scales, and what they decode to."""
+    codes = []
+    for run in layout.segments(y_d.numel(), bits, group_size):
+        y_RGn = reference.run_of(y_d.unsqueeze(0), run)
+        s_RG = scale_G[run.group_start : run.group_start + run.groups].unsqueeze(0)
+        codes_RGn = reference.group_codes(y_RGn, s_RG, Options(bits, group_size), None)
+        codes.append(bitpack.pack_bits(codes_RGn, bits).flatten())
+    packed = torch.cat(codes)
+    return packed, reference.dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", None, False)
 
 
 def feedback_quantize_(
-    x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool, quantize: Quantize | None = None
+    x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool, quantize: Quantize = _quantize
 ) -> tuple[Tensor, Tensor]:
     """Codes (uint8) and scales (float32 [groups]) of x + e with nearest rounding; e becomes (x + e) - deq, in place.
 
@@ -31,7 +44,7 @@ def feedback_quantize_(
     usable_G = scale_G.isfinite()
     usable_d = usable_G.repeat_interleave(group_size)[: e_d.numel()]
     y_d, s_G = torch.where(usable_d, sum_d, 0.0), torch.where(usable_G, scale_G, 0.0)
-    codes, decoded_d = (quantize or _quantize)(y_d, s_G, bits, group_size)
+    codes, decoded_d = quantize(y_d, s_G, bits, group_size)
     e_d.copy_(torch.where(usable_d, y_d - decoded_d, e_d))
     return codes, torch.where(usable_G, scale_G, math.nan)
 
@@ -53,31 +66,22 @@ def sum_scales(sum_d: Tensor, group_size: int, mean: bool) -> Tensor:
             share_G = total_G.to(torch.float64) / (run.group * reference.RMS_FIXED_POINT)
             scale_G = (2.0 * most_G.to(torch.float64) * share_G).to(torch.float32)
         scale_G = torch.where(usable_G & (scale_G >= layout.SCALE_MIN), scale_G, 0.0)
-        scales.append(torch.where(most_G <= layout.SCALE_MAX, rounded_up(scale_G), math.inf))
+        scales.append(torch.where(most_G <= layout.SCALE_MAX, reference.round_up_to_bfloat16(scale_G), math.inf))
     return torch.cat(scales)
 
 
-def _quantize(y_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    codes = []
-    for run in layout.segments(y_d.numel(), bits, group_size):
-        y_RGn = reference.run_of(y_d.unsqueeze(0), run)
-        s_RG = scale_G[run.group_start : run.group_start + run.groups].unsqueeze(0)
-        c_RGn = reference.group_codes(y_RGn, s_RG, Options(bits, group_size), None)
-        codes.append(bitpack.pack_bits(c_RGn, bits).flatten())
-    packed = torch.cat(codes)
-    return packed, reference.dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", None, False)
-
-
 def feedback_reduce_(
-    codes: list[Tensor], scales: list[Tensor], bits: int, e_d: Tensor, group_size: int, mean: bool
+    codes: list[Tensor],
+    scales: list[Tensor],
+    bits: int,
+    e_d: Tensor,
+    group_size: int,
+    mean: bool,
+    quantize: Quantize = _quantize,
+    dequantize: Dequantize = reference.dequantize,
 ) -> tuple[Tensor, Tensor]:
     """`feedback_quantize_` of the mean of several workers' values: added one after the other, then divided."""
     y_d = torch.empty_like(e_d)
     for i, (packed, scale_G) in enumerate(zip(codes, scales, strict=True)):
-        reference.dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", y_d, i > 0)
-    return feedback_quantize_(y_d.div_(len(codes)), e_d, bits, group_size, mean)
-
-
-def rounded_up(scale_G: Tensor) -> Tensor:
-    """float32 scales, at least 0, as the next larger bfloat16 number, still float32."""
-    return ((scale_G.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+        dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", y_d, i > 0)
+    return feedback_quantize_(y_d.div_(len(codes)), e_d, bits, group_size, mean, quantize)

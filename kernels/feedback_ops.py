@@ -15,8 +15,6 @@ from torch import Tensor
 from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import dispatch, layout
 
-__all__ = ["feedback_quantize_", "feedback_reduce_"]
-
 SCALES = ("max", "mean")
 
 
@@ -32,11 +30,8 @@ def feedback_quantize_(
     Inf or a sum above 2**100 keeps its memory and has the scale NaN; one whose scale is below 2**-100 counts as zeros.
     Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1.
     """
-    layout.check_bits(bits)
-    check_kind(scale)
-    check_memory(x, e, group_size)
-    chosen = dispatch.pick(backend, x, e)
-    return chosen.feedback_quantize_(x, e, bits, group_size, scale == "mean")
+    _check(x, e, bits, group_size, scale)
+    return dispatch.pick(backend, x, e).feedback_quantize_(x, e, bits, group_size, scale == "mean")
 
 
 @torch.no_grad()
@@ -55,35 +50,25 @@ def feedback_reduce_(
     codes, scales: of `feedback_quantize_`, from each worker; e: float32 [d], contiguous. Returns what that returns.
     Source: arXiv:1905.05957 (DoubleSqueeze), Algorithm 1, the server's part.
     """
-    layout.check_bits(bits)
-    check_kind(scale)
-    check_memory(e, e, group_size)
+    _check(e, e, bits, group_size, scale)
     if not codes or len(codes) != len(scales):
         raise ConfigError("codes", f"{len(codes)} codes, {len(scales)} scales", "at least one, and as many scales")
     for packed, scale_G in zip(codes, scales, strict=True):
         layout.check_codes(packed, scale_G, bits, tuple(e.shape), group_size)
-    chosen = dispatch.pick(backend, e, *codes, *scales)
-    return chosen.feedback_reduce_(list(codes), list(scales), bits, e, group_size, scale == "mean")
+    return dispatch.pick(backend, e, *codes, *scales).feedback_reduce_(
+        list(codes), list(scales), bits, e, group_size, scale == "mean"
+    )
 
 
-def check_kind(scale: str) -> None:
-    """Raise ConfigError unless it is one of SCALES."""
+def _check(x: Tensor, e: Tensor, bits: int, group_size: int, scale: str) -> None:
+    """Raise unless x is a float tensor [d], d at least 1, e contiguous float32 like it, and the options are allowed."""
+    layout.check_bits(bits)
     if scale not in SCALES:
         raise ConfigError("scale", scale, " or ".join(SCALES))
-
-
-def check_group_size(group_size: int) -> None:
-    """Raise ConfigError unless group_size is a positive int."""
     layout.check_group_size(group_size)
     if group_size is None:
         raise ConfigError("group_size", group_size, "an integer of at least 1")
-
-
-def check_memory(x: Tensor, e: Tensor, group_size: int) -> None:
-    """Raise unless x is a float tensor [d], d at least 1, and e contiguous float32 of the same shape."""
-    check_group_size(group_size)
     layout.check_input(x, "x")
     if x.dim() != 1:
         raise ShapeError(f"x: shape {tuple(x.shape)}, allowed: [d]")
-    if e.dtype != torch.float32 or e.shape != x.shape or not e.is_contiguous():
-        raise ShapeError(f"e: {e.dtype} {tuple(e.shape)}, allowed: contiguous torch.float32 {tuple(x.shape)}")
+    layout.check_float32(e, tuple(x.shape), "e", contiguous=True)

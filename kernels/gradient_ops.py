@@ -19,20 +19,6 @@ from torch import Tensor
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.kernels import dispatch, dithering, layout
 
-__all__ = [
-    "exponential_decode",
-    "exponential_encode",
-    "exponential_levels",
-    "exponential_reduce_",
-    "kmeans_assign",
-    "linear_bits",
-    "linear_decode",
-    "linear_encode",
-    "linear_reduce",
-    "multiscale_index",
-    "tree_depth",
-]
-
 
 def tree_depth(workers: int) -> int:
     """Depth of a reduction tree over n workers: ceil(log2 n)."""
@@ -74,16 +60,15 @@ def linear_encode(
     choices = check_levels(levels, scale_index, g.numel())
     width = check_width(bits, choices)
     values = check_gradient(g, norm)
-    picked = None if scale_index is None else scale_index.reshape(-1)
-    tensors = (values,) if picked is None else (values, picked)
-    return dispatch.pick(backend, *tensors).linear_encode(values, norm, choices, picked, width, seed, start)
+    picked = None if scale_index is None else scale_index.reshape(-1).contiguous()
+    return dispatch.pick(backend, values, picked).linear_encode(values, norm, choices, picked, width, seed, start)
 
 
 @torch.no_grad()
 def linear_reduce(
     parts: Sequence[Tensor], d: int, levels: int, *, bits: int | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Sums of n workers' codes of `linear_encode`, exact (levels: the smallest s there).
+    """Add n workers' codes of `linear_encode`, exactly (levels: the smallest s there).
 
     Returns uint8 [ceil(d * b / 8)], b = linear_bits(levels, n), holding the sum of l, plus n * s.
     Source: docs/algorithms.md, 2.1.
@@ -122,11 +107,9 @@ def linear_decode(
     choices = check_levels(levels, scale_index, d)
     width = check_width(bits, choices, workers)
     check_bytes(codes, d, width)
-    picked = None if scale_index is None else scale_index.reshape(-1)
-    target, add = check_target(out, add_to, codes, d)
-    tensors = (codes, target) if picked is None else (codes, target, picked)
-    chosen = dispatch.pick(backend, *tensors)
-    divisor = workers if divide else 1
+    picked = None if scale_index is None else scale_index.reshape(-1).contiguous()
+    target, add = flat_target(out, add_to, codes, d)
+    chosen, divisor = dispatch.pick(backend, codes, target, picked), workers if divide else 1
     return chosen.linear_decode(codes, norm, choices, picked, width, workers, divisor, target, add)
 
 
@@ -159,7 +142,7 @@ def exponential_encode(
 
 @torch.no_grad()
 def exponential_reduce_(a: Tensor, b: Tensor, d: int, *, bits: int = 8, seed: int = 0, backend: str = "auto") -> Tensor:
-    """a <- a + b on exponential codes of d values, unbiased, in place. One level of the tree: `seed` of its own.
+    """Add exponential codes of d values, a <- a + b, unbiased, in place. One level of the tree: `seed` of its own.
 
     Each level may lower an exponent by one: encode with `workers` of at least the number of codes that are reduced.
     Source: Global-QSGD, Algorithm 2.
@@ -190,9 +173,8 @@ def exponential_decode(
     depth = tree_depth(workers)
     check_exponential(bits, depth)
     check_bytes(codes, d, bits)
-    target, add = check_target(out, add_to, codes, d)
-    divisor = workers if divide else 1
-    chosen = dispatch.pick(backend, codes, target)
+    target, add = flat_target(out, add_to, codes, d)
+    chosen, divisor = dispatch.pick(backend, codes, target), workers if divide else 1
     return chosen.exponential_decode(codes, norm, bits, depth, divisor, target, add)
 
 
@@ -210,7 +192,7 @@ def kmeans_assign(x: Tensor, centers: Tensor, *, backend: str = "auto") -> Tenso
     bounds = dithering.boundaries(centers)
     if not bool((centers[1:] >= centers[:-1]).all()) or not bool(centers.isfinite().all()):
         raise ConfigError("centers", "unsorted or not finite", "finite values in ascending order")
-    return dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1), bounds)
+    return dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1).contiguous(), bounds)
 
 
 def check_workers(workers: int) -> None:
@@ -258,19 +240,13 @@ def check_gradient(g: Tensor, norm: float) -> Tensor:
         raise ShapeError(f"g: dtype {g.dtype}, allowed: float32, float16, bfloat16")
     if not math.isfinite(norm) or norm < 0:
         raise NonFiniteError(f"norm: got {norm}, allowed: finite, at least 0")
-    return g.reshape(-1)
+    return g.reshape(-1).contiguous()
 
 
-def check_target(out: Tensor | None, add_to: Tensor | None, codes: Tensor, d: int) -> tuple[Tensor, bool]:
+def flat_target(out: Tensor | None, add_to: Tensor | None, codes: Tensor, d: int) -> tuple[Tensor, bool]:
     """Where values go, and whether they are added there; raises unless that is contiguous float32 [d]."""
-    if out is not None and add_to is not None:
-        raise ConfigError("out", "a tensor", "None where add_to is given")
-    target, name = (out, "out") if add_to is None else (add_to, "add_to")
-    if target is None:
-        return torch.empty(d, dtype=torch.float32, device=codes.device), False
-    if target.dtype != torch.float32 or tuple(target.shape) != (d,) or not target.is_contiguous():
-        raise ShapeError(f"{name}: {target.dtype} {tuple(target.shape)}, allowed: contiguous torch.float32 [{d}]")
-    return target, add_to is not None
+    target, add = layout.check_target(out, add_to, (d,), contiguous=True)
+    return torch.empty(d, dtype=torch.float32, device=codes.device) if target is None else target, add
 
 
 def check_bytes(codes: Tensor, d: int, bits: int) -> None:

@@ -94,8 +94,27 @@ def check_input(x: Tensor, name: str) -> None:
         raise ShapeError(f"{name}: shape {tuple(x.shape)}, allowed: at least one dimension, the last one not empty")
 
 
+def check_float32(x: Tensor, shape: tuple[int, ...], name: str, *, contiguous: bool = False) -> None:
+    """Raise ShapeError unless x is a float32 tensor of `shape`."""
+    if x.dtype != torch.float32 or tuple(x.shape) != shape or (contiguous and not x.is_contiguous()):
+        kind = "contiguous torch.float32" if contiguous else "torch.float32"
+        raise ShapeError(f"{name}: {x.dtype} {tuple(x.shape)}, allowed: {kind} {shape}")
+
+
+def check_target(
+    out: Tensor | None, add_to: Tensor | None, shape: tuple[int, ...], *, contiguous: bool = False
+) -> tuple[Tensor | None, bool]:
+    """Which of the two values go to, None for a new tensor, and whether they are added; raises unless it fits them."""
+    if out is not None and add_to is not None:
+        raise ConfigError("out", "a tensor", "None where add_to is given")
+    target, name = (out, "out") if add_to is None else (add_to, "add_to")
+    if target is not None:
+        check_float32(target, shape, name, contiguous=contiguous)
+    return target, add_to is not None
+
+
 def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
-    """The one or two runs of equal groups that make up a row of H values at `bits` bits."""
+    """List the one or two runs of equal groups that make up a row of H values at `bits` bits."""
     group = H if group_size is None else min(group_size, H)
     full, tail = divmod(H, group)
     group_bytes = (group * bits + 7) // 8
@@ -106,7 +125,7 @@ def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
 
 
 def groups(H: int, group_size: int | None = None) -> int:
-    """Number of groups in a row of H values."""
+    """Count the groups in a row of H values."""
     check_group_size(group_size)
     return 1 if group_size is None else -(-H // group_size)
 

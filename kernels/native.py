@@ -6,8 +6,7 @@ Threads: as many as torch uses, where there is enough to do; results do not depe
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Sequence
+import math
 from functools import cache
 
 import numpy as np
@@ -28,34 +27,18 @@ def row_stride(x: Tensor) -> int | None:
     H = x.shape[-1]
     if x.is_contiguous():
         return H
-    if H > 1 and x.stride(-1) != 1:
-        return None
-    stride, step = H, None
-    for size, this in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
-        if size == 1:
-            continue
-        if step is None:
-            stride = step = this
-            if this < H:
-                return None
-        elif this != step:
-            return None
-        step = this * size
-    return stride
+    try:
+        rows_RH = x.view(-1, H)
+    except RuntimeError:
+        return None  # not evenly spaced
+    stride, inner = rows_RH.stride()
+    return stride if stride >= H and (inner == 1 or H == 1) else None
 
 
 def with_stride(x: Tensor) -> tuple[Tensor, int]:
     """x itself where its rows can be walked, else a contiguous copy; and its row stride."""
     stride = row_stride(x)
     return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
-
-
-def rows_of(shape: Sequence[int]) -> int:
-    """Product of all dimensions but the last."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows
 
 
 class Backend(GradientKernels, FeedbackKernels):
@@ -85,7 +68,7 @@ class Backend(GradientKernels, FeedbackKernels):
             scales=scales.data_ptr(),
             x_stride=x_stride,
             m_stride=H if m is None else row_stride(m) or H,
-            rows=rows_of(shape),
+            rows=math.prod(shape[:-1]),
             H=H,
             group=H if options.group_size is None else min(options.group_size, H),
             seed=options.seed & MASK64,
@@ -121,7 +104,7 @@ class Backend(GradientKernels, FeedbackKernels):
             scales=scale.data_ptr(),
             out=out.data_ptr(),
             out_stride=stride,
-            rows=rows_of(shape),
+            rows=math.prod(shape[:-1]),
             H=shape[-1],
             group=shape[-1] if group_size is None else min(group_size, shape[-1]),
             bits=bits,
@@ -137,7 +120,7 @@ class Backend(GradientKernels, FeedbackKernels):
         values = values.contiguous()
         n = values.shape[-1]
         codes = torch.empty((*values.shape[:-1], (n * bits + 7) // 8), dtype=torch.uint8)
-        size, rows = values.element_size(), rows_of(values.shape)
+        size, rows = values.element_size(), math.prod(values.shape[:-1])
         if codes.numel():
             self.library.pipecomp_pack(codes.data_ptr(), values.data_ptr(), size, rows, n, bits, self.isa_index)
         return codes
@@ -146,8 +129,8 @@ class Backend(GradientKernels, FeedbackKernels):
         """As `bitpack.unpack_bits`."""
         codes = codes.contiguous()
         values = torch.empty((*codes.shape[:-1], count), dtype=torch.int32)
+        rows = math.prod(codes.shape[:-1])
         if values.numel():
-            rows = rows_of(codes.shape)
             self.library.pipecomp_unpack(values.data_ptr(), codes.data_ptr(), rows, count, bits, self.isa_index)
         return values
 
@@ -156,7 +139,7 @@ class Backend(GradientKernels, FeedbackKernels):
         H = x.shape[-1]
         x, stride = with_stride(x)
         group = H if group_size is None else min(group_size, H)
-        K = topk.row_kept(H, fraction, group_size)
+        K = topk.top_k_kept(H, fraction, group_size)
         values = torch.empty((*x.shape[:-1], K), dtype=torch.float32)
         index = torch.empty((*x.shape[:-1], K), dtype=torch.int32)
         kept, kept_last = topk.kept(group, fraction), topk.kept(H % group or group, fraction)
@@ -166,7 +149,7 @@ class Backend(GradientKernels, FeedbackKernels):
             x.data_ptr(),
             DTYPES[x.dtype],
             stride,
-            rows_of(x.shape),
+            math.prod(x.shape[:-1]),
             H,
             group,
             kept,
@@ -180,8 +163,7 @@ class Backend(GradientKernels, FeedbackKernels):
     def crc32(self, data: memoryview, value: int) -> int:
         """As `zlib.crc32`, of contiguous bytes."""
         array = np.frombuffer(data, dtype=np.uint8) if data.nbytes else np.empty(0, np.uint8)
-        crc: int = self.library.pipecomp_crc32(value & 0xFFFFFFFF, array.ctypes.data, array.size)
-        return crc
+        return self.library.pipecomp_crc32(value & 0xFFFFFFFF, array.ctypes.data, array.size)
 
 
 def self_check(backend: Backend) -> None:
@@ -190,7 +172,7 @@ def self_check(backend: Backend) -> None:
     Catches what no build flag can rule out: a compiler that contracts multiply and add, a CPU that flushes denormals.
     """
     values = torch.linspace(-3, 3, 210).sin().reshape(3, 70) ** 3
-    for rounding in reference.layout.ROUNDINGS:
+    for rounding in layout.ROUNDINGS:
         options = Options(bits=3, group_size=None, rounding=rounding, seed=7)
         m, m_again = values * 0.3, values * 0.3
         mine, theirs = backend.delta_quantize_(values, m, options), reference.delta_quantize_(values, m_again, options)
@@ -198,11 +180,9 @@ def self_check(backend: Backend) -> None:
             raise KernelError(f"native kernels: {backend.isa} code gives other bytes than the reference")
 
 
-_lock = threading.Lock()
-
-
 @cache
-def _load() -> Backend | str:
+def load() -> Backend | str:
+    """Load the backend on this CPU's best instruction set; a sentence saying why where there is none."""
     path = native_library.library_path()
     if path is None:
         return "native kernels are not built (no C++ compiler at install time?)"
@@ -212,9 +192,3 @@ def _load() -> Backend | str:
     except KernelError as error:
         return str(error)
     return backend
-
-
-def load() -> Backend | str:
-    """The backend on this CPU's best instruction set, or a sentence saying why there is none."""
-    with _lock:
-        return _load()

@@ -46,7 +46,7 @@ class FeedbackKernels(Library):
 def feedback_args(
     x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
 ) -> tuple[FeedbackArgs, Tensor, Tensor]:
-    """What both calls take, with the codes and scales that they write."""
+    """Make what both calls take, with the codes and scales that they write."""
     d = e_d.numel()
     codes = torch.empty(layout.row_bytes(d, bits, group_size), dtype=torch.uint8)
     scales = torch.empty(layout.groups(d, group_size), dtype=torch.float32)

@@ -35,8 +35,6 @@ class GradientKernels(Library):
         start: int,
     ) -> Tensor:
         """As `dithering.linear_encode`."""
-        g_d = g_d.contiguous()
-        index_d = None if index_d is None else index_d.contiguous()
         table = (c_float * len(levels))(*levels)
         codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
         args = LinearArgs(
@@ -81,7 +79,6 @@ class GradientKernels(Library):
     ) -> Tensor:
         """As `dithering.linear_decode`."""
         codes = codes.contiguous()
-        index_d = None if index_d is None else index_d.contiguous()
         factors = (c_float * len(levels))(*dithering.linear_factors(norm, levels, divisor))
         args = LinearDecodeArgs(
             codes=codes.data_ptr(),
@@ -99,7 +96,6 @@ class GradientKernels(Library):
 
     def scale_index(self, g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
         """As `dithering.scale_index`."""
-        g_d = g_d.contiguous()
         d, count = g_d.numel(), len(levels)
         table = (c_float * count)(*levels)
         out = torch.empty(d, dtype=torch.uint8)
@@ -111,7 +107,6 @@ class GradientKernels(Library):
 
     def exponential_encode(self, g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
         """As `dithering.exponential_encode`."""
-        g_d = g_d.contiguous()
         codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
         args = ExponentialArgs(
             g=g_d.data_ptr(),
@@ -160,7 +155,6 @@ class GradientKernels(Library):
 
     def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
         """As `dithering.kmeans_assign`."""
-        x_d, bounds = x_d.contiguous(), bounds.contiguous()
         d, count, dtype = x_d.numel(), bounds.numel(), DTYPES[x_d.dtype]
         out = torch.empty(d, dtype=torch.uint8)
         self.library.pipecomp_kmeans_assign(

@@ -141,7 +141,7 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def library_path() -> Path | None:
-    """The built library beside this file, the newest if there are several; None if it was never built."""
+    """Find the built library beside this file, the newest if there are several; None if it was never built."""
     found = [p for p in Path(__file__).resolve().parent.glob("_native*") if p.suffix in (".so", ".dylib", ".pyd")]
     return max(found, key=lambda p: p.stat().st_mtime, default=None)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.kernels import bitpack, dispatch, layout, native, topk
+from pipecomp.errors import ShapeError
+from pipecomp.kernels import dispatch, layout, native, topk
 from pipecomp.kernels.feedback_ops import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
@@ -34,10 +34,12 @@ from pipecomp.kernels.gradient_ops import (
 )
 from pipecomp.kernels.layout import groups, row_bytes
 from pipecomp.kernels.rng import mix_seed
+from pipecomp.kernels.topk import position_bytes, top_k_group_size, top_k_kept, top_k_scatter
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 NATIVE_CRC_BYTES = 4096  # below, zlib's own call is quicker
 
 __all__ = [
@@ -150,15 +152,9 @@ def dequantize(
     size = tuple(int(n) for n in shape)
     options = layout.check_options(bits, group_size, "max", rounding)
     layout.check_codes(codes, scale, bits, size, group_size)
-    if add_to is not None and out is not None:
-        raise ConfigError("out", "a tensor", "None where add_to is given")
-    target = out if add_to is None else add_to
-    tensors = [codes, scale]
-    if target is not None:
-        check_message(target, size, "out" if add_to is None else "add_to")
-        tensors.append(target)
-    chosen = dispatch.pick(backend, *tensors)
-    return chosen.dequantize(codes, scale, bits, size, options.group_size, options.rounding, target, add_to is not None)
+    target, add = layout.check_target(out, add_to, size)
+    chosen = dispatch.pick(backend, codes, scale, target)
+    return chosen.dequantize(codes, scale, bits, size, options.group_size, options.rounding, target, add)
 
 
 @torch.no_grad()
@@ -180,7 +176,14 @@ def delta_quantize_(
     Args:
         a: Activations, float32, float16 or bfloat16 [..., H]; not modified.
         m: What is cached of them, float32 of the same shape; changed in place.
-        bits: This and the other options as for `quantize`.
+        bits: As for `quantize`.
+        group_size: As for `quantize`.
+        scale: As for `quantize`.
+        rounding: As for `quantize`.
+        seed: As for `quantize`.
+        scale_dtype: As for `quantize`.
+        backend: As for `quantize`.
+        name: What errors call the change.
 
     Returns:
         Codes and scales, as `quantize`.
@@ -190,14 +193,8 @@ def delta_quantize_(
     """
     options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
     layout.check_input(a, name)
-    check_message(m, tuple(a.shape), "m")
+    layout.check_float32(m, tuple(a.shape), "m")
     return dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)
-
-
-def check_message(m: Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Raise ShapeError unless m is float32 of `shape`."""
-    if m.dtype != torch.float32 or tuple(m.shape) != shape:
-        raise ShapeError(f"{name}: {m.dtype} {tuple(m.shape)}, allowed: torch.float32 {shape}")
 
 
 @torch.no_grad()
@@ -219,31 +216,7 @@ def top_k_select(
     """
     layout.check_input(x, "x")
     layout.check_group_size(group_size)
-    topk.check_fraction(fraction)
     return dispatch.pick(backend, x).select(x, fraction, group_size)
-
-
-def top_k_kept(H: int, fraction: float, group_size: int | None = None) -> int:
-    """K: how many values of a row of H `top_k_select` keeps."""
-    layout.check_group_size(group_size)
-    return topk.row_kept(H, fraction, group_size)
-
-
-def top_k_group_size(H: int, fraction: float, group_size: int | None = None) -> int | None:
-    """The `group_size` for quantizing kept values, so that what was one group stays one group."""
-    layout.check_group_size(group_size)
-    return topk.kept_group(H, fraction, group_size)
-
-
-@torch.no_grad()
-def top_k_scatter(values: Tensor, index: Tensor, H: int) -> Tensor:
-    """Rows of H zeros with `values` (float32 [..., K]) at positions `index` (int32 [..., K]): float32 [..., H]."""
-    return topk.scatter(values, index, H)
-
-
-def position_bytes(H: int, K: int) -> tuple[str, int]:
-    """The shorter form of K positions in a row of H values, and its bytes a row: ("bitmap" or "indices", bytes)."""
-    return topk.position_form(H, K)
 
 
 def pack_positions(index: Tensor, H: int, *, backend: str = "auto") -> Tensor:
@@ -265,13 +238,18 @@ def pack_bits(values: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
     values: any integer dtype [..., n], each in [0, 2**bits); higher bits are cut off.
     Returns uint8 [..., ceil(n * bits / 8)]: bit i * bits of a row is the lowest bit of value i, padding bits are zero.
     """
-    bitpack.check_pack(values, bits)
+    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
+    if values.dtype not in INTEGER_DTYPES or values.dim() == 0:
+        raise ShapeError(f"values: {values.dtype} {tuple(values.shape)}, allowed: integers of at least one dimension")
     return dispatch.pick(backend, values).pack_bits(values, bits)
 
 
 def unpack_bits(codes: Tensor, bits: int, count: int, *, backend: str = "auto") -> Tensor:
     """Undo `pack_bits`: codes uint8 [..., ceil(count * bits / 8)] to int32 [..., count]."""
-    bitpack.check_unpack(codes, bits, count)
+    layout.check_bits(bits, high=layout.MAX_PACK_BITS)
+    want = (count * bits + 7) // 8
+    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] != want:
+        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 [..., {want}]")
     return dispatch.pick(backend, codes).unpack_bits(codes, bits, count)
 
 

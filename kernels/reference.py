@@ -7,6 +7,7 @@ Source: arXiv:2206.01299 (AQ-SGD), sections 3 and 4.1; stochastic rounding as Th
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -31,12 +32,12 @@ def code_values(bits: int, rounding: str) -> tuple[float, ...]:
 
 
 def non_finite(name: str, row: int) -> NonFiniteError:
-    """The error for a row that holds NaN, Inf or a value above 2**100."""
+    """Make the error for a row that holds NaN, Inf or a value above 2**100."""
     return NonFiniteError(f"{name}: NaN, Inf or a value above 2**100 in row {row}")
 
 
 def round_up_to_bfloat16(scale: Tensor) -> Tensor:
-    """The smallest bfloat16 value not below each (non-negative, finite) float32 value, as float32."""
+    """Round each (non-negative, finite) float32 value up to the next bfloat16 value, still float32."""
     return ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
@@ -79,20 +80,17 @@ def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: Options, r_RGn: Tensor
     return steps.floor().clamp(0, top).masked_fill(zero_RG1, 0).to(torch.uint8)
 
 
-def row_random(seed: int, rows: int, H: int, device: torch.device) -> Tensor:
-    """Uniform [0, 1) for every value of [rows, H], by its index in row-major order."""
-    return rng.uniform(seed, 0, rows * H, device).reshape(rows, H)
-
-
 def run_of(x_RH: Tensor, run: layout.Segment) -> Tensor:
-    """The values of a run of groups: [R, G, n]."""
+    """Cut the values of a run of groups out of their rows: [R, G, n]."""
     return x_RH[:, run.value_start : run.value_start + run.groups * run.group].reshape(-1, run.groups, run.group)
 
 
 def quantize_rows(x_RH: Tensor, options: Options, name: str) -> tuple[Tensor, Tensor]:
     """Quantize float32 rows: codes uint8 [R, row_bytes] and scales float32 [R, groups]."""
     rows, H = x_RH.shape
-    random_RH = row_random(options.seed, rows, H, x_RH.device) if options.rounding == "stochastic" else None
+    random_RH = None
+    if options.rounding == "stochastic":
+        random_RH = rng.uniform(options.seed, 0, rows * H, x_RH.device).reshape(rows, H)
     runs = layout.segments(H, options.bits, options.group_size)
     grouped = [run_of(x_RH, run) for run in runs]
     scales = [group_scales(x_RGn, options) for x_RGn in grouped]
@@ -127,8 +125,7 @@ def dequantize_rows(
 def quantize(x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
     """Q_b(x) of a checked input: codes uint8 [..., row_bytes], scale float32 (see `layout.scale_shape`)."""
     shape = tuple(x.shape)
-    x_RH = x.reshape(-1, shape[-1]).to(torch.float32)
-    codes, scale = quantize_rows(x_RH, options, name)
+    codes, scale = quantize_rows(x.reshape(-1, shape[-1]).to(torch.float32), options, name)
     return codes.reshape(*shape[:-1], codes.shape[1]), scale.reshape(layout.scale_shape(shape, options.group_size))
 
 
@@ -143,9 +140,7 @@ def dequantize(
     add: bool,
 ) -> Tensor:
     """Decode checked codes to float32 of `shape`: a new tensor, or into `out`, or (`add`) added to what `out` holds."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
+    rows = math.prod(shape[:-1])
     codes_Rk = codes.reshape(rows, codes.shape[-1])
     scale_RG = scale.reshape(rows, layout.groups(shape[-1], group_size))
     deq = dequantize_rows(codes_Rk, scale_RG, shape[-1], bits, group_size, rounding).reshape(shape)

@@ -35,7 +35,7 @@ def mix_seed(*values: int) -> int:
 
 
 def keys(seed: int, block: int) -> tuple[int, int]:
-    """The two 32-bit keys of elements block * 2**32 ... (block + 1) * 2**32 - 1."""
+    """Derive the two 32-bit keys of elements block * 2**32 ... (block + 1) * 2**32 - 1."""
     z = finalize64((seed & MASK64) + GOLDEN * (block + 1))
     return z & MASK32, z >> 32
 

@@ -14,28 +14,25 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.kernels import bitpack, layout
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise ConfigError unless 0 < fraction <= 1."""
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
-        raise ConfigError("fraction", fraction, "a number above 0, at most 1")
+from pipecomp.kernels import bitpack, layout, reference
 
 
 def kept(n: int, fraction: float) -> int:
-    """How many of a group's n values are kept."""
-    check_fraction(fraction)
+    """Count how many of a group's n values are kept; ConfigError unless 0 < fraction <= 1."""
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        raise ConfigError("fraction", fraction, "a number above 0, at most 1")
     return max(1, math.floor(fraction * n + 0.5))
 
 
-def row_kept(H: int, fraction: float, group_size: int | None = None) -> int:
-    """K: how many of a row's H values are kept, over all its groups."""
+def top_k_kept(H: int, fraction: float, group_size: int | None = None) -> int:
+    """Count the values of a row of H that `top_k_select` keeps, over all its groups: K."""
+    layout.check_group_size(group_size)
     return sum(s.groups * kept(s.group, fraction) for s in layout.segments(H, 1, group_size))
 
 
-def kept_group(H: int, fraction: float, group_size: int | None = None) -> int | None:
-    """The `group_size` with which kept values [..., K] are quantized, so that groups stay groups; None stays None."""
+def top_k_group_size(H: int, fraction: float, group_size: int | None = None) -> int | None:
+    """Give the `group_size` for quantizing kept values, so that what was one group stays one group."""
+    layout.check_group_size(group_size)
     return None if group_size is None else kept(min(group_size, H), fraction)
 
 
@@ -50,8 +47,7 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     order_RH = x_RH.view(torch.int32) & 0x7FFFFFFF
     parts = []
     for run in layout.segments(H, 1, group_size):
-        span = slice(run.value_start, run.value_start + run.groups * run.group)
-        order = order_RH[:, span].reshape(x_RH.shape[0], run.groups, run.group)
+        order = reference.run_of(order_RH, run)
         first = order.sort(dim=-1, descending=True, stable=True).indices[..., : kept(run.group, fraction)]
         start = torch.arange(run.groups, device=x.device) * run.group + run.value_start
         parts.append((first.sort(dim=-1).values + start.unsqueeze(-1)).flatten(1))
@@ -60,8 +56,9 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     return x_RH.gather(1, index_RK).reshape(shape), index_RK.to(torch.int32).reshape(shape)
 
 
-def scatter(values: Tensor, index: Tensor, H: int) -> Tensor:
-    """Rows of H values, zero except for `values` (float32 [..., K]) at `index` (int32 [..., K])."""
+@torch.no_grad()
+def top_k_scatter(values: Tensor, index: Tensor, H: int) -> Tensor:
+    """Make rows of H zeros with `values` (float32 [..., K]) at positions `index` (int32 [..., K]): float32 [..., H]."""
     if values.shape != index.shape or values.dim() == 0:
         raise ShapeError(f"index: {tuple(index.shape)}, allowed: {tuple(values.shape)} as values")
     K = values.shape[-1]
@@ -75,16 +72,16 @@ def index_bits(H: int) -> int:
     return max(1, (H - 1).bit_length())
 
 
-def position_form(H: int, K: int) -> tuple[str, int]:
-    """The shorter form of K positions in a row of H values and its bytes a row: ("bitmap" or "indices", bytes)."""
+def position_bytes(H: int, K: int) -> tuple[str, int]:
+    """Choose the shorter form of K positions in a row of H values: ("bitmap" or "indices", its bytes a row)."""
     bitmap = (H + 7) // 8
     indices = (K * index_bits(H) + 7) // 8
     return ("bitmap", bitmap) if bitmap <= indices else ("indices", indices)
 
 
 def pack_positions(index: Tensor, H: int, pack: Callable[[Tensor, int], Tensor] = bitpack.pack_bits) -> Tensor:
-    """Positions (int32 [..., K], ascending in a row) in their shorter form: uint8 [..., position_form(H, K)[1]]."""
-    form, _ = position_form(H, index.shape[-1])
+    """Positions (int32 [..., K], ascending in a row) in their shorter form: uint8 [..., position_bytes(H, K)[1]]."""
+    form, _ = position_bytes(H, index.shape[-1])
     if form == "indices":
         return pack(index, index_bits(H))
     index_RK = index.reshape(-1, index.shape[-1]).to(torch.int64)
@@ -98,7 +95,7 @@ def unpack_positions(
     packed: Tensor, H: int, K: int, unpack: Callable[[Tensor, int, int], Tensor] = bitpack.unpack_bits
 ) -> Tensor:
     """Undo `pack_positions`: int32 [..., K]. ShapeError if the bytes are not K positions below H a row."""
-    form, size_bytes = position_form(H, K)
+    form, size_bytes = position_bytes(H, K)
     if packed.dtype != torch.uint8 or packed.dim() == 0 or packed.shape[-1] != size_bytes:
         raise ShapeError(f"positions: {packed.dtype} {tuple(packed.shape)}, allowed: torch.uint8 [..., {size_bytes}]")
     if form == "indices":

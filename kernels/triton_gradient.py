@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pipecomp.kernels.triton_quantize import load_codes, random_bits, store_codes, to_float, uniform
+from pipecomp.kernels.triton_quantize import load_codes, octets, random_bits, store_codes, to_float, uniform
 
 
 @triton.jit
@@ -34,9 +34,7 @@ def linear_encode_kernel(
     OCT: tl.constexpr,
 ):
     """Linear dithering of one chunk."""
-    octet = tl.program_id(0).to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
-    lane = tl.arange(0, 8)[None, :]
-    at = octet * 8 + lane
+    octet, lane, at = octets(tl.program_id(0), OCT)
     ok = at < d
     v = to_float(tl.load(g + at, mask=ok, other=0))
     s = tl.load(levels + tl.load(index + at, mask=ok, other=0).to(tl.int32)) if INDEXED else tl.load(levels)
@@ -97,9 +95,7 @@ def exponential_encode_kernel(
     g, codes, keys, start, d, divisor, smallest, depth, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr
 ):
     """Exponential dithering of one chunk. smallest: 2**(top - 1 - depth)."""
-    octet = tl.program_id(0).to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
-    lane = tl.arange(0, 8)[None, :]
-    at = octet * 8 + lane
+    octet, lane, at = octets(tl.program_id(0), OCT)
     ok = at < d
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     v = to_float(tl.load(g + at, mask=ok, other=0))
@@ -130,10 +126,8 @@ def exponential_decode_kernel(
 
 @triton.jit
 def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr):
-    """a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
-    octet = tl.program_id(0).to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
-    lane = tl.arange(0, 8)[None, :]
-    at = octet * 8 + lane
+    """Add codes, a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
+    octet, lane, at = octets(tl.program_id(0), OCT)
     ok = at < d
     mask: tl.constexpr = (1 << (BITS - 1)) - 1
     ca = load_codes(a, at, ok, size_bytes, BITS)
@@ -198,7 +192,7 @@ def kmeans_kernel(out, x, bounds, d, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def select_kernel(values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LAST, BLOCK: tl.constexpr):
-    """The largest magnitudes of one group: the k-th largest bit pattern by bisection, then one stable compaction."""
+    """Select a group's largest magnitudes: the k-th largest bit pattern by bisection, then one stable compaction."""
     unit = tl.program_id(0).to(tl.int64)
     row = unit // GROUPS
     g = unit % GROUPS

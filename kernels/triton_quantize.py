@@ -39,6 +39,14 @@ def to_float(v):
 
 
 @triton.jit
+def octets(chunk, OCT: tl.constexpr):
+    """Of a chunk of OCT rows of eight values: the rows' numbers, the places in a row, the values' numbers."""
+    octet = chunk.to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
+    lane = tl.arange(0, 8)[None, :]
+    return octet, lane, octet * 8 + lane
+
+
+@triton.jit
 def store_codes(codes, octet, lane, c, value_ok, size_bytes, BITS: tl.constexpr):
     """Packs codes c [OCT, 8] (int32), zero where not value_ok, into a stream of size_bytes, from byte octet * BITS."""
     shift = (lane * BITS).to(tl.int64)
@@ -149,12 +157,13 @@ def quantize_kernel(
     BF16_SCALE: tl.constexpr,
     OCT: tl.constexpr,
 ):
-    """Codes of one chunk of one group. MEASURE: the chunk is the whole group, whose scale it finds and stores first;
-    a group that is not finite lowers bad[0] to its row. Otherwise the scale is read."""
+    """Codes of one chunk of one group.
+
+    MEASURE: the chunk is the whole group, whose scale it finds and stores first; a group that is not finite lowers
+    bad[0] to its row. Otherwise the scale is read.
+    """
     unit, row, column, n, byte, size_bytes = place(H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
-    octet = tl.program_id(1).to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
-    lane = tl.arange(0, 8)[None, :]
-    at = octet * 8 + lane
+    octet, lane, at = octets(tl.program_id(1), OCT)
     ok = at < n
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, ok, DELTA)
     if MEASURE:

@@ -3,7 +3,7 @@
     engine = pipecomp.initialize(model=…, num_stages=2, config="ds_config.json", training_data=…, collate_fn=…)
     loss = engine.train_batch()
 
-Importing this package is cheap; DeepSpeed and transformers are imported when something needs them.
+Importing this package is cheap; torch, DeepSpeed and transformers are imported when something needs them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ if not all((_FOLDER / name).is_dir() for name in ("stages", "buffers", "kernels"
     # A checkout without symbolic links, or an unpacked sdist: these three are found beside this folder.
     __path__.append(str(_FOLDER.parent))
 
-from pipecomp import kernels
-from pipecomp.config import Config
 from pipecomp.errors import PipecompError
-from pipecomp.kernels import ops as _ops  # noqa: F401 (makes pipecomp.kernels.ops reachable)
 
 if TYPE_CHECKING:
-    from pipecomp import allreduce, buffers, netlab, optim, stages
+    from pipecomp import allreduce, buffers, kernels, netlab, optim, stages
+    from pipecomp.config import Config
     from pipecomp.engine.engine import PipelineEngine
     from pipecomp.engine.initialize import initialize
+    from pipecomp.kernels import ops as _ops  # noqa: F401 (pipecomp.kernels.ops)
     from pipecomp.trainer import PipelineTrainer
     from pipecomp.trainer.ddp_callback import CompressionCallback
 
@@ -48,11 +47,13 @@ __all__ = [
 # Imported when they are first asked for. Of a module that is named like its key, the module itself is meant.
 _LAZY = {
     "CompressionCallback": "pipecomp.trainer.ddp_callback",
+    "Config": "pipecomp.config",
     "PipelineEngine": "pipecomp.engine.engine",
     "PipelineTrainer": "pipecomp.trainer",
     "allreduce": "pipecomp.allreduce",
     "buffers": "pipecomp.buffers",
     "initialize": "pipecomp.engine.initialize",
+    "kernels": "pipecomp.kernels",
     "netlab": "pipecomp.netlab",
     "optim": "pipecomp.optim",
     "stages": "pipecomp.stages",
@@ -62,6 +63,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'pipecomp' has no attribute {name!r}")
+    if name == "kernels":
+        importlib.import_module("pipecomp.kernels.ops")  # reachable through it
     module = importlib.import_module(_LAZY[name])
     found = module if _LAZY[name] == f"pipecomp.{name}" else getattr(module, name)
     globals()[name] = found

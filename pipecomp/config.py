@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -26,8 +27,8 @@ Bits = int | str | tuple[int, ...]
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_number(value: object, low: float, high: float = math.inf, kind: type | tuple[type, ...] = int) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high  # type: ignore[operator]
 
 
 def _require(ok: bool, key: str, got: object, allowed: str) -> None:
@@ -40,9 +41,9 @@ def _require_choice(key: str, got: object, choices: tuple[str, ...]) -> None:
 
 
 def _require_bits(key: str, got: Any) -> None:
-    every = got if isinstance(got, tuple) else (got,)
-    ok = every != () and all(_is_int(bits) and 1 <= bits <= 8 for bits in every)
-    _require(ok, key, list(got) if isinstance(got, tuple) else got, f"{BITS}, a list with one for each link, or 'auto'")
+    every = list(got) if isinstance(got, tuple) else [got]
+    ok = every != [] and all(_is_number(bits, 1, 8) for bits in every)
+    _require(ok, key, every if isinstance(got, tuple) else got, f"{BITS}, a list with one for each link, or 'auto'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class Activations:
 
     METHODS: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "direct", "aqsgd")
     QUANTIZED: ClassVar[tuple[str, ...]] = ("direct", "aqsgd")
+    EVAL: ClassVar[tuple[str, ...]] = ("full", *(method for method in METHODS if method not in ("none", "aqsgd")))
 
     def __post_init__(self) -> None:
         _require_choice("activations.method", self.method, self.METHODS)
@@ -84,42 +86,28 @@ class Activations:
                 _require_bits(f"activations.{key}", getattr(self, key))
             elif self.method not in self.QUANTIZED:
                 raise ConfigError(f"activations.{key}", "auto", "a number; 'auto' with method 'direct' or 'aqsgd'")
-        if self.first_visit != "full":
-            ok = _is_int(self.first_visit) and 1 <= int(self.first_visit) <= 8
-            _require(ok, "activations.first_visit", self.first_visit, f"'full' or {BITS}")
+        ok = self.first_visit == "full" or _is_number(self.first_visit, 1, 8)
+        _require(ok, "activations.first_visit", self.first_visit, f"'full' or {BITS}")
         _require_choice("activations.rounding", self.rounding, ("nearest", "stochastic"))
         _require_choice("activations.scale", self.scale, ("max", "rms"))
-        if self.group_size is not None:
-            _require(
-                _is_int(self.group_size) and 1 <= self.group_size < 2**32,
-                "activations.group_size",
-                self.group_size,
-                "null or a whole number of at least 1, below 2**32",
-            )
-        if self.backward_top_k is not None:
-            k = self.backward_top_k
-            ok = isinstance(k, (int, float)) and not isinstance(k, bool) and 0 < k <= 1
-            _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
-        _require_choice("activations.eval", self.eval, ("full", "fp16", "bf16", "direct"))
+        n, k = self.group_size, self.backward_top_k
+        ok = n is None or _is_number(n, 1, 2**32 - 1)
+        _require(ok, "activations.group_size", n, "null or a whole number of at least 1, below 2**32")
+        ok = k is None or (k != 0 and _is_number(k, 0, 1, (int, float)))
+        _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
+        _require_choice("activations.eval", self.eval, self.EVAL)
         _require(isinstance(self.rotation, bool), "activations.rotation", self.rotation, "true or false")
-        if self.rotation:
-            something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
-            allowed = "false; true with 'direct', or with 'aqsgd' and a quantized first_visit"
-            _require(something, "activations.rotation", True, allowed)
-        if self.rounding == "stochastic":
-            _require(
-                self.scale == "max",
-                "activations.scale",
-                self.scale,
-                "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)",
-            )
+        something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
+        allowed = "false; true with 'direct', or with 'aqsgd' and a quantized first_visit"
+        _require(something or not self.rotation, "activations.rotation", True, allowed)
+        allowed = "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)"
+        _require(self.scale == "max" or self.rounding != "stochastic", "activations.scale", self.scale, allowed)
 
     def bits(self, link: int) -> tuple[int, int]:
         """Forward and backward, of one link. ConfigError while one of them is "auto", or a list that is too short."""
-        return self.bits_of("forward_bits", link), self.bits_of("backward_bits", link)
+        return self._bits_of("forward_bits", link), self._bits_of("backward_bits", link)
 
-    def bits_of(self, key: str, link: int) -> int:
-        """One of them: key is "forward_bits" or "backward_bits"."""
+    def _bits_of(self, key: str, link: int) -> int:
         got = getattr(self, key)
         if got == "auto":
             raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
@@ -148,16 +136,16 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """Where both ends of a link keep the messages of "aqsgd".
+    """Where both ends of a link keep the cached activations of "aqsgd".
 
     backend: "lmdb" (on disk, survives restarts) or "memory". path: folder for "lmdb"; each rank writes below it.
     bits: 2, 4, 8, 16 or 32 bits a stored value (paper, H.5). max_bytes: budget per link end, None for no limit.
-    prefetch: micro-batches whose messages are loaded ahead, 0 for none. drift_check: every so many steps both ends of a
-    link compare digests of the messages that changed, None for never. in_checkpoints: copy the store into every
-    checkpoint, so that training goes on with the same losses; it takes as much space again. run: a name for the run; a
-    store that has messages of a run with another name is refused. None: a random one, which a run that goes on from a
-    checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the disk
-    refuses writes.
+    prefetch: micro-batches whose cached activations are loaded ahead, 0 for none. drift_check: every so many steps both
+    ends of a link compare digests of the cached activations that changed, None for never. in_checkpoints: copy the
+    store into every checkpoint, so that training goes on with the same losses; it takes as much space again. run: a
+    name for the run; a store that is of a run with another name is refused. None: a random one, which a run that goes
+    on from a checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the
+    disk refuses writes.
     """
 
     backend: str = "lmdb"
@@ -174,20 +162,17 @@ class Store:
         _require_choice("store.backend", self.backend, ("lmdb", "memory"))
         _require(isinstance(self.path, str) and self.path != "", "store.path", self.path, "a folder name")
         _require("\0" not in self.path, "store.path", self.path, "a folder name, without zero bytes")
-        _require(_is_int(self.bits) and self.bits in (2, 4, 8, 16, 32), "store.bits", self.bits, "2, 4, 8, 16 or 32")
-        if self.max_bytes is not None:
-            ok = _is_int(self.max_bytes) and self.max_bytes > 0
-            _require(ok, "store.max_bytes", self.max_bytes, "null or a number of bytes above 0")
-        ok = _is_int(self.prefetch) and 0 <= self.prefetch <= 64
-        _require(ok, "store.prefetch", self.prefetch, "a whole number from 0 to 64")
+        ok = _is_number(self.bits, 2) and self.bits in (2, 4, 8, 16, 32)
+        _require(ok, "store.bits", self.bits, "2, 4, 8, 16 or 32")
+        ok = self.max_bytes is None or _is_number(self.max_bytes, 1)
+        _require(ok, "store.max_bytes", self.max_bytes, "null or a number of bytes above 0")
+        _require(_is_number(self.prefetch, 0, 64), "store.prefetch", self.prefetch, "a whole number from 0 to 64")
         _require_choice("store.on_write_error", self.on_write_error, ("stop", "continue"))
-        if self.drift_check is not None:
-            ok = _is_int(self.drift_check) and self.drift_check >= 1
-            _require(ok, "store.drift_check", self.drift_check, "null or a number of steps of at least 1")
+        ok = self.drift_check is None or _is_number(self.drift_check, 1)
+        _require(ok, "store.drift_check", self.drift_check, "null or a number of steps of at least 1")
         _require(isinstance(self.in_checkpoints, bool), "store.in_checkpoints", self.in_checkpoints, "true or false")
-        if self.run is not None:
-            ok = isinstance(self.run, str) and RUN_NAME.fullmatch(self.run) is not None
-            _require(ok, "store.run", self.run, "null or a name of letters, digits, '.', '_' and '-', at most 64")
+        ok = self.run is None or (isinstance(self.run, str) and RUN_NAME.fullmatch(self.run) is not None)
+        _require(ok, "store.run", self.run, "null or a name of letters, digits, '.', '_' and '-', at most 64")
 
     def check_given(self, given: Mapping[str, object]) -> None:
         """Refuse what only files have for the memory backend."""
@@ -201,7 +186,7 @@ class Store:
 class Transport:
     """How bytes travel between stages.
 
-    backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every message.
+    backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every packet.
     timeout_s: seconds of silence after which a peer counts as lost (peers send a heartbeat four times as often).
     """
 
@@ -212,9 +197,8 @@ class Transport:
     def __post_init__(self) -> None:
         _require_choice("transport.backend", self.backend, ("auto", "gloo"))
         _require(isinstance(self.checksum, bool), "transport.checksum", self.checksum, "true or false")
-        t = self.timeout_s
-        ok = isinstance(t, (int, float)) and not isinstance(t, bool) and 1 <= t <= 86400
-        _require(ok, "transport.timeout_s", t, "seconds from 1 to 86400")
+        ok = _is_number(self.timeout_s, 1, 86400, (int, float))
+        _require(ok, "transport.timeout_s", self.timeout_s, "seconds from 1 to 86400")
 
     def check_given(self, given: Mapping[str, object]) -> None:
         """Nothing to refuse."""
@@ -239,11 +223,10 @@ class Config:
     in_flight: str | int = "auto"
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.seed) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 2**32 - 1")
+        _require(_is_number(self.seed, 0, 2**32 - 1), "seed", self.seed, "a whole number from 0 to 2**32 - 1")
         _require(isinstance(self.tie, bool), "tie", self.tie, "true or false")
-        if self.in_flight != "auto":
-            ok = _is_int(self.in_flight) and int(self.in_flight) >= 1
-            _require(ok, "in_flight", self.in_flight, "'auto' or a whole number of at least 1")
+        ok = self.in_flight == "auto" or _is_number(self.in_flight, 1)
+        _require(ok, "in_flight", self.in_flight, "'auto' or a whole number of at least 1")
         _require_choice("kernels", self.kernels, ("auto", "torch", "native", "triton"))
 
     @classmethod
@@ -251,24 +234,19 @@ class Config:
         """Read the value of the "pipecomp" key. Raises ConfigError for anything that is not exactly right."""
         given = _section("", section, cls)
         parts: dict[str, Any] = {}
-        for name, kind in (
-            ("activations", Activations),
-            ("store", Store),
-            ("gradients", Gradients),
-            ("transport", Transport),
-        ):
-            if name in given:
+        for name, kind in ((f.name, f.default_factory) for f in dataclasses.fields(cls)):
+            if name in given and isinstance(kind, type):
                 values = _section(name, given[name], kind)
                 parts[name] = kind(**values)
                 parts[name].check_given(values)
-        config = cls(**{**{k: v for k, v in given.items() if k not in parts}, **parts})
+        config = cls(**{**given, **parts})
         if config.activations.method != "aqsgd" and "store" in given:
             method = config.activations.method
             raise ConfigError("store", given["store"], f"only with activations.method 'aqsgd', not {method!r}")
         return config
 
     def link_settings(self, link: int) -> dict[str, Any]:
-        """Everything that both ends of a link must agree on to hold the same messages."""
+        """List all that both ends of a link must agree on to hold the same cached activations."""
         a = self.activations
         return {
             "method": a.method,
@@ -284,7 +262,7 @@ class Config:
         }
 
     def digest(self) -> str:
-        """Short hash of `shared`, equal on ranks configured alike."""
+        """Return a short hash of `shared`, equal on ranks configured alike."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()[:16]
 
     def shared(self) -> dict[str, Any]:
@@ -297,7 +275,7 @@ class Config:
 
 
 def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError with `key` and the path: not readable, not JSON, not an object."""
+    """Read the object in a JSON file. ConfigError with `key` and the path: not readable, not JSON, not an object."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -310,7 +288,7 @@ def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
 
 
 def bits_of_link(bits: Bits, link: int) -> int | str:
-    """A number, or "auto"."""
+    """Pick a link's bits: a number, or "auto"."""
     return bits[link] if isinstance(bits, tuple) else bits
 
 

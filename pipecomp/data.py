@@ -1,16 +1,17 @@
 """Micro-batches with sample ids: AQ-SGD needs to know a sample again when it comes back.
 
 The id of a sample is its place in the dataset, unless the dataset has a method `sample_id(index)` that says otherwise:
-one that shows a sample in several views gives one id to those that share a message. Replicas of a pipeline share the
-dataset out once and shuffle only within their own part, so that a sample stays with the replica that holds its
-messages. The order of ids follows from the seed and the epoch alone; every stage that loads data loads the same
-micro-batches.
+one that shows a sample in several views gives one id to those that share a cached activation. Replicas of a pipeline
+share the dataset out once and shuffle only within their own part, so that a sample stays with the replica that holds
+its cached activation. The order of ids follows from the seed and the epoch alone; every stage that loads data loads
+the same micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -29,21 +30,24 @@ MAX_ID = 2**63 - 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """ids: B sample ids. inputs: for the first stage, with input_ids [B, S] or pixel_values [B, …] among them. labels:
-    for the loss."""
+    """Samples that go through the pipeline together.
+
+    ids: B sample ids. inputs: for the first stage, with input_ids [B, S] or pixel_values [B, …] among them. labels: for
+    the loss.
+    """
 
     ids: tuple[int, ...]
     inputs: dict[str, Tensor]
     labels: Tensor | None
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory, which a GPU copies faster; torch's DataLoader calls this."""
+        """Copy it to page-locked memory, from which a GPU copies faster; torch's DataLoader calls this."""
         labels = None if self.labels is None else self.labels.pin_memory()
         return MicroBatch(self.ids, {key: value.pin_memory() for key, value in self.inputs.items()}, labels)
 
 
 def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from: int | None = None) -> MicroBatch:
-    """A collated batch as a MicroBatch.
+    """Make a MicroBatch of a collated batch.
 
     batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs, labels).
     Its ids come from `ids`, else from the key "sample_ids", else they are numbers from `number_from` on, where nothing
@@ -84,8 +88,7 @@ class Sampler(Protocol):
     per_epoch: int
 
     def batch(self, number: int) -> list[int]:
-        """The dataset's indices of micro-batch `number`, counted from the start of training; endless."""
-        ...
+        """List the dataset's indices of micro-batch `number`, counted from the start of training; endless."""
 
 
 class ShardedSampler:
@@ -126,7 +129,7 @@ class ShardedSampler:
         self._order = self._own
 
     def batch(self, number: int) -> list[int]:
-        """The ids of micro-batch `number`, counted from the start of training."""
+        """List the ids of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._cached_epoch:
             order = self._arrange(epoch)
@@ -136,7 +139,7 @@ class ShardedSampler:
         return self._order[start : start + self._micro_batch].tolist()
 
     def _arrange(self, epoch: int) -> Tensor:
-        """This replica's samples in the order of an epoch."""
+        """Put this replica's samples in the order of an epoch."""
         return self._own[torch.randperm(len(self._own), generator=self._draw(epoch))] if self._shuffle else self._own
 
     def _draw(self, epoch: int) -> torch.Generator:
@@ -155,13 +158,8 @@ class _Numbered(Dataset):
         return self.sample_id(index), self.data[index]
 
 
-class _Collate:
-    def __init__(self, collate: Callable[[list], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, items: list[tuple[int, Any]]) -> MicroBatch:
-        ids = [i for i, _ in items]
-        return as_micro_batch(self.collate([sample for _, sample in items]), ids)
+def _numbered_batch(collate: Callable[[list], Any], items: list[tuple[int, Any]]) -> MicroBatch:
+    return as_micro_batch(collate([sample for _, sample in items]), [i for i, _ in items])
 
 
 def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -177,12 +175,10 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 class TrainLoader:
     """Endless micro-batches for one replica, from where training stands; knows the ids that come next."""
 
-    def __init__(
-        self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None, *, workers: int = 0
-    ) -> None:
+    def __init__(self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None) -> None:
         self.sampler = sampler
         self.taken = 0  # micro-batches handed out so far
-        self._data, self._collate, self._workers = _Numbered(data), _Collate(collate or default_collate), workers
+        self._data, self._collate = _Numbered(data), partial(_numbered_batch, collate or default_collate)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         order = (self.sampler.batch(number) for number in count(self.taken))
@@ -190,7 +186,6 @@ class TrainLoader:
             self._data,
             batch_sampler=order,
             collate_fn=self._collate,
-            num_workers=self._workers,
             # Otherwise each new iterator would draw from torch's own, and a resumed run have other dropout masks.
             generator=torch.Generator(),
         )
@@ -199,7 +194,7 @@ class TrainLoader:
             yield batch
 
     def upcoming(self, ahead: int) -> list[int]:
-        """The ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
+        """List the ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
         return [self._data.sample_id(index) for index in self.sampler.batch(self.taken + ahead)]
 
 
@@ -207,6 +202,6 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
     """All samples in order, the last micro-batch possibly short; for `engine.eval_batch`."""
     if not isinstance(data, Sized):
         raise DataError(f"evaluation data is a {type(data).__name__} without a length")
-    numbered, make = _Numbered(data), _Collate(collate or default_collate)
+    numbered, make = _Numbered(data), partial(_numbered_batch, collate or default_collate)
     size = len(data)
     return [make([numbered[i] for i in range(a, min(a + micro_batch, size))]) for a in range(0, size, micro_batch)]

@@ -7,11 +7,11 @@ PipecompError
   KernelError          a kernel backend that cannot run here
   SplitError           a model that cannot be cut as asked
   DataError            samples, ids or labels
-  WireError            bytes that are not a message of this version
+  WireError            bytes that are not a packet of this version
   StoreError           the message store: damaged, full, or of another run
   LinkError            the exchange between two stages
-    BaseMismatchError  a delta on a message that the receiver does not hold
-    DriftError         the two ends hold different messages, again after they were repaired
+    BaseMismatchError  a delta on a cached activation that the receiver does not hold
+    DriftError         the two ends hold different cached activations, again after they were repaired
     LinkTimeoutError   nothing arrived within the stated time
     PeerLostError      a rank is gone; `rank` says which
 """
@@ -41,6 +41,12 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
+def require(ok: object, key: str, got: object, allowed: str) -> None:
+    """Raise ConfigError with the other arguments unless `ok` is true."""
+    if not ok:
+        raise ConfigError(key, got, allowed)
+
+
 class ShapeError(PipecompError, ValueError):
     """A tensor has a shape, dtype or device that the operation does not take."""
 
@@ -62,7 +68,7 @@ class DataError(PipecompError, ValueError):
 
 
 class WireError(PipecompError, ValueError):
-    """Received bytes are not a whole message of this version and link."""
+    """Received bytes are not a whole packet of this version and link."""
 
 
 class StoreError(PipecompError, RuntimeError):
@@ -74,11 +80,11 @@ class LinkError(PipecompError, RuntimeError):
 
 
 class BaseMismatchError(LinkError):
-    """A delta builds on a message version that this end of the link does not hold."""
+    """A delta builds on a version of a cached activation that this end of the link does not hold."""
 
 
 class DriftError(LinkError):
-    """The two ends of a link hold different messages of one version, in two checks in a row."""
+    """The two ends of a link hold different cached activations of one version, in two checks in a row."""
 
 
 class LinkTimeoutError(LinkError, TimeoutError):

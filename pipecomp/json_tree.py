@@ -5,6 +5,7 @@ Reading them runs nobody's code, as unpickling would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ def describe(value: Any, put_aside: Callable[[Any], Described]) -> Described:
 
 
 def rebuild(described: Described, fetch: Callable[[str, Any], Any]) -> Any:
-    """What `describe` was given. `fetch(kind, content)`: a leaf that was put aside, in the order of `describe`.
+    """Rebuild what `describe` was given. `fetch(kind, content)`: a leaf that was put aside, in the order of `describe`.
 
     Raises ValueError or TypeError for what `describe` cannot have returned.
     """
@@ -38,3 +39,12 @@ def rebuild(described: Described, fetch: Callable[[str, Any], Any]) -> Any:
         items = [rebuild(item, fetch) for item in content]
         return tuple(items) if kind == "tuple" else items
     return fetch(kind, content)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no Infinity: null in their place."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -101,10 +102,6 @@ class GroupStats:
         self.bytes_sent += ring
         self.wait_seconds += seconds
 
-    def as_dict(self) -> dict:
-        """Return the numbers for reports."""
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class Seconds:
@@ -161,25 +158,20 @@ class Traffic:
     groups: dict[str, dict[str, int]]
 
     @classmethod
-    def of(cls, ranks: Iterable[dict[str, Any]]) -> Traffic:
+    def of(cls, ranks: Iterable[Mapping[str, Any]]) -> Traffic:
         """Add up `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is taken."""
-        links: dict[str, dict[str, int]] = {}
-        groups: dict[str, dict[str, int]] = {}
+        links: dict[str, Counter[str]] = defaultdict(Counter)
+        groups: dict[str, Counter[str]] = defaultdict(Counter)
         seen: set[tuple[int, str]] = set()
+        kinds = ("bytes_raw", "bytes_sent")
         for rank in ranks:
             for name, link in rank["links"].items():
-                if (rank["replica"], name) in seen:
-                    continue
-                seen.add((rank["replica"], name))
-                total = links.setdefault(name, {f"{d}_bytes_{k}": 0 for d in DIRECTIONS for k in ("raw", "sent")})
-                for direction in DIRECTIONS:
-                    for kind in ("raw", "sent"):
-                        total[f"{direction}_bytes_{kind}"] += link[direction][f"bytes_{kind}"]
+                if (rank["replica"], name) not in seen:
+                    seen.add((rank["replica"], name))
+                    links[name].update({f"{d}_{kind}": link[d][kind] for d in DIRECTIONS for kind in kinds})
             for name, group in rank["groups"].items():
-                total = groups.setdefault(name, {"bytes_raw": 0, "bytes_sent": 0})
-                for key in total:
-                    total[key] += group[key]
-        return cls(dict(sorted(links.items())), dict(sorted(groups.items())))
+                groups[name].update({kind: group[kind] for kind in kinds})
+        return cls(_plain(links), _plain(groups))
 
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum of both."""
@@ -187,7 +179,11 @@ class Traffic:
 
 
 def _sums(a: dict[str, dict[str, int]], b: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    return {
-        name: {key: a.get(name, {}).get(key, 0) + b.get(name, {}).get(key, 0) for key in (a.get(name) or b[name])}
-        for name in sorted({*a, *b})
-    }
+    total: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, counts in (*a.items(), *b.items()):
+        total[name].update(counts)
+    return _plain(total)
+
+
+def _plain(counters: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    return {name: dict(counters[name]) for name in sorted(counters)}

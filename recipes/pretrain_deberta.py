@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.demo.task import pretrain
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.recipes.encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
 from pipecomp.recipes.text import blocks, read_text
 
@@ -81,8 +81,12 @@ def held_out_loss(masking: Masking, rows: list[list[int]], batch: int) -> float:
 def main() -> None:
     """See the top of the file."""
     args = _arguments()
-    if args.vocabulary < MIN_VOCABULARY:
-        raise ConfigError("--vocabulary", args.vocabulary, f"a whole number of at least {MIN_VOCABULARY}")
+    require(
+        args.vocabulary >= MIN_VOCABULARY,
+        "--vocabulary",
+        args.vocabulary,
+        f"a whole number of at least {MIN_VOCABULARY}",
+    )
     from transformers import DebertaV2ForMaskedLM
 
     lines = list(chain.from_iterable(map(plain_lines, args.train_file)))

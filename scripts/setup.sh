@@ -20,6 +20,11 @@ fi
 # them would take longer than everything else here.
 install="$venv/bin/python -m pip --disable-pip-version-check -qq install --no-compile"
 
+# While packages are installed on one core, the kernels are compiled on another.
+"$venv/bin/python" kernels/build.py "$venv/kernels.so" >"$venv/kernels.log" 2>&1 &
+kernels=$!
+trap 'kill $kernels 2>/dev/null || :' EXIT
+
 # Without a GPU the ordinary Linux build of torch brings several GB of CUDA packages that nothing would use.
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 11))' 2>/dev/null; then
     echo "Keeping the torch that is installed."
@@ -35,7 +40,10 @@ else
     echo "Installing torch $torch_version."
     $install setuptools "torch==$torch_version"
 fi
-echo "Installing pipecomp's dependencies, and pipecomp, whose kernels are compiled."
+echo "Installing pipecomp's dependencies, and pipecomp with its compiled kernels."
+if wait $kernels; then
+    export BUILT_KERNELS="$(cd "$venv" && pwd)/kernels.so"
+fi
 $install --no-build-isolation -e ".[dev]"
 echo "Importing them for the first time."
 DS_ACCELERATOR=cpu "$venv/bin/python" -c 'import torch, deepspeed, transformers; print(f"Ready: torch {torch.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}")' 2>"$venv/import.log" || {

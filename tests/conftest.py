@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 
+# Beside what every rank needs.
+LARGE_PACKAGES = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # of every optimizer with ZeRO; it imports torch's compiler
+    "pipecomp.trainer",
+    "pipecomp.recipes.run",
+)
+
 
 def pytest_configure() -> None:
     """Before the first test; no server on a machine with a GPU, whose driver must not be touched before a fork.
@@ -18,9 +25,9 @@ def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from pipecomp.cluster.local_ranks import preload_large_packages  # it imports torch, which reads what is set above
+    from pipecomp.cluster.local_ranks import preload_large_packages
 
-    preload_large_packages()
+    preload_large_packages(*LARGE_PACKAGES)
 
 
 # The files that take longest, in that order: begun first, several workers end together.

@@ -12,8 +12,11 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from pipecomp.cluster.local_ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 HANGS_S = 600
@@ -113,8 +116,17 @@ def wheel(source: Path, folder: Path, **environment: str) -> Path:
 
 
 def works(folder: Path, backend: str = "torch") -> None:
-    """Import pipecomp from `folder`, which PYTHONPATH names, in a process of its own, and quantize."""
-    run(sys.executable, "-c", WORKS, folder, backend, cwd=folder.parent, PYTHONPATH=str(folder))
+    """Import pipecomp from `folder` in a process of its own, and quantize."""
+    run_ranks(1, _works, str(folder), backend, timeout_s=HANGS_S)
+
+
+def _works(rank: int, world: int, note: Any, folder: str, backend: str) -> None:
+    for name in [name for name in sys.modules if f"{name}.".startswith("pipecomp.")]:
+        del sys.modules[name]
+    os.chdir(Path(folder).parent)
+    sys.path.insert(0, folder)
+    sys.argv = ["", folder, backend]
+    exec(WORKS, {})
 
 
 class Empty:

@@ -26,15 +26,14 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.adaptive_options import Adaptive
+from pipecomp.allreduce.adaptive_planner import Planner
 from pipecomp.allreduce.call import Call, Name, Slices
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.finite_check import within
-from pipecomp.allreduce.layer_plan import choose
 from pipecomp.allreduce.method import LayerAverage, Method
 from pipecomp.allreduce.norms import LARGEST, combine, local_norm
 from pipecomp.kernels import ops
 
-MEASURED = 4  # steps at the end of a window
 _VALUE = 5  # what a random draw is for
 
 
@@ -54,7 +53,7 @@ class _Part:
 
 
 class AdaptiveAverage:
-    """Averages each layer with its own value of an option; `values` has those that differ from the method's own.
+    """Averages each layer with its own value of an option.
 
     method: with the option's own value. residuals: of the state, by bucket, those of layers with one value together.
     """
@@ -62,30 +61,30 @@ class AdaptiveAverage:
     saved_as = "adaptive"
 
     def __init__(self, method: Method, adaptive: Adaptive, residuals: Residuals) -> None:
-        self.values: dict[Name, Any] = {}
-        self._adaptive, self._residuals = adaptive, residuals
+        self._adaptive = adaptive
         self._own = getattr(method, adaptive.option)
         self._methods = {v: dataclasses.replace(method, **{adaptive.option: v}) for v in adaptive.values}
         self._window = _Window(residuals)
         self._averages = {v: cast(LayerAverage, m.average(self._window)) for v, m in self._methods.items()}
-        self._step, self._seen = 0, dict[str, None]()
-        self._sizes: dict[Name, int] = {}
-        self._errors: dict[Name, list[float]] = {}  # sums over measured steps, with each value
+        self._planner = Planner(adaptive, self._own, self._code_bytes)
 
-    # -- averaging
+    @property
+    def values(self) -> dict[Name, Any]:
+        """What layers have, those of the last plan."""
+        return self._planner.values
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """See Average. With NaN or Inf on any rank all get NaN, and no residual changes."""
-        self._begin(call)
+        self._planner.begin(call.key, call.counters, call.group.gather_numbers)
         parts = self._parts(x_d, call)
         if parts is None:
             out_d.fill_(math.nan)
             return
         divided = self._averages[self._own].exponents is not None
         known = 1.0 if divided else None
-        if self._measures():
+        if self._planner.measures:
             self._measure(x_d, parts, dataclasses.replace(call, norm=known))
-        parts.sort(key=lambda part: self._value(part.layer))  # stable: the bucket's order within a value
+        parts.sort(key=lambda part: self._planner.value(part.layer))  # stable: the bucket's order within a value
         y_d = torch.cat([self._divided(x_d, part) for part in parts])
         for value, start, chosen in self._runs(parts):
             count = sum(part.count for part in chosen)
@@ -100,9 +99,6 @@ class AdaptiveAverage:
             self._averages[value].mean(y, y, sub)
         for part, mean in zip(parts, y_d.split([part.count for part in parts]), strict=True):
             torch.mul(mean, part.scale, out=out_d[part.start : part.end])
-
-    def _value(self, layer: Name) -> Any:
-        return self.values.get(layer, self._own)
 
     def _parts(self, x_d: Tensor, call: Call) -> list[_Part] | None:
         """The bucket's layers with their scales; None if a value of any rank is not finite or too large."""
@@ -131,63 +127,30 @@ class AdaptiveAverage:
         """(value, where its first one starts, parts) of those that travel together."""
         start = 0
         for value in self._adaptive.values:
-            chosen = [part for part in parts if self._value(part.layer) == value]
+            chosen = [part for part in parts if self._planner.value(part.layer) == value]
             if chosen:
                 yield value, start, chosen
                 start += sum(part.count for part in chosen)
-
-    # -- measuring and planning
-
-    def _begin(self, call: Call) -> None:
-        """Count steps: one is over when a key comes again."""
-        if call.key in self._seen:
-            self._seen.clear()
-            self._step += 1
-            if self._step % self._adaptive.every == 0 and self._errors:
-                self._plan(call)
-        self._seen[call.key] = None
-
-    def _measures(self) -> bool:
-        return self._step % self._adaptive.every >= self._adaptive.every - MEASURED
 
     def _measure(self, x_d: Tensor, parts: list[_Part], call: Call) -> None:
         with call.counters.part("quantize"):
             for part in parts:
                 y = self._divided(x_d, part)
                 found = [average.squared_error(y, call) * part.scale**2 for average in self._averages.values()]
-                before = self._errors.get(part.layer, [0.0] * len(found))
-                self._errors[part.layer] = [a + b for a, b in zip(before, found, strict=True)]
-                self._sizes[part.layer] = part.count
+                self._planner.add(part.layer, part.count, found)
 
-    def _plan(self, call: Call) -> None:
-        """Choose values by what all ranks have measured, the same on all of them."""
-        mine = [error for row in self._errors.values() for error in row]
-        with call.counters.part("wait"):
-            rows = call.group.gather_numbers(mine)
-        flat, values = [sum(column) for column in zip(*rows, strict=True)], self._adaptive.values
-        errors = [flat[i : i + len(values)] for i in range(0, len(flat), len(values))]
-        n = call.group.size
-        costs = [[_code_bytes(self._methods[v], self._sizes[layer], n) for v in values] for layer in self._errors]
-        found = choose(errors, costs, values.index(self._own), self._adaptive.error)
-        plan = {layer: values[i] for layer, i in zip(self._errors, found, strict=True)}
-        self.values = plan
-        self._errors = {}
+    def _code_bytes(self, value: Any, d: int, n: int) -> float:
+        """What passes a rank's link for the codes of a layer, without what is told before."""
+        plan = self._methods[value].plan(d, max(n, 2))
+        return sum(exchange.link for exchange in plan.exchanges()) - sum(exchange.link for exchange in plan.before)
 
     def state_dict(self) -> dict[Any, Any]:
         """See Stateful: the plan, and the place in the window."""
-        return {
-            "values": dict(self.values),
-            "step": self._step,
-            "seen": list(self._seen),
-            "sizes": dict(self._sizes),
-            "errors": {layer: list(row) for layer, row in self._errors.items()},
-        }
+        return self._planner.state_dict()
 
     def load_state_dict(self, state: dict[Any, Any], device: torch.device) -> None:
         """See Stateful."""
-        self.values, self._step, self._seen = dict(state["values"]), state["step"], dict.fromkeys(state["seen"])
-        self._sizes = dict(state["sizes"])
-        self._errors = {layer: list(row) for layer, row in state["errors"].items()}
+        self._planner.load_state_dict(state)
 
 
 class _Window(Residuals):
@@ -214,9 +177,3 @@ class _Window(Residuals):
 
 def _slices(call: Call, parts: list[_Part]) -> Slices | None:
     return None if call.slices is None else tuple((part.layer, part.count) for part in parts)
-
-
-def _code_bytes(method: Method, d: int, n: int) -> float:
-    """What passes a rank's link for the codes of a layer, without what is told before."""
-    plan = method.plan(d, max(n, 2))
-    return sum(exchange.link for exchange in plan.exchanges()) - sum(exchange.link for exchange in plan.before)

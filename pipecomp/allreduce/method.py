@@ -16,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import Call, Counters
+from pipecomp.allreduce.call import Call, Counters, Name
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import Plan, Shapes
 from pipecomp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipecomp.allreduce.adaptive_options import Adaptive
 
 Check = Callable[[str, Any], Any]
 REQUIRED = object()  # the default of an option that has none
@@ -54,8 +57,8 @@ class LayerAverage(Average, Protocol):
 class HookAverage(Protocol):
     """Averages DDP's buckets by itself, as torch's own hooks do."""
 
-    def run(self, bucket: Any, key: str, counters: Counters) -> torch.futures.Future[Tensor]:
-        """The mean of a bucket."""
+    def run(self, bucket: Any, key: str, counters: Counters, layers: Sequence[Name]) -> torch.futures.Future[Tensor]:
+        """The mean of a bucket. layers: numbers of its parameters, or the key of a tensor that is no bucket."""
 
 
 @runtime_checkable
@@ -104,8 +107,11 @@ class Method:
         """What averages; residuals: of one state."""
         raise AssertionError(f"{type(self).__name__} gives neither `average` nor `hook`")
 
-    def hook(self, group: Any) -> HookAverage | None:
-        """What averages DDP's buckets over torch's `group`, in place of `average`; None if nothing does."""
+    def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage | None:
+        """What averages DDP's buckets over torch's `group`, in place of `average`; None if nothing does.
+
+        adaptive: how the option that is `adaptable` differs between layers.
+        """
         return None
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:

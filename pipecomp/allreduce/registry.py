@@ -11,8 +11,9 @@ from pipecomp.allreduce.methods.double_squeeze import DoubleSqueeze, MomentumSqu
 from pipecomp.allreduce.methods.global_qsgd import GlobalQsgd
 from pipecomp.allreduce.methods.grandk import GrandKMn, GrandKMnTs
 from pipecomp.allreduce.methods.local_norm import NuQsgd, Qsgd, TernGrad
+from pipecomp.allreduce.methods.powersgd import PowerSgd
 from pipecomp.allreduce.methods.qsgd_mn import QsgdMn, QsgdMnTs
-from pipecomp.allreduce.methods.torch_hooks import Half, PowerSgd
+from pipecomp.allreduce.methods.torch_hooks import Half
 from pipecomp.allreduce.methods.uncompressed import Uncompressed
 
 METHODS: dict[str, type[Method]] = {

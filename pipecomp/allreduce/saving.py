@@ -55,7 +55,7 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
 def load(state: State, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
     """Go on with what `save` wrote.
 
-    PowerSGD sends two steps uncompressed, as at its start, before it uses what it kept.
+    PowerSGD without `adaptive` sends two steps uncompressed, as at its start, before it uses what it kept.
 
     Args:
         state: with the same options, rank and number of ranks as the one that was saved.

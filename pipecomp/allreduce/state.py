@@ -7,6 +7,7 @@ import dataclasses
 import queue
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipecomp.allreduce.adaptive import AdaptiveAverage
-from pipecomp.allreduce.call import Call, Counters, Slices
+from pipecomp.allreduce.call import Call, Counters, Name, Slices
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.group import Group
 from pipecomp.allreduce.method import Average, Stateful
+from pipecomp.allreduce.methods.powersgd_layers import LayerwisePowerSgd
 from pipecomp.allreduce.methods.torch_hooks import LoneBucket
 from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, ShapeError
@@ -82,10 +84,10 @@ class State:
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
         chosen = self.options.chosen
-        self._hook = chosen.hook(self._hooks_group(group))
+        layers = self.options.layerwise
+        self._hook = chosen.hook(self._hooks_group(group), layers)
         self._average: Average | None = None
         if self._hook is None:
-            layers = self.options.layerwise
             self._average = AdaptiveAverage(chosen, layers, self.memory) if layers else chosen.average(self.memory)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -123,7 +125,7 @@ class State:
         if self._hook is not None:
             values, scale = tensor.detach(), self.loss_scale
             lone = LoneBucket(out.copy_(values) if scale == 1 else values.to(torch.float32) / scale, 0)
-            future = self._run_hook(lone, key, tensor)
+            future = self._run_hook(lone, key, tensor, [key])
             return future if scale == 1 else future.then(lambda f: out.copy_(f.value() * scale))
         future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         x_d = tensor.detach().reshape(-1)
@@ -141,16 +143,18 @@ class State:
         """Average one of DDP's buckets in place and return a future of its buffer."""
         if self._hook is None:
             return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
-        buffer, scale = bucket.buffer(), self.loss_scale
+        buffer, scale, layers = bucket.buffer(), self.loss_scale, [number for number, _ in self._slices(bucket)]
         self._count(buffer)
         if scale == 1:
-            return self._run_hook(bucket, "ddp", buffer)
+            return self._run_hook(bucket, "ddp", buffer, layers)
         buffer.div_(scale)
-        return self._run_hook(bucket, "ddp", buffer).then(lambda f: f.value().mul_(scale))
+        return self._run_hook(bucket, "ddp", buffer, layers).then(lambda f: f.value().mul_(scale))
 
-    def _run_hook(self, bucket: Any, key: str, shape_of: Tensor) -> torch.futures.Future[Tensor]:
+    def _run_hook(
+        self, bucket: Any, key: str, shape_of: Tensor, layers: Sequence[Name]
+    ) -> torch.futures.Future[Tensor]:
         assert self._hook is not None
-        future = self._hook.run(bucket, key, self._counters)
+        future = self._hook.run(bucket, key, self._counters, layers)
         return future.then(lambda f: f.value().view(shape_of.shape))
 
     def _count(self, tensor: Tensor) -> None:
@@ -207,7 +211,8 @@ class State:
 
     def layer_values(self) -> dict[Any, Any]:
         """Tell what each layer has of the option that is adaptive, by parameter number or key; empty before a plan."""
-        return dict(self._average.values) if isinstance(self._average, AdaptiveAverage) else {}
+        worker = self._average if self._hook is None else self._hook
+        return dict(worker.values) if isinstance(worker, (AdaptiveAverage, LayerwisePowerSgd)) else {}
 
     def _kept(self) -> Stateful | None:
         """What keeps more than residuals."""

@@ -29,9 +29,11 @@ from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
+from pipecomp.cluster.collectives import broadcast
 from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.stats import ring_bytes
+from pipecomp.tables import COMPACT, table
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB
@@ -50,7 +52,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """ "global_qsgd linear 4" """
+        """Name it, as in "global_qsgd linear 4"."""
         if self == FP32:
             return "fp32"
         values = [key if value is True else value for key, value in self.options.items()]
@@ -66,7 +68,7 @@ def _torchs_own(method: type[Method]) -> bool:
 
 
 def _variants() -> tuple[Variant, ...]:
-    """What the methods say is to be measured: the baseline, those of torch's own by name, then the others."""
+    """List what the methods say is to be measured: the baseline, those of torch's own by name, then the others."""
     found = sorted(METHODS.items(), key=lambda item: (item[0] != "none", item[0] if _torchs_own(item[1]) else "~"))
     return tuple(
         Variant(name, dict(options), own)
@@ -110,10 +112,8 @@ def bench_allreduce(
     buckets = [shapes_of(size) for size in sizes]
     for key, values in (("ranks", ranks), ("sizes", [values_in(bucket) for bucket in buckets])):
         for value in values:
-            if value < 1:
-                raise ConfigError(key, value, "whole numbers of at least 1")
-    if seconds <= 0:
-        raise ConfigError("seconds", seconds, "a number above 0")
+            require(value >= 1, key, value, "whole numbers of at least 1")
+    require(seconds > 0, "seconds", seconds, "a number above 0")
     cases = (FP32, *(v for v in variants if v != FP32))
     timeout_s = TIMEOUT_S + 10 * seconds * len(cases) * len(buckets)
     rows = []
@@ -132,8 +132,7 @@ def variants_of(methods: str) -> tuple[Variant, ...]:
     known = list(dict.fromkeys(v.method for v in VARIANTS))
     wanted = [name.strip() for name in methods.split(",")]
     for name in wanted:
-        if name not in known:
-            raise ConfigError("methods", name, f"{', '.join(known)} (float32 is always measured)")
+        require(name in known, "methods", name, f"{', '.join(known)} (float32 is always measured)")
     return tuple(v for v in VARIANTS if v.method in wanted)
 
 
@@ -157,19 +156,13 @@ def _measure_bucket(rank: int, n: int, shapes: Shapes, variants: Sequence[Varian
     for turn in range(WARM_UP + MOST_ROUNDS):
         if turn == WARM_UP:
             end = time.perf_counter() + seconds * len(cases)
-        elif turn >= WARM_UP + LEAST_ROUNDS and not _ask_first_rank(time.perf_counter() < end):
+        elif turn >= WARM_UP + LEAST_ROUNDS and not broadcast(time.perf_counter() < end):
             break
         inputs = [gradient(shapes, r, turn) for r in range(n)]
         exact_d = torch.stack(inputs).mean(dim=0, dtype=torch.float64).float()
         for case in cases:
             case.run(inputs[rank], exact_d, counts=turn >= WARM_UP)
     return [case.row(cases[0].totals) for case in cases]
-
-
-def _ask_first_rank(answer: bool) -> bool:
-    told = torch.tensor([answer])
-    dist.broadcast(told, 0)
-    return bool(told)
 
 
 class _Case:
@@ -205,7 +198,7 @@ class _Case:
         self._parts.append({part: after["seconds"][part] - before["seconds"][part] for part in PARTS})
 
     def row(self, reference: Sequence[float]) -> Row:
-        """What all rounds come to. reference: the other one's seconds in each."""
+        """Sum up all rounds. reference: the other one's seconds in each."""
         variant, d = self._variant, values_in(self._shapes)
         middle = self.totals.index(statistics.median_low(self.totals))
         times = {"total": self.totals[middle]} | self._parts[middle]
@@ -229,7 +222,7 @@ class _Case:
         return found
 
     def _torchs_bytes(self, d: int) -> int:
-        """What torch's own function puts on this rank's links, if its all-reduce is a ring."""
+        """Count what torch's own function puts on this rank's links, if its all-reduce is a ring."""
         variant = self._variant
         if variant == FP32:
             return ring_bytes(4 * d, self._n)
@@ -239,7 +232,7 @@ class _Case:
 
 
 def _average(variant: Variant, state: State | None) -> Callable[[Any], Tensor]:
-    """What puts the mean into a bucket and returns it."""
+    """Make what puts the mean into a bucket and returns it."""
     if state is not None:
         return lambda bucket: ddp_hook(state, bucket).wait()
     if variant == FP32:
@@ -269,7 +262,7 @@ HEADINGS = ("method", "ms", "quantize", "wait", "reduce", "decode", "kB sent", "
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row under HEADINGS. ratio: bytes raw over sent; own: the state's error; speedup: against float32."""
+    """Write a row under HEADINGS. ratio: bytes raw over sent; own: the state's error; speedup: against float32."""
     sent = row["bytes_sent"]
     ratio = digits(row["bytes_raw"] / sent) if sent else "–"
     own = "–" if row["state_error"] is None else digits(row["state_error"])
@@ -278,19 +271,23 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def digits(value: float) -> str:
-    """About three digits, no more than two after the point."""
+    """Write about three digits, no more than two after the point."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def allreduce_tables(rows: Sequence[Row]) -> list[Table]:
-    """A table for each number of ranks and size of bucket."""
-    tables: dict[tuple[int, int], Table] = {}
+    """Make a table for each number of ranks and size of bucket."""
+    cases: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        key = (row["n"], row["d"])
-        if key not in tables:
-            title = f"{row['d']:,} values over {row['n']} ranks: milliseconds, median of {row['rounds']} rounds"
-            tables[key] = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-            for heading in HEADINGS:
-                tables[key].add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-        tables[key].add_row(*cells(row))
-    return list(tables.values())
+        cases.setdefault((row["n"], row["d"]), []).append(row)
+    style = {**COMPACT, "padding": (0, 1, 0, 0), "title_justify": "left"}
+    return [
+        table(
+            HEADINGS,
+            map(cells, of),
+            left=("method",),
+            title=f"{d:,} values over {n} ranks: milliseconds, median of {of[0]['rounds']} rounds",
+            **style,
+        )
+        for (n, d), of in cases.items()
+    ]

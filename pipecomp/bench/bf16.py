@@ -30,5 +30,5 @@ def products_in_float32(enabled: bool) -> contextlib.AbstractContextManager:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this processor has BF16 products of its own (x86: AVX-512 BF16 or AMX)."""
+    """Say whether this processor has BF16 products of its own (x86: AVX-512 BF16 or AMX)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

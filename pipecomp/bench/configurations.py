@@ -1,6 +1,6 @@
 """What `pipecomp bench pipeline` compares: the model, the links' rates, and the lines of its table.
 
-r says how slow a link is: the time that the messages of one micro-batch take in float32, both directions added, over
+r says how slow a link is: the time that the packets of one micro-batch take in float32, both directions added, over
 the time that one stage computes on it.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 UNTHROTTLED = 0.0
 _MOST_UNCOUNTED = 8
@@ -52,7 +52,7 @@ class Line:
     against: str = STOCK
 
     def counts(self, step: int, engine: Any) -> bool:
-        """Whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first sends full precision."""
+        """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first sends full precision."""
         if self.engine == "deepspeed":
             return step >= 1
         return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)
@@ -88,30 +88,30 @@ LINES = (
 
 
 def lines_of(text: str | None) -> tuple[Line, ...]:
-    """The lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none."""
+    """Choose the lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none."""
     parts = [part.strip().lower() for part in (text or "").split(",")]
     chosen = tuple(line for line in LINES if any(part in line.name.lower() for part in parts))
-    if not chosen:
-        raise ConfigError("lines", text, ", ".join(line.name for line in LINES))
+    require(chosen, "lines", text, ", ".join(line.name for line in LINES))
     return chosen
 
 
 def rates_of(text: str) -> tuple[float, ...]:
-    """Values of r from "0,1,5.8"."""
+    """Read values of r from "0,1,5.8"."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         rates = (-1.0,)
-    if any(not 0 <= r <= 1000 for r in rates):
-        raise ConfigError("rates", text, "numbers from 0 (unthrottled) to 1000, separated by commas")
+    require(
+        all(0 <= r <= 1000 for r in rates), "rates", text, "numbers from 0 (unthrottled) to 1000, separated by commas"
+    )
     return rates
 
 
 def message_bytes(model: Model, micro_batches: int = 8) -> int:
-    """Float32 bytes of one micro-batch's activations and gradients together."""
+    """Count the float32 bytes of one micro-batch's activations and gradients together."""
     return 2 * 4 * model.samples // micro_batches * model.tokens * model.width
 
 
 def rate_for(model: Model, r: float, compute_s: float) -> int:
-    """bit/s at which a micro-batch's float32 messages take r times what a stage computes on it."""
+    """Find the bit/s at which a micro-batch's float32 packets take r times what a stage computes on it."""
     return int(8 * message_bytes(model) / (r * compute_s))

@@ -16,7 +16,7 @@ SAMPLES = 64  # T
 
 
 def shapes_of(size: int | Sequence[Sequence[int]]) -> Shapes:
-    """A bucket's parameters: of a number of values one matrix, as square as can be; shapes as they are."""
+    """Give a bucket's parameters: of a number of values one matrix, as square as can be; shapes as they are."""
     if not isinstance(size, int):
         return tuple(map(tuple, size))
     rows = next((r for r in range(math.isqrt(max(size, 0)), 0, -1) if size % r == 0), 1)
@@ -24,7 +24,7 @@ def shapes_of(size: int | Sequence[Sequence[int]]) -> Shapes:
 
 
 def values_in(shapes: Shapes) -> int:
-    """d."""
+    """Count d."""
     return sum(map(math.prod, shapes))
 
 
@@ -37,11 +37,11 @@ class Bucket:
         self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def index(self) -> int:
-        """Its number in the backward pass."""
+        """Give its number in the backward pass."""
         return 0
 
     def buffer(self) -> Tensor:
-        """All values, flat."""
+        """Give all values, flat."""
         return self._flat
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -49,20 +49,20 @@ class Bucket:
         self._flat.copy_(buffer)
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, in the parameters' shapes."""
+        """Give views of the buffer, in the parameters' shapes."""
         return self._gradients
 
     def parameters(self) -> list[Tensor]:
-        """As `gradients`: there are no others."""
+        """Give the same as `gradients`: there are no others."""
         return self._gradients
 
     def is_last(self) -> bool:
-        """A step has this bucket only."""
+        """Say that a step has this bucket only."""
         return True
 
 
 def gradient(shapes: Shapes, rank: int, turn: int) -> Tensor:
-    """A rank's gradients in one round, float32 [d], of linear layers over T samples.
+    """Make a rank's gradients in one round, float32 [d], of linear layers over T samples.
 
     A layer's is the sum over samples of the outer products of output gradients and inputs. Both have features of
     unequal size, and a mean that ranks and rounds share. A vector's values are normal.

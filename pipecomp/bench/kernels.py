@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pipecomp.kernels import ops
+from pipecomp.tables import table
 
 Row = dict[str, Any]
 SHAPES = ((1, 1024, 1600), (8, 128, 768), (8192, 1600))
@@ -71,7 +72,7 @@ def bench_kernels(
 
 
 def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str) -> Iterator[Case]:
-    """Every kernel on one shape, with the bytes it must move."""
+    """Yield every kernel on one shape, with the bytes it must move."""
     generator = torch.Generator().manual_seed(0)
     # Two inputs in turn: with one, m would reach it after a few calls, and nothing would be left to quantize.
     first, second, m = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
@@ -96,7 +97,7 @@ def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str
 
 
 def gradient_cases(g: Tensor, h: Tensor, out: Tensor, backend: str) -> Iterator[Case]:
-    """The data-parallel kernels on flat gradients g and h."""
+    """Yield the data-parallel kernels on flat gradients g and h."""
     n, norm = g.numel(), float(torch.maximum(g.abs(), h.abs()).max())
     for b in (8, 4):
         options: Row = {"bits": b, "backend": backend}
@@ -123,12 +124,12 @@ def gradient_cases(g: Tensor, h: Tensor, out: Tensor, backend: str) -> Iterator[
 
 
 def delta(inputs: Iterator[Tensor], m: Tensor, options: Row) -> object:
-    """The sender's side of one visit."""
+    """Do the sender's side of one visit."""
     return ops.delta_quantize_(next(inputs), m, **options)
 
 
 def reduce(a: Tensor, b: Tensor, n: int, options: Row) -> object:
-    """One node of a reduction tree. `a` grows from call to call, for which `workers` leaves it room."""
+    """Reduce as one node of a tree does. `a` grows from call to call, for which `workers` leaves it room."""
     return ops.exponential_reduce_(a, b, n, **options)
 
 
@@ -172,13 +173,8 @@ def measure(case: Case, seconds: float, device: str) -> Row:
 
 def kernels_table(rows: Sequence[Row]) -> Table:
     """Tabulate the rows for people."""
-    table = Table(title="Kernels against memcpy of the bytes they must move")
-    for heading in ("operation", "bits", "shape", "backend", "threads"):
-        table.add_column(heading, justify="right" if heading in ("bits", "threads") else "left")
-    for heading in ("ms", "memcpy ms", "GB/s", "memcpy GB/s", "ratio"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
+    cells = (
+        (
             row["operation"],
             "" if row["bits"] is None else str(row["bits"]),
             row["shape"],
@@ -190,4 +186,8 @@ def kernels_table(rows: Sequence[Row]) -> Table:
             f"{row['memcpy_gb_per_s']:.1f}",
             f"{row['ratio']:.2f}",
         )
-    return table
+        for row in rows
+    )
+    left = ("operation", "shape", "backend")
+    headings = (*left[:1], "bits", *left[1:], "threads", "ms", "memcpy ms", "GB/s", "memcpy GB/s", "ratio")
+    return table(headings, cells, left=left, title="Kernels against memcpy of the bytes they must move")

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from pipecomp.bench.configurations import LINES, RATES, UNTHROTTLED, Line, Model, rate_for
 from pipecomp.netlab.lab import Lab
+from pipecomp.tables import table
 
 Row = dict[str, Any]
 
@@ -63,20 +64,20 @@ def bench_pipeline(
 
 
 def summary(runs: Sequence[Row]) -> Row:
-    """All rounds of one line at one rate: their steps' median, least and most, the rest of the last one."""
+    """Sum up all rounds of one line at one rate: their steps' median, least and most, the rest of the last one."""
     every = [s for run in runs for s in run["steps"]]
     times = {"seconds": statistics.median(every), "least": min(every), "most": max(every)}
     return {**{k: v for k, v in runs[-1].items() if k != "steps"}, **times}
 
 
 def reference_compute(model: Model, stages: int, runs: int = 1) -> float:
-    """Seconds that one stage computes on one micro-batch: the median of unthrottled runs without compression."""
+    """Measure how long one stage computes on one micro-batch: the median of unthrottled runs without compression."""
     line = Line(name="FP32")
     return statistics.median(measure(line, model, stages, 3, None, None)["compute_s"] for _ in range(runs))
 
 
 def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
-    """One run of a line. rate: of every link, in bit/s. A row as of `bench_pipeline`, with "steps", seconds of each."""
+    """Run a line once; give a row as of `bench_pipeline` and the "steps", seconds of each. rate: of links, in bit/s."""
     world = stages * line.replicas
     bandwidth = None if rate is None else f"{rate}bit"
     with Lab(nodes=world, bandwidth=bandwidth, delay=delay) as lab, tempfile.TemporaryDirectory() as folder:
@@ -99,7 +100,7 @@ def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None,
 
 
 def start_engine(line: Line, model: Model, stages: int, folder: str) -> Any:
-    """The engine of a line on one of its ranks. folder: for its message store."""
+    """Make the engine of a line on one of its ranks. folder: for its message store."""
     import torch
 
     from pipecomp.demo.task import gpt2
@@ -113,7 +114,7 @@ def start_engine(line: Line, model: Model, stages: int, folder: str) -> Any:
 
 
 def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: int, steps: int, folder: str) -> Row:
-    """One rank's steps: seconds of each, and what it waited and computed in the last one."""
+    """Make one rank's steps: seconds of each, and what it waited and computed in the last one."""
     import torch
     import torch.distributed as dist
 
@@ -153,20 +154,21 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
 
 
 def through_float32(line: Line) -> Any:
-    """A context in which BF16 products are float32's, rounded, for lines in BF16 on a CPU that has no such products."""
+    """Make a context in which BF16 products are float32's, rounded, for lines in BF16 on a CPU that has none."""
     from pipecomp.bench.bf16 import cpu_multiplies_bf16, products_in_float32
 
     return products_in_float32(line.dtype == "bf16" and not cpu_multiplies_bf16())
 
 
 def _sent_bytes() -> int:
-    """What this node's interface has sent."""
+    """Read what this node's interface has sent."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def counted(first: Row, last: Row, steps: int) -> Row:
-    """What a rank's `comm_stats` have gained over `steps` steps, for each: "stage", "in_flight", "seconds" by part, and
-    "links": by name the bytes sent "forward" and "backward".
+    """Tell what a rank's `comm_stats` have gained over `steps` steps, for each of them.
+
+    "stage", "in_flight", "seconds" by part, and "links": by name the bytes sent "forward" and "backward".
     """
 
     def gain(name: str, way: str) -> float:
@@ -222,9 +224,7 @@ def pipeline_table(rows: Sequence[Row]) -> Table:
     every = {(row["r"], row["line"]): row["seconds"] for row in rows}
     against = {line.name: line.against for line in LINES}
     free = {row["line"]: row["seconds"] for row in rows if row["r"] == UNTHROTTLED}
-    table = Table(title="Seconds per training step")
-    for heading in ("r", "Mbit/s", "line", "seconds", "least", "most", "× DeepSpeed", "of unthrottled", "in flight"):
-        table.add_column(heading, justify="left" if heading == "line" else "right")
+    cells = []
     for row in rows:
         mbit = "" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
         base = every.get((row["r"], against.get(row["line"], "")))
@@ -232,5 +232,6 @@ def pipeline_table(rows: Sequence[Row]) -> Table:
         share = f"{free[row['line']] / row['seconds']:.2f}" if row["line"] in free else ""
         ahead = "" if row["in_flight"] is None else str(row["in_flight"])
         times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most")]
-        table.add_row(f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead)
-    return table
+        cells.append((f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead))
+    headings = ("r", "Mbit/s", "line", "seconds", "least", "most", "× DeepSpeed", "of unthrottled", "in flight")
+    return table(headings, cells, left=("line",), title="Seconds per training step")

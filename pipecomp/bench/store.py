@@ -21,6 +21,7 @@ from rich.table import Table
 
 from pipecomp.buffers import LmdbEnvironment, MemoryEnvironment
 from pipecomp.buffers.value import ValueFormat
+from pipecomp.tables import COMPACT, table
 
 Row = dict[str, Any]
 BACKENDS: dict[str, Callable[..., Any]] = {"lmdb": LmdbEnvironment, "memory": MemoryEnvironment}
@@ -40,7 +41,7 @@ def bench_store(
     epochs: int = 3,
     folder: str | os.PathLike[str] | None = None,
 ) -> list[Row]:
-    """Overwrite `samples` messages [tokens, hidden] `epochs` times in shuffled order, then read them.
+    """Overwrite `samples` cached activations [tokens, hidden] `epochs` times in shuffled order, then read them.
 
     folder: where the files go, a new folder in it each time (None: the system's place for temporary files).
     Returns one row per hidden size, width and backend, times in milliseconds a sample:
@@ -60,7 +61,7 @@ def bench_store(
 
 
 def store_cells(row: Row) -> tuple[str, ...]:
-    """A row under HEADINGS, for people: times in microseconds a sample."""
+    """Write a row under HEADINGS, for people: times in microseconds a sample."""
     ratio = "" if row["bits_ratio"] is None else f"{row['bits_ratio']:.3f}"
     sizes = (row["backend"], str(row["hidden"]), str(row["bits"]), f"{row['value_bytes'] / 1000:.0f}")
     return (*sizes, *(f"{1000 * row[key]:.0f}" for key in TIMES), ratio)
@@ -68,12 +69,8 @@ def store_cells(row: Row) -> tuple[str, ...]:
 
 def store_table(rows: Sequence[Row]) -> Table:
     """Tabulate the rows for people."""
-    table = Table(title="Message stores, microseconds per sample", box=None, padding=(0, 2, 0, 0))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "store" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*store_cells(row))
-    return table
+    title = "Message stores, microseconds per sample"
+    return table(HEADINGS, map(store_cells, rows), left=("store",), title=title, **COMPACT)
 
 
 def _measure(backend: str, folder: Path, H: int, bits: int, tokens: int, samples: int, epochs: int) -> Row:

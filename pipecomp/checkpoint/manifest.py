@@ -21,7 +21,7 @@ _STEP = re.compile(r"global_step(\d+)")
 
 
 def remove(folder: Path) -> None:
-    """The files are about to change: nothing vouches for them."""
+    """Take the seals away: the files are about to change, and nothing vouches for them."""
     for seal in folder.glob(_SEALS):
         seal.unlink(missing_ok=True)
 
@@ -37,7 +37,7 @@ def write(folder: Path, rank: int) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, None if it is good."""
+    """Find out what is wrong with a checkpoint; None if it is good."""
     seals = sorted(folder.glob(_SEALS))
     if not seals:
         return "it was not finished"
@@ -56,7 +56,7 @@ def problem(folder: Path) -> str | None:
 
 
 def steps(save_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """The checkpoints in `save_dir` with DeepSpeed's usual names, good or not, by step."""
+    """List the checkpoints in `save_dir` with DeepSpeed's usual names, good or not, by step."""
     found = {}
     for path in Path(save_dir).glob("global_step*"):
         match = _STEP.fullmatch(path.name)

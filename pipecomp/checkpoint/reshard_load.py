@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipecomp.checkpoint.deepspeed_names import (
@@ -17,6 +16,7 @@ from pipecomp.checkpoint.deepspeed_names import (
 )
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.cluster.agreement import AllRanks
+from pipecomp.cluster.collectives import gathered
 from pipecomp.errors import ConfigError
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage
@@ -35,16 +35,15 @@ _DEEPSPEEDS = (
 
 
 def parameter_groups(engine: Any) -> list[list[Any]]:
-    """The parameters that the optimizer trains, by its groups and in its order."""
+    """List the parameters that the optimizer trains, by its groups and in its order."""
     if engine.zero_optimization() or engine.bfloat16_enabled():
         return _attribute(engine.optimizer, "bit16_groups", "bf16_groups")
     return [group["params"] for group in engine.optimizer.param_groups]
 
 
 def describe(engine: Any) -> Description:
-    """Of this run; all ranks must call this."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, grouped_names(engine.stage, parameter_groups(engine)))
+    """Describe this run; all ranks must call this."""
+    names = gathered(grouped_names(engine.stage, parameter_groups(engine)))
     first_replica = [engine.grid._topo.get_rank(pipe=stage, data=0) for stage in range(engine.num_stages)]
     return Description(
         cuts=list(engine.plan.cuts),
@@ -59,7 +58,7 @@ def describe(engine: Any) -> Description:
 
 
 def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None:
-    """The checkpoint, if it has to be cut anew; None if DeepSpeed can load it. Every rank must call this.
+    """Open the checkpoint if it has to be resharded; None if DeepSpeed can load it. Every rank must call this.
 
     key: of this project's own state among the client's. Raises ConfigError or SplitError for a checkpoint of another
     model, precision or ZeRO stage, or without some of its files; LinkError where only another rank has an error.
@@ -83,13 +82,13 @@ def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None
 
 
 def read_description(folder: Path, key: str) -> Description | None:
-    """What any stage's file in the folder says; None if it says nothing."""
+    """Read what any stage's file in the folder says; None if it says nothing."""
     found = (read_state(folder) or {}).get(key, {}).get("pipeline")
     return None if found is None else Description(**found)
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """What any stage's file in the folder holds, tensors mapped and not read; None if there is no such file."""
+    """Open what any stage's file in the folder holds, tensors mapped and not read; None if there is no such file."""
     path = min(folder.glob("mp_rank_*_model_states.pt"), default=None)
     return None if path is None else torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
@@ -102,7 +101,7 @@ def load(
     load_lr_scheduler_states: bool,
     load_module_only: bool,
 ) -> tuple[str, dict[str, Any]]:
-    """What DeepSpeed's `load_checkpoint` does, and returns, for files of another cut."""
+    """Do what DeepSpeed's `load_checkpoint` does, and return that, for files of another partition."""
     stage, optimizer = engine.stage, engine.optimizer
     stage.load_state_dict(saved.weights(stage), strict=False)  # `weights` says what is missing
     with_optimizer = load_optimizer_states and not load_module_only
@@ -130,14 +129,13 @@ def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) ->
     A `QuantizedAdam` goes on with what is frozen, without error-feedback residuals.
     """
     own = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
     numbered: dict[int, str] = {}
     for group, names in zip(own["param_groups"], groups, strict=True):
         group |= saved.options(names.values()) or {}
         numbered |= dict(zip(group["params"], names.values(), strict=True))
     found = saved.optimizer_state(numbered.values())
     state = {number: found[name] for number, name in numbered.items() if found.get(name)}
-    loaded = {**own, "param_groups": own["param_groups"], "state": state}
+    loaded = {**own, "state": state}
     if "exchange" in own:
         loaded["exchange"] = {**saved.state["optimizer"]["exchange"], "memories": None, "frozen": _frozen(state)}
     optimizer.load_state_dict(loaded)
@@ -191,10 +189,10 @@ def load_zero(
     }
     if hasattr(optimizer, "round_robin_bit16_padding"):
         content[PARAM_ALIGNMENT_PADDINGS] = optimizer.round_robin_bit16_padding
-    shares: list[Any] = [None] * replica + [content]
+    shares = [*[None] * replica, content]
     optimizer.load_state_dict(shares, load_optimizer_states=True, load_from_fp32_weights=from_masters)
 
 
 def _attribute(optimizer: Any, *names: str) -> Any:
-    """The attribute that has one of these names: DeepSpeed's optimizers call the same things differently."""
+    """Get the attribute that has one of these names: DeepSpeed's optimizers call the same things differently."""
     return getattr(optimizer, next(name for name in names if hasattr(optimizer, name)))

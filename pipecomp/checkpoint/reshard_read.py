@@ -8,8 +8,8 @@ parameters out of all stages' files. Files are mapped, not read: a rank copies i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,6 @@ class Description:
     zero: int
     parameters: list[list[Names]]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return asdict(self)
-
     def fits(self, own: Description) -> bool:
         """Whether DeepSpeed can load the files into a pipeline like `own`: ZeRO's are cut by replicas too."""
         return self.cuts == own.cuts and (self.replicas == own.replicas or not self.zero)
@@ -78,13 +74,12 @@ def names_in_every_cut(stage: Stage | ModuleStage) -> Names:
     tied = {group.parameters[group.stages.index(stage.index)]: group.name for group in stage.tied_groups}
     found: Names = {}
     for names in aliases(stage):
-        original = next((tied[name] for name in names if name in tied), names[0])
-        found |= dict.fromkeys(names, original)
+        found |= dict.fromkeys(names, next((tied[name] for name in names if name in tied), names[0]))
     return found
 
 
 def grouped_names(stage: Stage | ModuleStage, groups: Iterable[Iterable[Any]]) -> list[Names]:
-    """The names of a stage's parameters by the optimizer's groups."""
+    """List the names of a stage's parameters by the optimizer's groups."""
     everywhere = names_in_every_cut(stage)
     own = {id(p): name for name, p in stage.named_parameters()}
     return [{own[id(p)]: everywhere[own[id(p)]] for p in group} for group in groups]
@@ -102,6 +97,7 @@ class SavedPipeline:
 
     @property
     def stages(self) -> range:
+        """The stages' numbers."""
         return range(len(self.description.cuts) - 1)
 
     def require_files(self) -> None:
@@ -121,7 +117,7 @@ class SavedPipeline:
         return dict(self._stage(0))
 
     def weights(self, stage: Stage | ModuleStage, *, of: Iterable[int] | None = None) -> dict[str, Tensor]:
-        """The entries of `stage`'s state_dict; of frozen parameters only what was saved. They are views of files.
+        """Find the entries of `stage`'s state_dict; of frozen parameters only what was saved. They are views of files.
 
         of: the stages whose files are looked into, default all.
 
@@ -142,18 +138,20 @@ class SavedPipeline:
         return found
 
     def options(self, names: Iterable[str]) -> dict[str, Any] | None:
-        """The optimizer's options of a group with these parameters; None for none. ConfigError if they had several."""
+        """Find the optimizer's options of a group with these parameters; None for none. ConfigError for several."""
+        wanted = set(names)
         found: list[dict[str, Any]] = []
-        for stage, group in self._groups_of(set(names)):
-            options = {k: v for k, v in self._base(stage)["param_groups"][group].items() if k != "params"}
-            if options not in found:
-                found.append(options)
+        for stage, groups in enumerate(self.description.parameters):
+            for number, held in enumerate(groups):
+                options = {k: v for k, v in self._base(stage)["param_groups"][number].items() if k != "params"}
+                if wanted & set(held.values()) and options not in found:
+                    found.append(options)
         if len(found) > 1:
             raise ConfigError("parameter_groups", len(found), "the same groups of parameters as in the checkpoint")
         return copy.deepcopy(found[0]) if found else None
 
     def optimizer_state(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What the optimizer kept of each parameter, by name; copies, tensors flat with ZeRO, else in their shape."""
+        """Read what the optimizer kept of each parameter, by name; copies, tensors flat with ZeRO, else in shape."""
         wanted = set(names)
         out: dict[str, dict[str, Any]] = {}
         for index in self.stages:
@@ -171,10 +169,9 @@ class SavedPipeline:
         return out
 
     def zero_file(self, stage: int, replica: int) -> dict[str, Any]:
-        """The state of ZeRO's optimizer on one rank."""
+        """Open the state of ZeRO's optimizer on one rank."""
         prefix = "bf16_" if self.description.precision == "bf16" else ""
-        file = self._open(f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt")
-        return file[OPTIMIZER_STATE_DICT]
+        return self._open(f"{prefix}zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt")[OPTIMIZER_STATE_DICT]
 
     def _weights_of(self, index: int) -> dict[str, Tensor]:
         return self._open(f"layer_{index:02d}-model_states.pt")
@@ -183,19 +180,13 @@ class SavedPipeline:
         return self._open(f"mp_rank_{index:02d}_model_states.pt")
 
     def _base(self, stage: int) -> dict[str, Any]:
-        """The state of torch's optimizer; with ZeRO the first replica's."""
+        """Open the state of torch's optimizer; with ZeRO the first replica's."""
         if self.description.zero:
             return self.zero_file(stage, 0)[BASE_OPTIMIZER_STATE]
         return self._stage(stage)["optimizer"]
 
-    def _groups_of(self, names: set[str]) -> Iterator[tuple[int, int]]:
-        for stage, groups in enumerate(self.description.parameters):
-            for number, held in enumerate(groups):
-                if names & set(held.values()):
-                    yield stage, number
-
     def _joined(self, stage: int, group: int, chosen: Names) -> dict[str, dict[str, Any]]:
-        """The states of some parameters, put together from the pieces that ZeRO's ranks have."""
+        """Put the states of some parameters together from the pieces that ZeRO's ranks have."""
         pieces: dict[str, dict[str, list[Tensor]]] = {name: {} for name in chosen.values()}
         whole: dict[str, Any] = {}
         for replica in range(self.description.replicas):

@@ -2,7 +2,7 @@
 
 A run has an id. It gets one when training begins with empty stores (random, or `store.run`), its stores and its
 checkpoints keep it, and a process goes on with the run by loading one of its checkpoints or by giving the same
-`store.run`. Messages of any other run are refused before a step uses them: they are of another model's weights.
+`store.run`. What any other run has cached is refused before a step uses it: it is of another model's weights.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.errors import StoreError
 from pipecomp.stages.partition.planning import SplitPlan
 
-UNKNOWN = "without a name"  # of messages that were kept before runs had names
+UNKNOWN = "without a name"  # of what was cached before runs had names
 
 
 class Run:
@@ -32,14 +31,14 @@ class Run:
         self._named, self._known, self._bound = named, known, False
 
     def loaded(self, run_id: str | None) -> None:
-        """A checkpoint of this run was loaded. StoreError if the messages, or `store.run`, are of another one."""
+        """Note that a checkpoint of this run was loaded. StoreError if the stores, or `store.run`, are of another."""
         self._bound = False  # the stores may be replaced by the checkpoint's
         if run_id == self.id:
             self._known = True
         elif self._known and not self._named:  # empty stores: they become those of the checkpoint's run
             self.id = run_id or self.id
         else:
-            whose = f"run {run_id}" if run_id is not None else "a run without messages"
+            whose = f"run {run_id}" if run_id is not None else "a run without cached activations"
             mine = "store.run says" if self._named else f"the message store in {self._path} is of"
             raise StoreError(f"the checkpoint is of {whose}, but {mine} run {self.id}: {self._ways_out()}")
 
@@ -57,7 +56,7 @@ class Run:
 
     def _ways_out(self) -> str:
         return (
-            f"give another store.path, or remove the messages with `pipecomp store prune {Path(self._path)} "
+            f"give another store.path, or remove what is cached with `pipecomp store prune {Path(self._path)} "
             "--everything` (on every machine)"
         )
 
@@ -65,10 +64,10 @@ class Run:
 def find_run(
     environment: StoreEnvironment, holds_messages: bool, path: str, name: str | None, all_ranks: AllRanks
 ) -> Run:
-    """The run of this process, decided by all ranks together; every rank of a run must call this.
+    """Decide with all other ranks which run this process's is; every rank of a run must call this.
 
     holds_messages: whether this rank's stores hold any. path, name: `store.path` and `store.run`. Raises StoreError on
-    every rank if the messages of two ranks are of different runs, or not of the one that `name` says.
+    every rank if the stores of two ranks are of different runs, or not of the one that `name` says.
     """
     mine = (environment.run or UNKNOWN) if holds_messages else None
     told = all_ranks.all_gather_object([mine, secrets.token_hex(8)])
@@ -81,13 +80,13 @@ def find_run(
         other = "store.run says" if name is not None else f"rank {next(iter(stored))}'s of"
         raise StoreError(
             f"rank {rank}: the message store in {path} belongs to run {stored[rank]}, {other} {wanted}. Give another "
-            f"store.path, or remove the messages with `pipecomp store prune {path} --everything` (on every machine)"
+            f"store.path, or remove what is cached with `pipecomp store prune {path} --everything` (on every machine)"
         )
     return Run(wanted or told[0][1], environment, path, named=name is not None, known=name is not None or not stored)
 
 
 def model_digest(plan: SplitPlan, config: Any) -> str:
-    """A short hash of what makes activations those of a model, but for its weights.
+    """Hash, in short, what makes activations those of a model, but for its weights.
 
     config: the Hugging Face configuration of the whole model, None for plain modules.
     """
@@ -96,7 +95,7 @@ def model_digest(plan: SplitPlan, config: Any) -> str:
 
 
 def model_values(config: Any) -> dict[str, Any]:
-    """What a Hugging Face configuration says of a model's activations; nothing for None."""
+    """Pick what a Hugging Face configuration says of a model's activations; nothing for None."""
     values = {} if config is None else config.to_dict()
     return {key: value for key, value in values.items() if key not in _NAMES and not key.startswith("_")}
 
@@ -117,9 +116,3 @@ _NAMES = frozenset(
         "return_dict",
     }
 )
-
-
-def saved_run(state: Mapping[str, Any]) -> str | None:
-    """The id in a checkpoint's own state, None if that was written without message stores."""
-    found = state.get("run")
-    return None if found is None else str(found)

@@ -12,6 +12,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
 @bench.command("kernels")
+@plain_errors()
 def bench_kernel(
     operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
     backends: Annotated[str, typer.Option(help="With commas: auto, torch, native, triton.")] = "auto,torch",
@@ -21,16 +22,16 @@ def bench_kernel(
     json_file: JsonOption = None,
 ) -> None:
     """Kernels: GB/s, and the ratio to memcpy of the bytes that they must move, alternating in one run."""
-    with plain_errors():
-        from pipecomp.bench.kernels import bench_kernels, kernels_table
+    from pipecomp.bench.kernels import bench_kernels, kernels_table
 
-        chosen = [name.strip() for name in backends.split(",")]
-        rows = bench_kernels(backends=chosen, operations=operation, threads=threads, seconds=seconds, device=device)
-        write_json(json_file, rows)
-        console.print(kernels_table(rows))
+    chosen = [name.strip() for name in backends.split(",")]
+    rows = bench_kernels(backends=chosen, operations=operation, threads=threads, seconds=seconds, device=device)
+    write_json(json_file, rows)
+    console.print(kernels_table(rows))
 
 
 @bench.command("store")
+@plain_errors()
 def bench_stores(
     samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
     epochs: Annotated[int, typer.Option(help="How often each sample is rewritten.")] = 3,
@@ -40,15 +41,15 @@ def bench_stores(
     json_file: JsonOption = None,
 ) -> None:
     """Message stores: put, get, prefetched get and background writes, against memcpy and plain file access."""
-    with plain_errors():
-        from pipecomp.bench.store import bench_store, store_table
+    from pipecomp.bench.store import bench_store, store_table
 
-        rows = bench_store(samples=samples, epochs=epochs, folder=folder)
-        write_json(json_file, rows)
-        console.print(store_table(rows))
+    rows = bench_store(samples=samples, epochs=epochs, folder=folder)
+    write_json(json_file, rows)
+    console.print(store_table(rows))
 
 
 @bench.command("allreduce")
+@plain_errors()
 def bench_averages(
     methods: Annotated[str | None, typer.Option(help="With commas, as in fp16,global_qsgd; by default all.")] = None,
     sizes: Annotated[str, typer.Option(help="Values in a bucket; several with commas.")] = "65536,1048576,6553600",
@@ -57,27 +58,27 @@ def bench_averages(
     json_file: JsonOption = None,
 ) -> None:
     """Gradient averaging between processes on this machine: times, bytes and error, against float32 and PowerSGD."""
-    with plain_errors():
-        from pipecomp.bench.allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
+    from pipecomp.bench.allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
 
-        rows = bench_allreduce(
-            sizes=whole_numbers("sizes", sizes),
-            ranks=whole_numbers("ranks", ranks),
-            seconds=seconds,
-            variants=variants_of(methods) if methods else VARIANTS,
-        )
-        write_json(json_file, rows)
-        for table in allreduce_tables(rows):
-            console.print(table)
-            console.print()
-        console.print(
-            "wait: for other ranks, which share this machine; torch's own functions count as wait entirely.\n"
-            "ratio: raw over sent bytes. error: of the mean; own: of what a rank sends. speedup: over gloo's float32.",
-            highlight=False,
-        )
+    rows = bench_allreduce(
+        sizes=whole_numbers("sizes", sizes),
+        ranks=whole_numbers("ranks", ranks),
+        seconds=seconds,
+        variants=variants_of(methods) if methods else VARIANTS,
+    )
+    write_json(json_file, rows)
+    for table in allreduce_tables(rows):
+        console.print(table)
+        console.print()
+    console.print(
+        "wait: for other ranks, which share this machine; torch's own functions count as wait entirely.\n"
+        "ratio: raw over sent bytes. error: of the mean; own: of what a rank sends. speedup: over gloo's float32.",
+        highlight=False,
+    )
 
 
 @bench.command("pipeline")
+@plain_errors()
 def bench_steps(
     rates: Annotated[str, typer.Option(help="How slow the links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
     lines: Annotated[
@@ -93,18 +94,17 @@ def bench_steps(
 
     r is the time that one micro-batch's float32 packets take, both ways, over the time that a stage computes on it.
     """
-    with plain_errors():
-        from pipecomp.bench.configurations import lines_of, rates_of
-        from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
+    from pipecomp.bench.configurations import lines_of, rates_of
+    from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
 
-        rows = bench_pipeline(
-            lines=lines_of(lines),
-            rates=rates_of(rates),
-            stages=stages,
-            steps=steps,
-            rounds=rounds,
-            delay=delay,
-            on_row=lambda row: console.print(f"r = {row['r']:g}, {row['line']}: {row['seconds']:.2f} s"),
-        )
-        write_json(json_file, rows)
-        console.print(pipeline_table(rows))
+    rows = bench_pipeline(
+        lines=lines_of(lines),
+        rates=rates_of(rates),
+        stages=stages,
+        steps=steps,
+        rounds=rounds,
+        delay=delay,
+        on_row=lambda row: console.print(f"r = {row['r']:g}, {row['line']}: {row['seconds']:.2f} s"),
+    )
+    write_json(json_file, rows)
+    console.print(pipeline_table(rows))

@@ -1,4 +1,7 @@
-"""The command line: `pipecomp demo | doctor | netlab | plan | store | bench`. Errors are one line; exit status 1."""
+"""The command line: `pipecomp demo | doctor | netlab | plan | report | store | bench`.
+
+Errors are one line; exit status 1.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ app.add_typer(bench, name="bench")
 
 
 @app.command()
+@plain_errors()
 def demo(
     stages: Annotated[int, typer.Option(help="Pipeline stages, a process each; 1 to 4.")] = 2,
     methods: Annotated[str, typer.Option(help="With commas: none, fp16, bf16, direct, aqsgd.")] = "none,direct,aqsgd",
@@ -33,40 +37,43 @@ def demo(
     quick: Annotated[bool, typer.Option(help="A minute instead of four: a smaller model, fewer steps.")] = False,
 ) -> None:
     """Fine-tune a small GPT-2 over pipeline stages with several methods; show the loss and the bytes sent by each."""
-    with plain_errors():
-        from pipecomp.demo.plot import tables
-        from pipecomp.demo.run import Settings, run_demo
+    from pipecomp.demo.plot import tables
+    from pipecomp.demo.run import Settings, run_demo
+    from pipecomp.report.command import try_report
 
-        smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
-        forward, backward = whole_numbers("bits", bits, 2)
-        settings = Settings(
-            stages=stages,
-            methods=tuple(m.strip() for m in methods.split(",")),
-            forward_bits=forward,
-            backward_bits=backward,
-            seed=seed,
-            out=out,
-            **smaller,
-        )
-        with _progress() as bar:
-            tasks: dict[str, Any] = {}
+    smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
+    forward, backward = whole_numbers("bits", bits, 2)
+    settings = Settings(
+        stages=stages,
+        methods=tuple(m.strip() for m in methods.split(",")),
+        forward_bits=forward,
+        backward_bits=backward,
+        seed=seed,
+        out=out,
+        **smaller,
+    )
+    with _progress() as bar:
+        tasks: dict[str, Any] = {}
 
-            def show(what: str, step: int, steps: int, loss: float | None) -> None:
-                if what not in tasks:
-                    tasks[what] = bar.add_task(what, total=steps, loss="")
-                bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
+        def show(what: str, step: int, steps: int, loss: float | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=steps, loss="")
+            bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
 
-            results = run_demo(settings, show)
-        for found in tables(results):
-            console.print(found)
-        console.print(
-            "Raw means float32. Seconds per step are predicted from the bytes and compute times measured here.\n"
-            "Input and output embeddings are untied, so that only activations and their gradients are sent."
-        )
-        console.print(f"Wrote {out}/demo.json and {out}/losses.png", highlight=False)
+        results = run_demo(settings, show)
+    for found in tables(results):
+        console.print(found)
+    console.print(
+        "Raw means float32. Seconds per step are predicted from the bytes and compute times measured here.\n"
+        "Input and output embeddings are untied, so that only activations and their gradients are sent."
+    )
+    console.print(f"Wrote {out}/demo.json and {out}/losses.png", highlight=False)
+    shown = [Path(out) / method for method in settings.methods]
+    console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
 
 
 @app.command()
+@plain_errors()
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list and nothing else.")] = False,
     store_path: Annotated[Path, typer.Option("--store", help="Folder of the message store.")] = Path("messages"),
@@ -88,7 +95,7 @@ def doctor(
     With DeepSpeed's launcher: deepspeed --hostfile FILE --no_local_rank --module pipecomp.cli doctor
     """
     from pipecomp.doctor.examination import examine
-    from pipecomp.doctor.report import print_report
+    from pipecomp.doctor.finding import print_report
 
     def report(findings: list[Any]) -> None:
         if json_output:
@@ -96,8 +103,7 @@ def doctor(
         else:
             print_report(findings, console)
 
-    with plain_errors():
-        problem = examine(report, store=store_path, ranks=ranks)
+    problem = examine(report, store=store_path, ranks=ranks)
     if problem:
         raise typer.Exit(1)
 
@@ -114,6 +120,7 @@ def _progress() -> Progress:
 
 
 @app.command()
+@plain_errors()
 def netlab(
     command: Annotated[list[str], typer.Argument(help="What each node runs: program and arguments, after --.")],
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 2,
@@ -145,27 +152,27 @@ def netlab(
     RANK, WORLD_SIZE, MASTER_ADDR and the like are set for each process. The exit status is that of the process that
     failed first. Needs Linux, root and iproute2; --software needs neither root nor iproute2.
     """
-    with plain_errors():
-        from pipecomp.netlab import Lab
-        from pipecomp.netlab.command import bytes_table, run_in_lab
+    from pipecomp.netlab import Lab
+    from pipecomp.netlab.command import bytes_table, run_in_lab
 
-        lab = Lab(
-            nodes=nodes,
-            bandwidth=bandwidth,
-            asymmetric=asymmetric or (),
-            delay=delay,
-            jitter=jitter,
-            cuts=cut or (),
-            software=software,
-        )
-        report = run_in_lab(lab, command, procs_per_node=procs_per_node, launcher=launcher, say=say)
-        write_json(json_file, report)
-        if "form" in report:
-            console.print(bytes_table(report))
+    lab = Lab(
+        nodes=nodes,
+        bandwidth=bandwidth,
+        asymmetric=asymmetric or (),
+        delay=delay,
+        jitter=jitter,
+        cuts=cut or (),
+        software=software,
+    )
+    report = run_in_lab(lab, command, procs_per_node=procs_per_node, launcher=launcher, say=say)
+    write_json(json_file, report)
+    if "form" in report:
+        console.print(bytes_table(report))
     raise typer.Exit(report["status"])
 
 
 @app.command("plan")
+@plain_errors()
 def plan_run(
     model: Annotated[str, typer.Option(help="A folder with config.json, or a hub name. Weights are not read.")],
     nodes: Annotated[int | None, typer.Option(help="Stages × replicas; by default the number of stages, or 2.")] = None,
@@ -204,28 +211,41 @@ def plan_run(
 
     On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
-    with plain_errors():
-        from pipecomp.netlab.throttle import throttle_to
-        from pipecomp.plan.command import run_plan
-        from pipecomp.plan.options import PlanOptions
+    from pipecomp.netlab.throttle import throttle_to
+    from pipecomp.plan.command import run_plan
+    from pipecomp.plan.options import PlanOptions
 
-        options = PlanOptions(
-            model=model,
-            nodes=nodes,
-            stages=stages,
-            batch=batch,
-            micro_batch=micro_batch,
-            tokens=tokens,
-            bandwidth=bandwidth,
-            delay=delay,
-            speed=speed,
-            profile=profile,
-            memory=memory,
-            dtype=dtype,
-            tie=tie,
-            recompute=recompute,
-            measure=measure,
-            store=store_path,
-        )
-        if (found := run_plan(console, options, throttle_to)) is not None:
-            write_json(json_file, found)
+    options = PlanOptions(
+        model=model,
+        nodes=nodes,
+        stages=stages,
+        batch=batch,
+        micro_batch=micro_batch,
+        tokens=tokens,
+        bandwidth=bandwidth,
+        delay=delay,
+        speed=speed,
+        profile=profile,
+        memory=memory,
+        dtype=dtype,
+        tie=tie,
+        recompute=recompute,
+        measure=measure,
+        store=store_path,
+    )
+    if (found := run_plan(console, options, throttle_to)) is not None:
+        write_json(json_file, found)
+
+
+@app.command()
+@plain_errors()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Folders of runs, folders that hold such, or files of --metrics.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the folder, for several runs here.")
+    ] = None,
+) -> None:
+    """Show a run, or several side by side, on one HTML page: losses, bytes, where the time went, what to change."""
+    from pipecomp.report.command import write_report
+
+    console.print(f"Wrote {write_report(runs, out)}", highlight=False, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pipecomp.errors import ConfigError, PipecompError
+from pipecomp.errors import PipecompError, require
 
 console = Console()
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
@@ -19,7 +19,7 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """End the command with one line and status 1 on an error that users can do something about."""
+    """End the command that this decorates with one line and status 1 on an error that users can do something about."""
     try:
         yield
     except PipecompError as error:
@@ -41,6 +41,10 @@ def write_json(file: Path | None, value: Any) -> None:
 def whole_numbers(key: str, text: str, count: int | None = None) -> list[int]:
     """Read numbers separated by commas, `count` of them. ConfigError names `key`."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or count not in (None, len(parts)):
-        raise ConfigError(key, text, f"{'' if count is None else f'{count} '}whole numbers, separated by commas")
+    require(
+        all(part.isdecimal() for part in parts) and count in (None, len(parts)),
+        key,
+        text,
+        f"{'' if count is None else f'{count} '}whole numbers, separated by commas",
+    )
     return [int(part) for part in parts]

@@ -6,55 +6,57 @@ import dataclasses
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
+from pipecomp.tables import table
 
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 
 
 @store.command("info")
+@plain_errors()
 def store_info(path: str, json_file: JsonOption = None) -> None:
     """Show what a message store holds for every rank and link: run, samples, bytes, bits, versions."""
-    with plain_errors():
-        from pipecomp.buffers.admin import info
+    from pipecomp.buffers.admin import info
 
-        found = info(path)
-        write_json(json_file, [dataclasses.asdict(line) for line in found])
-        out = Table("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
-        for line in found:
-            versions = "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}"
-            out.add_row(
-                str(line.rank),
-                line.link,
-                line.run or "–",
-                line.configuration,
-                str(line.samples),
-                str(line.bits),
-                f"{line.stored_bytes / 1e6:.2f}",
-                f"{line.file_bytes / 1e6:.2f}",
-                versions,
-            )
-        console.print(out)
+    found = info(path)
+    write_json(json_file, [dataclasses.asdict(line) for line in found])
+    rows = (
+        (
+            str(line.rank),
+            line.link,
+            line.run or "–",
+            line.configuration,
+            str(line.samples),
+            str(line.bits),
+            f"{line.stored_bytes / 1e6:.2f}",
+            f"{line.file_bytes / 1e6:.2f}",
+            "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}",
+        )
+        for line in found
+    )
+    headings = ("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
+    console.print(table(headings, rows, left=headings))
 
 
 @store.command("verify")
+@plain_errors()
 def store_verify(path: str, json_file: JsonOption = None) -> None:
     """Check every stored value's checksum; exit status 1 if any is damaged."""
-    with plain_errors():
-        from pipecomp.buffers.admin import verify
+    from pipecomp.buffers.admin import verify
 
-        report = verify(path)
-        damaged = [d._asdict() for d in report.damaged]
-        write_json(json_file, {"checked": report.checked, "damaged": damaged})
-        for d in report.damaged:
-            console.print(f"rank {d.rank}, {d.link}, sample {d.sample}: {d.problem}", highlight=False)
-        console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
-        if damaged:
-            raise typer.Exit(1)
+    report = verify(path)
+    damaged = [d._asdict() for d in report.damaged]
+    write_json(json_file, {"checked": report.checked, "damaged": damaged})
+    for d in report.damaged:
+        console.print(f"rank {d.rank}, {d.link}, sample {d.sample}: {d.problem}", highlight=False)
+    console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
+    if damaged:
+        raise typer.Exit(1)
 
 
 @store.command("prune")
+@plain_errors()
 def store_prune(
     path: str,
     link: Annotated[str | None, typer.Option(help="Remove this link's samples and settings.")] = None,
@@ -64,14 +66,13 @@ def store_prune(
     json_file: JsonOption = None,
 ) -> None:
     """Remove damaged values and whatever the options name, and shrink the files to what is left."""
-    with plain_errors():
-        from pipecomp.buffers.admin import prune
+    from pipecomp.buffers.admin import prune
 
-        report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)
-        write_json(json_file, dataclasses.asdict(report))
-        values = f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept"
-        console.print(
-            f"{'all values removed' if everything else values}; "
-            f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
-            highlight=False,
-        )
+    report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)
+    write_json(json_file, dataclasses.asdict(report))
+    values = f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept"
+    console.print(
+        f"{'all values removed' if everything else values}; "
+        f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
+        highlight=False,
+    )

@@ -65,7 +65,7 @@ class AllRanks:
         self._questions = itertools.count()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The JSON value that each rank gave, by rank.
+        """Tell all ranks a JSON value, and return what each rank gave, by rank.
 
         Raises LinkTimeoutError if a rank does not answer, PeerLostError if the store is gone.
         """
@@ -74,8 +74,8 @@ class AllRanks:
             self._store.set(f"{number}/{self.rank}", json.dumps(value))
             return [self._answer(number, rank) for rank in range(self.world)]
         except dist.DistNetworkError as error:
-            reason = "torch.distributed's key-value store is gone, which it serves"
-            raise self._lost() or PeerLostError(f"lost rank 0 at the start: {reason}", 0) from error
+            gone = "lost rank 0 at the start: torch.distributed's key-value store is gone, which it serves"
+            raise self._lost() or PeerLostError(gone, 0) from error
 
     def _answer(self, number: int, rank: int) -> Any:
         key = f"{number}/{rank}"
@@ -110,7 +110,7 @@ class AllRanks:
 
     @contextlib.contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """What every rank does for itself: an error of one is raised there, and as LinkError on all that had none."""
+        """Raise an error of what every rank does for itself there, and as LinkError on all that had none."""
         error: Exception | None = None
         try:
             yield
@@ -127,7 +127,7 @@ class AllRanks:
 
 
 def versions() -> dict[str, Any]:
-    """What must fit before the ranks can talk at all: packages, the form of messages, the order of bytes.
+    """List what must fit before the ranks can talk at all: packages, the form of packets, the order of bytes.
 
     Builds of one torch version for different devices fit.
     """
@@ -137,19 +137,18 @@ def versions() -> dict[str, Any]:
             found[f"{name} version"] = importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
             found[f"{name} version"] = "not installed"  # pipecomp itself may run from a folder
-    return {**found, "format of messages": wire.VERSION, "order of bytes": sys.byteorder}
+    return {**found, "format of packets": wire.VERSION, "order of bytes": sys.byteorder}
 
 
 def check_byte_order() -> None:
-    """Messages are little-endian, and their values are copied as they are."""
+    """Raise where packets, which are little-endian, cannot be copied as they are."""
     if sys.byteorder != "little":
         raise PipecompError(f"this machine is {sys.byteorder}-endian: pipecomp needs little-endian ones")
 
 
 def settings_of(ds_config: Mapping[str, Any], section: str, shared: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's configuration as flat keys, but for what may differ; shared: this project's section, complete."""
-    given = {k: v for k, v in ds_config.items() if k not in _OWN and k != section}
-    return dict(_flat({**given, section: shared}))
+    return dict(_flat({**{k: v for k, v in ds_config.items() if k not in _OWN}, section: shared}))
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -161,7 +160,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is not the same on all ranks, one sentence for each key; facts: by rank."""
+    """Tell what is not the same on all ranks, one sentence for each key; facts: by rank."""
     found = []
     for key in sorted(set().union(*facts)):
         by_value: dict[str, list[int]] = {}

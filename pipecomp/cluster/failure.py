@@ -11,7 +11,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -30,28 +31,25 @@ class StoreSilentError(RuntimeError):
 
 
 def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
-    """What `call` returns or raises; StoreSilentError after `limit_s` seconds.
+    """Return or raise what `call` does; StoreSilentError after `limit_s` seconds.
 
     torch's store waits without end for the answer of a server that is stopped, whatever its timeout; the thread that
     does so is left behind.
     """
-    done: list[Any] = []
+    future: Future[_Value] = Future()
 
     def run() -> None:
         try:
-            done.append((call(), None))
+            future.set_result(call())
         except BaseException as error:
-            done.append((None, error))
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, name="pipecomp-store", daemon=True)
     thread.start()
     thread.join(limit_s)
-    if not done:
+    if not future.done():
         raise StoreSilentError(f"torch.distributed's key-value store has not answered for {limit_s:g} s")
-    value, error = done[0]
-    if error is not None:
-        raise error
-    return value
+    return future.result()
 
 
 def of_a_collective(error: Exception) -> bool:
@@ -80,9 +78,9 @@ def report_lost(rank: int, reason: str) -> None:
 
 
 def find_lost(wait_s: float) -> PeerLostError | None:
-    """The rank that was reported lost, or has said nothing when `wait_s` seconds are over; None if all have spoken, and
-    no other rank was reported.
+    """Find the rank that was reported lost, or has said nothing when `wait_s` seconds are over.
 
+    None if all have spoken, and no other rank was reported.
     Call `report_stopped` first. If the store itself is gone, the rank that serves it (0, with the usual launchers) is.
     """
     deadline = time.monotonic() + wait_s

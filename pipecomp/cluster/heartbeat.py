@@ -68,7 +68,7 @@ class Heartbeat:
         self._rank = rank
         self._others = [r for r in range(world) if r != rank]
         self._store = store.clone()  # a wait on the shared connection would stop the beats
-        self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, _nothing
+        self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, lambda: None
         self.lost: PipecompError | None = None
         self.engine = 0  # how many this process has begun to make
         self._beats = 0
@@ -88,9 +88,9 @@ class Heartbeat:
     # -- what this rank does
 
     def begin(self) -> None:
-        """An engine is about to be made; all ranks make theirs in the same order."""
+        """Announce an engine that is about to be made; all ranks make theirs in the same order."""
         self.engine += 1
-        self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, _nothing, None
+        self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, lambda: None, None
         self._say("")
 
     @contextlib.contextmanager
@@ -114,16 +114,18 @@ class Heartbeat:
         self._waiting_since = time.monotonic()
 
     def leave(self) -> None:
-        """This rank waits for nobody any more."""
+        """Note that this rank waits for nobody any more."""
         self._waiting_since = None
 
     def stopped(self, rank: int, reason: str) -> None:
-        """This rank's training is over, because `rank` failed: tell those that wait for it."""
+        """Tell those that wait for this rank that its training is over, because `rank` failed."""
         self._say(f"{_STOPPED} {rank} {reason[:2000]}")
 
     def _linger(self) -> None:
-        """On rank 0, which may serve the store: stay until the others have said that they stopped, make another engine
-        already, or are silent."""
+        """On rank 0, which may serve the store, stay until nobody needs it.
+
+        So until the others have said that they stopped, make another engine already, or are silent.
+        """
         deadline = time.monotonic() + _LINGER_S
         while self._rank == 0 and time.monotonic() < deadline:
             now = time.monotonic()
@@ -138,15 +140,17 @@ class Heartbeat:
             time.sleep(_LINGER_POLL_S)
 
     def close(self, engine: int) -> None:
-        """This engine has ended in order; if it is the last one that was made, nobody needs to wait for a sign of this
-        rank any more."""
+        """Note that this engine has ended in order.
+
+        If it is the last one that was made, nobody needs to wait for a sign of this rank any more.
+        """
         if engine == self.engine:
-            self.on_exit = _nothing
+            self.on_exit = lambda: None
             if not self._state.startswith(_STOPPED):
                 self._say(_LEFT)
 
     def end(self) -> None:
-        """The processes part. A thread that is inside torch when the interpreter ends would abort the process."""
+        """Stop the threads. One that is inside torch when the interpreter ends would abort the process."""
         self._ended.set()
         for thread in self._threads:
             thread.join(_JOIN_S)
@@ -160,8 +164,7 @@ class Heartbeat:
     def _beat(self) -> None:
         with self._writing:  # words must not be overtaken by a beat from before
             self._beats += 1
-            text = f"{self._beats} {self.engine} {self._state}"
-            self._store.set(_KEY.format(self._rank), text.encode())
+            self._store.set(_KEY.format(self._rank), f"{self._beats} {self.engine} {self._state}".encode())
 
     # -- the threads
 
@@ -233,7 +236,7 @@ class Heartbeat:
 
 
 def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heartbeat:
-    """This process's watch, made at the first call and again for processes that have joined anew.
+    """Give this process's watch, made at the first call and again for processes that have joined anew.
 
     store, rank, world: of processes that torch has not joined yet; its own otherwise.
     """
@@ -242,21 +245,11 @@ def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heart
     if _current is not None and joined is not None and _group in (None, joined):
         _group = joined
         return _current
-    if _current is None:
-        atexit.register(_end)
-    else:
+    if _current is not None:
         _current.end()
     if store is None:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
     _current, _group = Heartbeat(rank, world, store), joined
+    atexit.register(_current.end)
     return _current
-
-
-def _end() -> None:
-    if _current is not None:
-        _current.end()
-
-
-def _nothing() -> None:
-    """No last words."""

@@ -7,25 +7,26 @@ left behind.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
-
+from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import PipecompError
 
 _LARGE_PACKAGES = [
     "torch.distributed",
     "transformers.models.gpt2.modeling_gpt2",
     "deepspeed.pipe",
-    "pipecomp.engine.engine",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.module_inject.auto_ep_layer",
+    "pipecomp.engine.initialize",
 ]
 
 
@@ -33,21 +34,15 @@ class RankFailedError(PipecompError, RuntimeError):
     """A rank raised or died; the message has its traceback or exit code."""
 
 
-def preload_large_packages() -> None:
-    """Let the server that forks ranks import what ranks that train need: seconds less for each of them.
+def preload_large_packages(*more: str) -> None:
+    """Let the server that forks ranks import what ranks that train need, and `more`: seconds less for each of them.
 
-    To be called before the first `run_ranks`. It does nothing on a machine with an NVIDIA GPU, whose driver must not be
-    touched before a fork.
+    To be called before the first `run_ranks`; what earlier calls named stays. It does nothing on a machine with an
+    NVIDIA GPU, whose driver must not be touched before a fork.
     """
+    _LARGE_PACKAGES.extend(name for name in more if name not in _LARGE_PACKAGES)
     if not Path("/dev/nvidiactl").exists():
         multiprocessing.set_forkserver_preload(_LARGE_PACKAGES)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(
@@ -57,20 +52,18 @@ def run_ranks(
     timeout_s: float,
     on_note: Callable[[int, Any], None] | None = None,
     may_die: tuple[int, ...] = (),
-    threads: int = 1,
 ) -> dict[int, Any]:
-    """What `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
+    """Return what `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
 
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
-    may end without a result. threads: torch threads of each rank. Raises RankFailedError.
+    may end without a result. Raises RankFailedError.
     """
     # A server that has imported torch once forks the ranks. Its environment is that of its own start, so the ranks are
     # given the caller's.
-    context = mp.get_context("forkserver")
-    results = context.Queue()
-    port = free_port()
+    context = multiprocessing.get_context("forkserver")
+    results, port = context.Queue(), free_port()
     workers = [
-        context.Process(target=_main, args=(rank, world, port, threads, dict(os.environ), function, args, results))
+        context.Process(target=_main, args=(rank, world, port, dict(os.environ), function, args, results))
         for rank in range(world)
     ]
     for worker in workers:
@@ -112,9 +105,8 @@ def _check_alive(workers: list, found: dict, may_die: tuple[int, ...]) -> None:
             raise RankFailedError(f"rank {rank} ended with exit code {worker.exitcode}")
 
 
-def _main(
-    rank: int, world: int, port: int, threads: int, environment: dict, function: Callable, args: tuple, results: Any
-) -> None:
+def _main(rank: int, world: int, port: int, environment: dict, function: Callable, args: tuple, results: Any) -> None:
+    gc.freeze()  # DeepSpeed collects garbage often: not among what was imported before the fork
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
@@ -126,11 +118,11 @@ def _main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS=str(threads),
+        OMP_NUM_THREADS="1",
     )
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
     def note(value: Any) -> None:
         results.put(("note", rank, value))

@@ -49,7 +49,7 @@ def list_interfaces() -> dict[str, Interface]:
 
 
 def default_choice() -> Choice:
-    """What gloo does without GLOO_SOCKET_IFNAME: it binds to each address of the host name until one lets it."""
+    """Do as gloo does without GLOO_SOCKET_IFNAME: bind to each address of the host name until one lets it."""
     hostname = socket.gethostname()
     try:
         candidates = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
@@ -59,14 +59,14 @@ def default_choice() -> Choice:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(where)
+                return Choice(hostname, str(where[0]))
         except OSError:
             continue
-        return Choice(hostname, str(where[0]))
     return Choice(hostname, None)
 
 
 def gloo_address() -> str:
-    """The address that gloo binds to in this process. Raises ConfigError if GLOO_SOCKET_IFNAME leads nowhere."""
+    """Find the address that gloo binds to in this process. ConfigError if GLOO_SOCKET_IFNAME leads nowhere."""
     variable = os.environ.get(GLOO_VARIABLE)
     if not variable:
         return default_choice().address or "127.0.0.1"
@@ -79,6 +79,13 @@ def gloo_address() -> str:
     return interfaces[variable.split(",")[0]].addresses[0]
 
 
+def free_port() -> int:
+    """Find a TCP port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def is_loopback(address: str) -> bool:
     """Whether an IP address, or the name localhost, stays on this machine."""
     try:
@@ -88,7 +95,7 @@ def is_loopback(address: str) -> bool:
 
 
 def machine() -> str:
-    """The same for processes that share a network: containers and network namespaces are machines of their own."""
+    """Name what processes share that share a network: containers and network namespaces are machines of their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
 from pipecomp.cluster.heartbeat import process_heartbeat
-from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, gloo_address, is_loopback, machine
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.errors import LinkError, LinkTimeoutError
 
 _NAME = "pipecomp/name"
@@ -40,10 +39,8 @@ def join_processes() -> None:
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(own, MASTER_PORT=str(free_port()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world == 1:
@@ -93,7 +90,7 @@ def _meet(rank: int, world: int) -> Any:
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:
-    """A part of the store that nothing was written to before.
+    """Agree on a part of the store that nothing was written to before.
 
     torchrun's store outlives the ranks: after a restart it has what they wrote before, addresses of processes that
     are gone among it. So rank 0 thinks of a name and answers each other rank's question for it, which is new too, and
@@ -101,7 +98,7 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
     """
     name = secrets.token_hex(8) if rank == 0 else ""
     question, asked = "", -_ASK_AGAIN_S
-    waiting = set(range(1, world))
+    waiting = set(range(1, world)) if rank == 0 else set()
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < COMING_S:
         if rank == 0:
@@ -120,12 +117,11 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
         if name and store.check([f"{_NAME}/{name}/go"]):
             return dist.PrefixStore(f"pipecomp/{name}", store)
         time.sleep(_POLL_S if passed_s < _ASK_AGAIN_S else 10 * _POLL_S)
-    lost = min(waiting) if rank == 0 else 0
-    raise LinkTimeoutError(f"rank {lost} did not come to the start of the run within {COMING_S:g} s")
+    raise LinkTimeoutError(f"rank {min(waiting, default=0)} did not come to the start of the run within {COMING_S:g} s")
 
 
 def collective_backend() -> str:
-    """What torch's collectives go through: gloo on CPUs and where ranks share a GPU, else the device's own."""
+    """Choose what collectives go through: gloo on CPUs and where ranks share a GPU, else the device's own."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
     if device is None or os.environ.get("DS_ACCELERATOR") == "cpu" or local > torch.accelerator.device_count():

@@ -8,39 +8,49 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pipecomp.tables import table
+
+_REACHED = (
+    "method",
+    "training\nloss",
+    "held-out\nloss",
+    "MB sent\nforward",
+    "MB sent\nbackward",
+    "raw /\nsent",
+    "store\nMB",
+    "time\ns",
+)
+_STYLE: dict[str, Any] = {
+    "left": ("method",),
+    "wrap": False,
+    "title_justify": "left",
+    "title_style": "bold",
+    "box": SIMPLE_HEAD,
+    "collapse_padding": True,
+}
 NAMES = {"none": "FP32", "fp16": "FP16", "bf16": "BF16", "direct": "DirectQ", "aqsgd": "AQ-SGD"}
 
 
 def label(result: dict[str, Any]) -> str:
-    """ "AQ-SGD fw2 bw4" """
-    name = NAMES[result["method"]]
+    """Name a method, as in "AQ-SGD fw2 bw4"."""
+    name = NAMES.get(result["method"], result["method"])
     if result["method"] in ("direct", "aqsgd"):
         return f"{name} fw{result['forward_bits']} bw{result['backward_bits']}"
     return name
 
 
 def megabytes(size: float) -> str:
-    """Bytes as a number of MB with three digits."""
+    """Write bytes as a number of MB with three digits."""
     return f"{size / 1e6:.3g}" if size < 1e9 else f"{size / 1e6:.0f}"
 
 
 def tables(results: list[dict[str, Any]]) -> list[Table]:
-    """What each method reached and sent, and what its steps take on slower links; one line for each method."""
-    reached = _table(
-        "What each method reached and sent",
-        "training\nloss",
-        "held-out\nloss",
-        "MB sent\nforward",
-        "MB sent\nbackward",
-        "raw /\nsent",
-        "store\nMB",
-        "time\ns",
-    )
-    rates = _table("Seconds per step, after the first epoch, on a link of", *results[0]["step_seconds_at"])
+    """Tabulate what each method reached and sent, and what its steps take on slower links."""
+    reached, rates = [], []
     for r in results:
         raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
         sent = r["forward_bytes_sent"] + r["backward_bytes_sent"]
-        reached.add_row(
+        row = (
             label(r),
             f"{r['train_loss']:.3f}",
             f"{r['eval_loss']:.3f}",
@@ -50,20 +60,17 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
             megabytes(r["store_bytes"]) if r["store_bytes"] else "–",
             f"{r['seconds']:.0f}",
         )
-        rates.add_row(label(r), *(f"{s:.2f}" for s in r["step_seconds_at"].values()))
-    return [reached, rates]
-
-
-def _table(title: str, *headings: str) -> Table:
-    out = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, collapse_padding=True)
-    out.add_column("method", no_wrap=True)
-    for heading in headings:
-        out.add_column(heading, justify="right", no_wrap=True)
-    return out
+        reached.append(row)
+        rates.append((label(r), *(f"{s:.2f}" for s in r["step_seconds_at"].values())))
+    at = "Seconds per step, after the first epoch, on a link of"
+    return [
+        table(_REACHED, reached, title="What each method reached and sent", **_STYLE),
+        table(("method", *results[0]["step_seconds_at"]), rates, title=at, **_STYLE),
+    ]
 
 
 def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """Loss over steps, and over the time that the steps would take on the slowest link; PNG."""
+    """Draw the loss over steps, and over the time that the steps would take on the slowest link; PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
 from pipecomp.config import Activations
 from pipecomp.demo.plot import NAMES, plot
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.errors import ConfigError
-from pipecomp.plan.measured import measured_costs, measured_end
+from pipecomp.errors import require
 from pipecomp.plan.network import uniform
-from pipecomp.plan.simulation import Step, play
+from pipecomp.plan.simulation import Step, measured_costs, measured_end, play
+from pipecomp.report.record import Recorder
 from pipecomp.stats import total_bytes
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
@@ -50,15 +50,16 @@ class Settings:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stages <= self.layers:
-            raise ConfigError("stages", self.stages, f"1 to {self.layers}, the model's blocks")
+        require(1 <= self.stages <= self.layers, "stages", self.stages, f"1 to {self.layers}, the model's blocks")
         for method in self.methods:
-            if method not in Activations.METHODS:
-                raise ConfigError("methods", method, ", ".join(Activations.METHODS))
-        if not self.methods:
-            raise ConfigError("methods", self.methods, "at least one method")
-        if self.stages == 1 and self.methods != ("none",):
-            raise ConfigError("methods", ",".join(self.methods), "none, with one stage: it has no links")
+            require(method in Activations.METHODS, "methods", method, ", ".join(Activations.METHODS))
+        require(self.methods, "methods", self.methods, "at least one method")
+        require(
+            self.stages != 1 or self.methods == ("none",),
+            "methods",
+            ",".join(self.methods),
+            "none, with one stage: it has no links",
+        )
         Activations(method="direct", forward_bits=self.forward_bits, backward_bits=self.backward_bits)
 
 
@@ -78,6 +79,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[
         vocabulary=settings.vocabulary, length=settings.length, training=settings.training, held_out=96
     )
     report("reading Python's documentation", 1, 1, None)
+    preload_large_packages()
     ranks = run_ranks(
         settings.stages,
         train_rank,
@@ -93,7 +95,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[
 
 
 def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: float) -> dict[str, Any]:
-    """The configuration of one run, as a user would write it."""
+    """Make the configuration of one run, as a user would write it."""
     activations: dict[str, Any] = {"method": method}
     if method in Activations.QUANTIZED:
         activations |= {"forward_bits": settings.forward_bits, "backward_bits": settings.backward_bits}
@@ -117,7 +119,7 @@ def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: f
 def train_rank(
     rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task
 ) -> list[dict[str, Any]]:
-    """On every rank: pre-train, then fine-tune from there with each method in turn."""
+    """Pre-train on every rank, then fine-tune from there with each method in turn."""
     from pipecomp.engine.initialize import initialize
 
     out = Path(settings.out)
@@ -134,10 +136,16 @@ def train_rank(
     return [_fine_tune(rank, world, note, settings, task, folder, method) for method in settings.methods]
 
 
-def _train(engine: Any, steps: int, what: str, note: Callable[[Any], None] | None) -> list[float]:
+def _train(
+    engine: Any, steps: int, what: str, note: Callable[[Any], None] | None, recorder: Recorder | None = None
+) -> list[float]:
     losses: list[float] = []
     for step in range(steps):
+        began = time.perf_counter()
         losses.append(float(engine.train_batch()))
+        if recorder is not None:
+            spent = time.perf_counter() - began
+            recorder.step(engine.global_steps, engine.gather_comm_stats(), loss=losses[-1], step_s=spent)
         if note is not None:
             note((what, step + 1, steps, losses[-1]))
     return losses
@@ -155,16 +163,20 @@ def _fine_tune(
     config = ds_config(settings, method, store, steps=settings.epochs * per_epoch, lr=settings.lr)
     engine = initialize(str(folder), num_stages=world, config=config, training_data=Sequences(task.training))
     report = note if rank == 0 else None
+    recorder = Recorder(Path(settings.out) / method if rank == 0 else None)
+    recorder.start(settings.epochs * per_epoch, kind="demo", name=NAMES[method], **engine.describe())
     began = time.perf_counter()
-    losses = _train(engine, per_epoch, f"{NAMES[method]}, first epoch", report)
+    losses = _train(engine, per_epoch, f"{NAMES[method]}, first epoch", report, recorder)
     first_epoch = {k: link["forward"]["bytes_sent"] for k, link in engine.comm_stats()["links"].items()}
-    losses += _train(engine, (settings.epochs - 1) * per_epoch, f"{NAMES[method]}, later epochs", report)
+    losses += _train(engine, (settings.epochs - 1) * per_epoch, f"{NAMES[method]}, later epochs", report, recorder)
     seconds = time.perf_counter() - began
     held_out = eval_batches(Sequences(task.held_out), MICRO_BATCH)
     eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
+    recorder.evaluated(engine.global_steps, {"loss": eval_loss})
+    recorder.end(engine.gather_comm_stats(), engine.gather_last_step())
     stats = engine.comm_stats()
     engine.close()
-    stats["store_bytes"] = _folder_bytes(store / f"rank-{rank}")
+    stats["store_bytes"] = sum(file.stat().st_size for file in (store / f"rank-{rank}").rglob("data.mdb"))
     return {
         "method": method,
         "losses": losses,
@@ -173,10 +185,6 @@ def _fine_tune(
         "stats": stats,
         "first_epoch": first_epoch,
     }
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*.mdb") if f.name == "data.mdb")
 
 
 def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Task:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """(top-level module, documentation string) of everything in the standard library, in a fixed order."""
+    """Yield (top-level module, documentation string) of everything in the standard library, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -49,7 +49,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer of `tokenizers` for these texts."""
+    """Train a byte-level BPE tokenizer of `tokenizers` on these texts."""
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
@@ -58,13 +58,13 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Any:
 
 
 def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[int]]:
-    """All texts in one stream, cut to sequences of `length` tokens."""
+    """Join all texts to one stream, cut to sequences of `length` tokens."""
     stream = [token for text in tokenizer.encode_batch(texts) for token in text.ids]
     return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
 
 
 def documentation_task(*, vocabulary: int = 2048, length: int = 128, training: int = 640, held_out: int = 96) -> Task:
-    """The demo's sequences: `training` and `held_out` of them from the fine-tuning modules; the rest pre-trains."""
+    """Make the demo's sequences: `training` and `held_out` from the fine-tuning modules; the rest pre-trains."""
     general: list[str] = []
     special: list[str] = []
     for module, text in docstrings():
@@ -97,7 +97,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def gpt2(vocabulary: int, length: int, *, layers: int, width: int, heads: int, seed: int) -> Any:
-    """A GPT-2 with random weights and without dropout, so that methods differ by what they send alone."""
+    """Make a GPT-2 with random weights and without dropout, so that methods differ by what they send alone."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -127,7 +127,7 @@ def pretrain(
     seed: int,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> float:
-    """Plain training in this process; returns the mean loss of the last tenth of the steps."""
+    """Train plainly in this process; returns the mean loss of the last tenth of the steps."""
     data = torch.tensor(rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     steps = epochs * (len(data) // batch)

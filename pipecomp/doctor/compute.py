@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipecomp.doctor.finding import OK, WARNING, Finding, mib
+from pipecomp.doctor.finding import OK, WARNING, Finding, judge, mib
 from pipecomp.doctor.launch import Launch
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
 
 
 def compute_findings(launch: Launch) -> list[Finding]:
-    """All checks of this module on this machine."""
+    """Make all checks of this module on this machine."""
     cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS")
     status = dispatch.status()
     return [
@@ -44,45 +44,47 @@ def compute_findings(launch: Launch) -> list[Finding]:
 
 
 def check_cpu(cores: int, capability: str, machine: str) -> Finding:
-    """capability: torch's word for the instructions that it uses, "DEFAULT" for the architecture's oldest."""
-    found = f"{cores} cores of {machine}, {'no vector extensions' if capability == 'DEFAULT' else capability}"
-    if capability == "DEFAULT" and machine in ("x86_64", "AMD64"):
-        advice = "Unset ATEN_CPU_CAPABILITY if it is set; in a virtual machine pass the host's CPU through."
-        return Finding("processor", WARNING, f"{found}: without AVX2 a model computes several times slower", advice)
-    return Finding("processor", OK, found)
+    """Check the instruction set.
+
+    capability: torch's word for the instructions that it uses, "DEFAULT" for the architecture's oldest.
+    """
+    advice = "Unset ATEN_CPU_CAPABILITY if it is set; in a virtual machine pass the host's CPU through."
+    old = capability == "DEFAULT"
+    return judge(
+        "processor",
+        f"{cores} cores of {machine}, {'no vector extensions' if old else capability}",
+        (old and machine in ("x86_64", "AMD64"), WARNING, "without AVX2 a model computes several times slower", advice),
+    )
 
 
 def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | None) -> Finding:
-    """local_ranks: how many ranks share this machine, None where no launcher said."""
+    """Check the threads of each rank. local_ranks: how many ranks share this machine, None where no launcher said."""
     ranks = local_ranks or 1
-    best = max(1, cores // ranks)
+    advice = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
     several = f"{ranks} ranks share {cores} cores" if ranks > 1 else f"1 rank has {cores} cores"
     if omp_num_threads is None:
         if ranks > 1:
             found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, which slow each other down"
-            return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best}")
-        advice = "" if local_ranks else "With R ranks on this machine, set it to the number of cores divided by R."
-        return Finding("threads", OK, f"OMP_NUM_THREADS is not set: a single rank here uses all {cores} cores", advice)
+            return Finding("threads", WARNING, found, advice)
+        hint = "" if local_ranks else "With R ranks on this machine, set it to the number of cores divided by R."
+        return Finding("threads", OK, f"OMP_NUM_THREADS is not set: a single rank here uses all {cores} cores", hint)
     first = omp_num_threads.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         found = f"OMP_NUM_THREADS={omp_num_threads} is not a number of threads and has no effect"
-        return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best}")
-    threads = int(first)
-    found = f"OMP_NUM_THREADS={threads}, and {several}"
-    if ranks > cores:
-        return Finding(
-            "threads", WARNING, f"{found}: ranks take turns", f"Start at most {cores} ranks on this machine."
-        )
-    if threads * ranks > cores:
-        return Finding("threads", WARNING, f"{found}: more threads than cores", f"export OMP_NUM_THREADS={best}")
-    if local_ranks and 2 * threads * ranks <= cores:
-        found = f"{found}: {cores - threads * ranks} of them idle (torchrun sets 1 by default)"
-        return Finding("threads", WARNING, found, f"export OMP_NUM_THREADS={best} before the launcher")
-    return Finding("threads", OK, found)
+        return Finding("threads", WARNING, found, advice)
+    busy = int(first) * ranks
+    idle = f"{cores - busy} of them idle (torchrun sets 1 by default)"
+    return judge(
+        "threads",
+        f"OMP_NUM_THREADS={int(first)}, and {several}",
+        (ranks > cores, WARNING, "ranks take turns", f"Start at most {cores} ranks on this machine."),
+        (busy > cores, WARNING, "more threads than cores", advice),
+        (bool(local_ranks) and 2 * busy <= cores, WARNING, idle, f"{advice} before the launcher"),
+    )
 
 
 def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
-    """Which backend quantizes tensors of one kind of device. compiler: path of a C++ compiler, if there is one."""
+    """Check which backend quantizes tensors of one kind of device. compiler: path of a C++ compiler, if any."""
     check = f"kernels on {status.device}"
     if status.backend != "torch":
         return Finding(check, OK, f"{status.backend} ({status.reason})")
@@ -95,40 +97,46 @@ def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
 
 
 def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | None, driver: bool) -> list[Finding]:
-    """built_for: the CUDA or ROCm version of this torch, None for its CPU build. driver: whether NVIDIA's is loaded."""
+    """Check the GPUs that torch sees.
+
+    built_for: the CUDA or ROCm version of this torch, None for its CPU build. driver: whether NVIDIA's is loaded.
+    """
+    if not gpus and not driver:
+        return [Finding("GPU", OK, "none: everything runs on the CPU")]
     if not gpus:
-        if not driver:
-            return [Finding("GPU", OK, "none: everything runs on the CPU")]
-        if built_for is None:
-            advice = "Install the CUDA build of torch: see PyTorch's installation page."
-            return [Finding("GPU", WARNING, "there is an NVIDIA GPU, but the installed torch is the CPU build", advice)]
-        found = f"there is an NVIDIA GPU, but torch (for CUDA {built_for}) cannot use it"
-        advice = "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver."
-        return [Finding("GPU", WARNING, found, advice)]
-    findings = []
-    for gpu in gpus:
-        found = (
-            f"{gpu.name}, {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free, "
-            f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, torch for {built_for}"
+        found, advice = (
+            f"torch (for CUDA {built_for}) cannot use it",
+            "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver.",
         )
-        if gpu.free_bytes < gpu.total_bytes / 2:
-            advice = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES selects another GPU."
-            findings.append(Finding(f"GPU {gpu.number}", WARNING, f"{found}: something else uses it", advice))
-        else:
-            findings.append(Finding(f"GPU {gpu.number}", OK, found))
+        if built_for is None:
+            found, advice = (
+                "the installed torch is the CPU build",
+                "Install the CUDA build of torch: see PyTorch's installation page.",
+            )
+        return [Finding("GPU", WARNING, f"there is an NVIDIA GPU, but {found}", advice)]
+    advice = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES selects another GPU."
+    findings = [
+        judge(
+            f"GPU {gpu.number}",
+            f"{gpu.name}, {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free, "
+            f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, torch for {built_for}",
+            (gpu.free_bytes < gpu.total_bytes / 2, WARNING, "something else uses it", advice),
+        )
+        for gpu in gpus
+    ]
     if local_ranks and local_ranks > len(gpus):
         findings.append(shared_gpu(f"{local_ranks} ranks for {len(gpus)} GPUs on this machine"))
     return findings
 
 
 def shared_gpu(found: str) -> Finding:
-    """Two ranks on one GPU."""
+    """Make the finding for two ranks on one GPU."""
     advice = "Start at most one rank per GPU, or accept that all data travels over gloo, through host memory."
     return Finding(GPU_SHARING, WARNING, f"{found}: they share its memory and time, and NCCL refuses to run", advice)
 
 
 def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
-    """users: (rank, the GPU's unique name) of every rank that has one."""
+    """Check that no two ranks have one GPU. users: (rank, the GPU's unique name) of every rank that has one."""
     by_gpu: dict[str, list[int]] = {}
     for rank, gpu in users:
         by_gpu.setdefault(gpu, []).append(rank)
@@ -140,7 +148,7 @@ def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, by its affinity and its container's quota."""
+    """Count the cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()
@@ -158,7 +166,7 @@ def usable_cores() -> int:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs that torch sees."""
+    """List the GPUs that torch sees."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -168,13 +176,13 @@ def list_gpus() -> list[Gpu]:
 
 
 def own_gpu(local_rank: int) -> str | None:
-    """The unique name of the GPU that a rank takes, None without one."""
+    """Give the unique name of the GPU that a rank takes, None without one."""
     if not torch.cuda.is_available():
         return None
     return str(torch.cuda.get_device_properties(local_rank % torch.cuda.device_count()).uuid)
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is loaded with a GPU."""
+    """Say whether an NVIDIA driver is loaded with a GPU."""
     gpus = Path("/proc/driver/nvidia/gpus")
     return gpus.is_dir() and any(gpus.iterdir())

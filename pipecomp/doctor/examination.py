@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipecomp.cluster.agreement import versions
 from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
@@ -23,7 +23,6 @@ from pipecomp.errors import ConfigError
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.throttle import ThrottleSettings
 
-_COMPARED = ("pipecomp", "torch", "deepspeed", "transformers")
 _MACHINE_LIMIT_S = 300.0
 _LOCAL_RANKS, _LOCAL_LIMIT_S = 2, 120.0
 
@@ -72,7 +71,7 @@ def examine(
 
 
 def machine_findings(launch: Launch, store: Path) -> list[Finding]:
-    """All checks of this machine, without other ranks."""
+    """Make all checks of this machine, without other ranks."""
     gpu = torch.cuda.is_available()
     return [
         *package_findings(gpu=gpu),
@@ -85,7 +84,7 @@ def machine_findings(launch: Launch, store: Path) -> list[Finding]:
 
 def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float) -> bool:
     try:
-        meeting = Meeting(launch, _versions(), limit_s=limit_s)
+        meeting = Meeting(launch, versions(), limit_s=limit_s)
     except MeetingError as error:
         findings = [check_met(launch, str(error), limit_s)]
         if launch.local_rank == 0:
@@ -107,7 +106,7 @@ def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, stor
 
 
 def check_software_lab(environ: Mapping[str, str]) -> list[Finding]:
-    """Whether a lab slows, in software, what training sends, and not what is measured here."""
+    """Check whether a lab slows, in software, what training sends, and not what is measured here."""
     text = environ.get(SOFTWARE_LAB)
     if text is None:
         return []
@@ -129,17 +128,7 @@ def _local_ranks() -> list[Finding]:
 
 
 def _measure_here(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:
-    meeting = Meeting(read_launch(os.environ), _versions(), limit_s=30.0)
+    meeting = Meeting(read_launch(os.environ), versions(), limit_s=30.0)
     findings = meeting.measure()
     meeting.finish(findings, _LOCAL_LIMIT_S)
     return findings
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _COMPARED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # the check of packages says so
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 
 
 class Launch(NamedTuple):
@@ -21,6 +21,13 @@ class Launch(NamedTuple):
     def started(self) -> bool:
         """Whether this process is one of several ranks."""
         return self.world is not None and self.world > 1
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and world of a process that a launcher has started."""
+        assert self.rank is not None, "started by a launcher"
+        assert self.world is not None, "started by a launcher"
+        return self.rank, self.world
 
     @property
     def several_machines(self) -> bool | None:
@@ -49,6 +56,5 @@ def _number(environ: Mapping[str, str], name: str, smallest: int) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < smallest:
-        raise ConfigError(name, text, f"a whole number from {smallest} on")
+    require(text.isdecimal() and int(text) >= smallest, name, text, f"a whole number from {smallest} on")
     return int(text)

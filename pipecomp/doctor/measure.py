@@ -23,7 +23,7 @@ _LONG_ENOUGH_S, _AIM_S, _GROWTH = 0.25, 0.5, 8
 class Measured(NamedTuple):
     """Between two ranks, seen from the leading one.
 
-    out_bit_s, back_bit_s: bits per second to the other rank and from it. round_trip_s: median of small messages.
+    out_bit_s, back_bit_s: bits per second to the other rank and from it. round_trip_s: median of small packets.
     clock_ahead_s: how far the other rank's clock is ahead; known to within clock_error_s.
     """
 
@@ -39,61 +39,46 @@ class _Command(IntEnum):
 
 
 class Peer(Protocol):
-    """The other rank: takes tensors in order. `receive` fills the tensor or returns another one with what came.
+    """The other rank: takes tensors in order. `receive` fills the tensor or returns another one with what came."""
 
-    command: sends int64 [2], which the other rank's `receive` returns.
-    """
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor."""
 
-    def send(self, tensor: Tensor) -> None: ...
-    def receive(self, tensor: Tensor) -> Tensor: ...
-    def command(self, command: int, size: int = 0) -> None: ...
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Receive a tensor."""
 
 
-class _Gloo:
-    """Over the world group. RuntimeError from any call if nothing comes for limit_s seconds."""
+class GlooPeer:
+    """A rank of the world group. RuntimeError, torch's own, from any call if nothing comes for limit_s seconds."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank, self._limit = rank, timedelta(seconds=limit_s)
 
     def send(self, tensor: Tensor) -> None:
+        """See Peer."""
         work = dist.isend(tensor, self._rank)
         assert work is not None, "ranks of the world group only"
         work.wait(self._limit)
 
     def receive(self, tensor: Tensor) -> Tensor:
+        """See Peer."""
         work = dist.irecv(tensor, self._rank)
         assert work is not None, "ranks of the world group only"
         work.wait(self._limit)
         return tensor
 
-    def command(self, command: int, size: int = 0) -> None:
-        self.send(torch.tensor([command, size]))
 
-
-def lead(rank: int, *, limit_s: float) -> Measured:
-    """Measure between this rank and a higher one, which must call `follow`; takes some two seconds.
-
-    limit_s: silence after which the other rank counts as lost. Raises RuntimeError, torch's own, for that.
-    """
-    return lead_peer(_Gloo(rank, limit_s))
-
-
-def lead_peer(peer: Peer) -> Measured:
-    """Measure between this rank and another, which must call `follow_peer`; takes some two seconds."""
+def lead(peer: Peer) -> Measured:
+    """Measure between this rank and another, which must call `follow`; takes some two seconds."""
     round_trip_s, ahead_s, error_s = _ping(peer)
     out = _rate(peer, _Command.TAKE, round_trip_s)
     back = _rate(peer, _Command.GIVE, round_trip_s)
-    peer.command(_Command.END)
+    _command(peer, _Command.END)
     return Measured(out, back, round_trip_s, ahead_s, error_s)
 
 
-def follow(rank: int, *, limit_s: float) -> None:
+def follow(peer: Peer) -> None:
     """Answer the leading rank until it is done; see `lead`."""
-    follow_peer(_Gloo(rank, limit_s))
-
-
-def follow_peer(peer: Peer) -> None:
-    """Answer the leading rank until it is done; see `lead_peer`."""
     while True:
         command, size = peer.receive(torch.empty(2, dtype=torch.int64)).tolist()
         arrived = time.time_ns()
@@ -108,6 +93,10 @@ def follow_peer(peer: Peer) -> None:
             return
 
 
+def _command(peer: Peer, command: _Command, size: int = 0) -> None:
+    peer.send(torch.tensor([command, size]))
+
+
 def _ping(peer: Peer) -> tuple[float, float, float]:
     """Round trip, how far the other clock is ahead, and how far off that may be; in seconds."""
     trips: list[float] = []
@@ -117,7 +106,7 @@ def _ping(peer: Peer) -> tuple[float, float, float]:
     # The first one sets the connection up. Two more even on the slowest link.
     while len(trips) < 3 or (len(trips) <= _PINGS and time.perf_counter() - began < _PING_SECONDS):
         left, start = time.time_ns(), time.perf_counter()
-        peer.command(_Command.PING)
+        _command(peer, _Command.PING)
         arrived, answered = peer.receive(answer).tolist()
         trip = time.perf_counter() - start
         trips.append(trip)
@@ -135,7 +124,7 @@ def _rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
     while True:
         if buffer.numel() < size:
             buffer = torch.zeros(size, dtype=torch.uint8)
-        peer.command(command, size)
+        _command(peer, command, size)
         began = time.perf_counter()
         if command == _Command.TAKE:
             peer.send(buffer[:size])

@@ -23,7 +23,7 @@ from pipecomp.cluster.network_interfaces import machine
 from pipecomp.doctor.compute import check_shared_gpus, own_gpu
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.launch import Launch
-from pipecomp.doctor.measure import Measured, follow, lead
+from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
 
 _PREFIX = "pipecomp/doctor"
@@ -44,14 +44,11 @@ class Meeting:
     limit_s: how long to wait for the other ranks to come. Raises MeetingError if they do not.
     """
 
-    def __init__(self, launch: Launch, versions: Mapping[str, str], *, limit_s: float) -> None:
-        assert launch.rank is not None, "started by a launcher"
-        assert launch.world is not None, "started by a launcher"
-        self.rank, self.world = launch.rank, launch.world
+    def __init__(self, launch: Launch, versions: Mapping[str, Any], *, limit_s: float) -> None:
+        self.rank, self.world = launch.place
         self._lost: set[int] = set()
         try:
-            limit = timedelta(seconds=limit_s)
-            store, _, _ = next(iter(rendezvous("env://", self.rank, self.world, timeout=limit)))
+            store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=limit_s)))
             self._store = dist.PrefixStore(_PREFIX, store)
             mine = Identity(self.rank, socket.gethostname(), machine(), own_gpu(launch.local_rank), versions)
             self._say("identity", mine)
@@ -78,13 +75,12 @@ class Meeting:
 
     @property
     def abandoned(self) -> bool:
-        """Whether rank 0 is lost, which collects and reports."""
+        """Say whether rank 0 is lost, which collects and reports."""
         return 0 in self._lost
 
     def _direct(self) -> list[Finding]:
         """Rank 0: give every pair its turn, one after the other, so that no two share a cable."""
-        wait_s = 6 * _GLOO_S
-        joined = {rank: self._ask(rank, f"joined/{rank}", wait_s, _SAID_NOTHING) for rank in range(self.world)}
+        joined = {rank: self._ask(rank, f"joined/{rank}", 6 * _GLOO_S, _SAID_NOTHING) for rank in range(self.world)}
         errors = {rank: error for rank, error in joined.items() if error is not None}
         findings = [check_joined(errors, self.identities), check_same_versions(self.identities)]
         findings += check_shared_gpus((i.rank, i.gpu) for i in self.identities if i.gpu is not None)
@@ -109,16 +105,16 @@ class Meeting:
         return findings
 
     def _take_turn(self, number: int, pair: Sequence[int]) -> None:
-        """The lower rank leads, and says what came of it."""
+        """Lead as the lower rank, and say what came of it, or follow."""
         if self.rank == pair[0]:
             try:
-                result: object = lead(pair[1], limit_s=_SILENCE_S)
+                result: object = lead(GlooPeer(pair[1], _SILENCE_S))
             except RuntimeError as error:
                 result = _first_line(error)
             self._store.set(f"pair/{number}", json.dumps(result))
         else:
             with contextlib.suppress(RuntimeError):  # the leading rank reports it
-                follow(pair[0], limit_s=_SILENCE_S)
+                follow(GlooPeer(pair[0], _SILENCE_S))
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.
@@ -167,7 +163,7 @@ class Meeting:
         return json.loads(self._store.get(key))
 
     def _ask(self, rank: int, key: str, wait_s: float, otherwise: Any) -> Any:
-        """What a rank has said; `otherwise` if it says nothing, and from then on at once."""
+        """Wait for what a rank says; `otherwise` if it says nothing, and from then on at once."""
         try:
             return self._read(key, 0.1 if rank in self._lost else wait_s)
         except RuntimeError:
@@ -176,13 +172,13 @@ class Meeting:
 
 
 def check_rank_0(launch: Launch) -> Finding:
-    """Rank 0 met the others, and then was lost."""
+    """Make the finding for a rank 0 that met the others, and then was lost."""
     found = f"rank 0 at {launch.master} no longer answers, so this is only about rank {launch.rank}'s machine"
     return Finding("meeting", PROBLEM, found, "Look at what rank 0 printed, and whether its machine is still up.")
 
 
 def check_met(launch: Launch, error: str, limit_s: float) -> Finding:
-    """The ranks did not meet."""
+    """Make the finding for ranks that did not meet."""
     port = os.environ.get("MASTER_PORT", "not set")
     found = f"the {launch.world} ranks did not meet at {launch.master} port {port} in {limit_s:.0f} s: {error}"
     advice = (

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
 from pipecomp.cluster.network_interfaces import Choice, Interface, default_choice, is_loopback, list_interfaces
-from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.launch import Launch
 
 GLOO = "gloo interface"
 
 
 def network_findings(launch: Launch) -> list[Finding]:
-    """All checks of this module on this machine."""
+    """Make all checks of this module on this machine."""
     interfaces = list_interfaces()
     findings = [
         check_interfaces(interfaces, launch),
@@ -27,7 +27,7 @@ def network_findings(launch: Launch) -> list[Finding]:
 
 
 def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Finding:
-    """Whether any interface leads to other machines."""
+    """Check whether any interface leads to other machines."""
     shown = []
     for interface in interfaces.values():
         if interface.up and interface.addresses:
@@ -43,7 +43,7 @@ def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Fin
 
 
 def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice: Choice, launch: Launch) -> Finding:
-    """Which interface gloo takes, and whether other machines can be reached there. variable: of GLOO_SOCKET_IFNAME."""
+    """Check which interface gloo takes and whether it leads to other machines. variable: of GLOO_SOCKET_IFNAME."""
     usable = next((i.name for i in interfaces.values() if i.usable), None)
     export = f"export {VARIABLE}={usable or 'NAME'}"
     if variable:
@@ -75,21 +75,20 @@ def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice
 
 
 def check_master(master: str, address: str | None, launch: Launch) -> Finding:
-    """Where ranks meet. address: what MASTER_ADDR resolves to here, None for nothing."""
+    """Check where ranks meet. address: what MASTER_ADDR resolves to here, None for nothing."""
     if address is None:
         advice = "Set MASTER_ADDR to an IP address of rank 0's machine, or add the name to /etc/hosts."
         return Finding(
             "meeting point", PROBLEM, f"MASTER_ADDR={master} does not resolve here: ranks cannot meet", advice
         )
     found = f"MASTER_ADDR={master}" + ("" if address == master else f" is {address}")
-    if is_loopback(address) and launch.several_machines:
-        advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
-        return Finding("meeting point", WARNING, f"{found}: other machines cannot reach that", advice)
-    return Finding("meeting point", OK, found)
+    advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
+    unreachable = is_loopback(address) and bool(launch.several_machines)
+    return judge("meeting point", found, (unreachable, WARNING, "other machines cannot reach that", advice))
 
 
 def resolve(name: str) -> str | None:
-    """An IP address of a host name, None if it has none."""
+    """Look up an IP address of a host name, None if it has none."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

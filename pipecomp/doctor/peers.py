@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
+from pipecomp.cluster.agreement import differences
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.measure import Measured
 from pipecomp.rates import bits_per_second, milliseconds
 
@@ -23,11 +24,11 @@ class Identity(NamedTuple):
     host: str
     machine: str
     gpu: str | None
-    versions: Mapping[str, str]
+    versions: Mapping[str, Any]
 
 
 def pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
-    """Which ranks are measured with each other, lower one first; machines: that of each rank.
+    """Choose the ranks that are measured with each other, lower one first; machines: that of each rank.
 
     All, of up to four ranks. Otherwise the first two ranks of each machine, and the first rank of each machine with
     that of each other one, or of the next one only where that would take too long.
@@ -46,7 +47,7 @@ def pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def check_pair(first: Identity, second: Identity, measured: Measured | str | None) -> Finding:
-    """The connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong."""
+    """Check the connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong."""
     check = f"ranks {first.rank} and {second.rank}"
     where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
     if measured is None:
@@ -56,55 +57,55 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
         found = f"{where}: no data came through: {measured}"
         return Finding(check, PROBLEM, found, _firewall(first, second))
     out, back = measured.out_bit_s, measured.back_bit_s
-    found = (
+    least, most = sorted((out, back))
+    slow, fast = (first, second) if out < back else (second, first)
+    return judge(
+        check,
         f"{where}: {bits_per_second(out)} from {first.rank} to {second.rank}, {bits_per_second(back)} back, "
-        f"{milliseconds(measured.round_trip_s)} there and back"
+        f"{milliseconds(measured.round_trip_s)} there and back",
+        (
+            least < _SLOW_BIT_S,
+            WARNING,
+            f"1 MB takes {8e6 / least:.0f} s",
+            "Use few bits and large micro-batches, or look for a faster connection.",
+        ),
+        (
+            most > _LOPSIDED * least,
+            WARNING,
+            "one direction is much slower",
+            f"Look at what {slow.host} may send, or what {fast.host} receives; fewer bits for that direction help.",
+        ),
+        (
+            measured.round_trip_s > _SLOW_TRIP_S,
+            WARNING,
+            "a stage waits that long for each micro-batch that it has not been sent ahead",
+            "Use more micro-batches (gradient_accumulation_steps) for each step.",
+        ),
     )
-    if min(out, back) < _SLOW_BIT_S:
-        found = f"{found}: 1 MB takes {8e6 / min(out, back):.0f} s"
-        return Finding(check, WARNING, found, "Use few bits and large micro-batches, or look for a faster connection.")
-    if max(out, back) > _LOPSIDED * min(out, back):
-        slow, fast = (first, second) if out < back else (second, first)
-        found = f"{found}: one direction is much slower"
-        advice = f"Look at what {slow.host} may send, or what {fast.host} receives; fewer bits for that direction help."
-        return Finding(check, WARNING, found, advice)
-    if measured.round_trip_s > _SLOW_TRIP_S:
-        found = f"{found}: a stage waits that long for each micro-batch that it has not been sent ahead"
-        return Finding(check, WARNING, found, "Use more micro-batches (gradient_accumulation_steps) for each step.")
-    return Finding(check, OK, found)
 
 
 def check_clocks(first: Identity, second: Identity, measured: Measured) -> Finding | None:
-    """Whether the clocks of two machines agree; None on one machine, which has one clock."""
+    """Check whether the clocks of two machines agree; None on one machine, which has one clock."""
     if first.machine == second.machine:
         return None
     ahead, error = measured.clock_ahead_s, measured.clock_error_s
     fast, slow = (second, first) if ahead > 0 else (first, second)
     found = f"rank {fast.rank}'s is {milliseconds(abs(ahead))} ahead of rank {slow.rank}'s (± {milliseconds(error)})"
-    if abs(ahead) > _SKEW_S + error:
-        found = f"{found}: training does not need clocks, but times in logs cannot be compared"
-        return Finding("clocks", WARNING, found, "timedatectl set-ntp true, on both machines")
-    return Finding("clocks", OK, found)
+    meaning = "training does not need clocks, but times in logs cannot be compared"
+    advice = "timedatectl set-ntp true, on both machines"
+    return judge("clocks", found, (abs(ahead) > _SKEW_S + error, WARNING, meaning, advice))
 
 
 def check_same_versions(identities: Sequence[Identity]) -> Finding:
-    """Whether all ranks run the same versions; stages exchange bytes whose meaning a version may change."""
-    differ = []
-    for name in sorted({name for identity in identities for name in identity.versions}):
-        by_version: dict[str, list[int]] = {}
-        for identity in identities:
-            by_version.setdefault(identity.versions.get(name, "not installed"), []).append(identity.rank)
-        if len(by_version) > 1:
-            parts = (f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in by_version.items())
-            differ.append(f"{name} {'; '.join(parts)}")
-    if differ:
+    """Check whether all ranks run the same versions; stages exchange bytes whose meaning a version may change."""
+    if differ := differences([identity.versions for identity in identities]):
         found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
         return Finding("same versions", WARNING, found, "Install the same versions on all machines.")
     return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
 
 
 def check_joined(errors: Mapping[int, str], identities: Sequence[Identity]) -> Finding:
-    """Whether the ranks could connect to each other. errors: of each rank that could not, gloo's words."""
+    """Check whether the ranks could connect to each other. errors: of each rank that could not, gloo's words."""
     if not errors:
         return Finding("gloo connections", OK, f"all {len(identities)} ranks are connected")
     who = ", ".join(map(str, sorted(errors)))

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 
-from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, mib
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.errors import StoreError
 
 NETWORK = {
@@ -55,21 +55,14 @@ class Speed(NamedTuple):
     read: float
 
 
-class Works(NamedTuple):
-    """What was tried in the store's folder; None where it worked, otherwise what went wrong."""
-
-    mapping: str | None
-    locking: str | None
-    store: str | None
-
-
 def storage_findings(path: Path) -> list[Finding]:
-    """All checks of this module for a store in `path`, which need not be there; nothing is left behind."""
+    """Make all checks of this module for a store in `path`, which need not be there; nothing is left behind."""
     folder = nearest(path)
     if folder != path.absolute() and os.path.lexists(path):
         return [check_writable(path, NotADirectoryError(errno.ENOTDIR, "it is not a folder"))]
     free = shutil.disk_usage(folder).free
-    findings = [check_space(path, free), check_file_system(path, file_system(folder, _mounts()))]
+    mounts = [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+    findings = [check_space(path, free), check_file_system(path, file_system(folder, mounts))]
     if free < _FREE_LEAST:
         return findings
     try:
@@ -81,19 +74,19 @@ def storage_findings(path: Path) -> list[Finding]:
 
 
 def check_space(path: Path, free_bytes: int) -> Finding:
-    """Free space for the store."""
-    found = f"{mib(free_bytes)} free for {path}"
+    """Check the free space for the store."""
     advice = "Free some space, set store.max_bytes, or set store.path to a folder on another disk."
-    if free_bytes < _FREE_LEAST:
-        return Finding("disk space", PROBLEM, f"{found}: a message store does not fit", advice)
-    if free_bytes < _FREE_WANTED:
-        found = f"{found}: 4 bytes per token and hidden unit of every sample may not fit"
-        return Finding("disk space", WARNING, found, advice)
-    return Finding("disk space", OK, found)
+    many = "4 bytes per token and hidden unit of every sample may not fit"
+    return judge(
+        "disk space",
+        f"{mib(free_bytes)} free for {path}",
+        (free_bytes < _FREE_LEAST, PROBLEM, "a message store does not fit", advice),
+        (free_bytes < _FREE_WANTED, WARNING, many, advice),
+    )
 
 
 def check_file_system(path: Path, kind: str | None) -> Finding:
-    """kind: as the system calls it, None where it does not say."""
+    """Check the kind of file system. kind: as the system calls it, None where it does not say."""
     if kind in NETWORK:
         found = f"{path} is on a network file system ({kind}): LMDB's locks and memory maps cannot be trusted there"
         return Finding("file system", WARNING, found, _ANOTHER_PATH)
@@ -104,41 +97,35 @@ def check_file_system(path: Path, kind: str | None) -> Finding:
 
 
 def check_speed(speed: Speed) -> Finding:
-    """How fast the disk is, without the system's cache."""
+    """Check how fast the disk is, without the system's cache."""
+    meaning = "training waits if activations keep coming faster than that"
+    advice = "Use another disk, or store.bits 8 for a quarter of the bytes."
     found = f"writes {speed.write / 1e6:.0f} MB/s with fsync, reads {speed.read / 1e6:.0f} MB/s"
-    if min(speed) < _SLOW_BYTES_S:
-        found = f"{found}: training waits if activations keep coming faster than that"
-        return Finding("disk speed", WARNING, found, "Use another disk, or store.bits 8 for a quarter of the bytes.")
-    return Finding("disk speed", OK, found)
+    return judge("disk speed", found, (min(speed) < _SLOW_BYTES_S, WARNING, meaning, advice))
 
 
-def check_lmdb(works: Works) -> Finding:
-    """Whether a message store can be used in the folder."""
-    if works.mapping is not None:
-        found = f"files cannot be mapped into memory here ({works.mapping}), which LMDB needs"
-        return Finding("LMDB", PROBLEM, found, _ANOTHER_PATH)
-    if works.locking is not None:
-        return Finding("LMDB", PROBLEM, f"file locks do not work here: {works.locking}", _ANOTHER_PATH)
-    if works.store is not None:
-        return Finding("LMDB", PROBLEM, f"a message store does not work here: {works.store}", _ANOTHER_PATH)
+def check_lmdb(problem: str | None) -> Finding:
+    """Check whether a message store can be used in the folder. problem: of `try_lmdb`."""
+    if problem is not None:
+        return Finding("LMDB", PROBLEM, problem, _ANOTHER_PATH)
     return Finding("LMDB", OK, "a message store was written, closed and read again; memory maps and locks work")
 
 
 def check_writable(folder: Path, error: OSError) -> Finding:
-    """The folder could not be written."""
+    """Make the finding for a folder that could not be written."""
     found = f"cannot write in {folder}: {error.strerror or error}"
     advice = f"Change its permissions (chmod, chown), or choose another store.path; you are user {os.getuid()}."
     return Finding("store folder", PROBLEM, found, advice)
 
 
 def nearest(path: Path) -> Path:
-    """The folder `path`, or the first one above it that is there."""
+    """Find the folder `path`, or the first one above it that is there."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
 
 
 def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
-    """The kind of file system that a folder is on. mounts: (folder, kind) in the order of mounting."""
+    """Tell the kind of file system that a folder is on. mounts: (folder, kind) in the order of mounting."""
     found, depth = None, -1
     real = folder.resolve()
     for where, kind in mounts:
@@ -146,10 +133,6 @@ def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
         if real.is_relative_to(mount) and len(mount.parts) >= depth:
             found, depth = kind, len(mount.parts)
     return found
-
-
-def _mounts() -> list[tuple[str, str]]:
-    return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
 
 
 def measure_speed(folder: Path) -> Speed:
@@ -173,22 +156,26 @@ def measure_speed(folder: Path) -> Speed:
     return Speed(write, read)
 
 
-def try_lmdb(folder: Path) -> Works:
-    """Try memory maps, locks between processes, and a message store that is opened twice."""
-    return Works(_attempt(_map, folder), _attempt(_lock, folder), _attempt(_store, folder))
-
-
-def _attempt(part: Callable[[Path], str | None], folder: Path) -> str | None:
-    try:
-        return part(folder)
-    except OSError as error:
-        return error.strerror or str(error)
-    except subprocess.TimeoutExpired:
-        return "no answer within a minute"
+def try_lmdb(folder: Path) -> str | None:
+    """Try memory maps, locks between processes, and a message store that is opened twice; say what does not work."""
+    for part, words in (
+        (_map, "files cannot be mapped into memory here ({}), which LMDB needs"),
+        (_lock, "file locks do not work here: {}"),
+        (_store, "a message store does not work here: {}"),
+    ):
+        try:
+            problem = part(folder)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except subprocess.TimeoutExpired:
+            problem = "no answer within a minute"
+        if problem is not None:
+            return words.format(problem)
+    return None
 
 
 def _map(folder: Path) -> str | None:
-    """LMDB reads through a shared map what was written to the file."""
+    """Try what LMDB does: read through a shared map what was written to the file."""
     with open(folder / "map", "w+b", buffering=0) as handle:
         handle.write(bytes(mmap.PAGESIZE))
         with mmap.mmap(handle.fileno(), mmap.PAGESIZE) as mapped:

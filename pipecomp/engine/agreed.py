@@ -13,15 +13,15 @@ from deepspeed.accelerator import get_accelerator
 
 from pipecomp.cluster.agreement import AllRanks, settings_of
 from pipecomp.config import Config, read_json_object
-from pipecomp.engine.activation_checkpointing import take_setting
 from pipecomp.engine.gradient_exchange import check_gradients
-from pipecomp.errors import ConfigError, SplitError
+from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.plan.auto import wants_auto
 from pipecomp.stages import plan
 from pipecomp.stages.partition.modules import Modules
 from pipecomp.stages.partition.planning import SplitPlan
 
 SECTION = "pipecomp"
+_INTERVAL = "activation_checkpoint_interval"
 
 
 class Agreed(NamedTuple):
@@ -50,33 +50,39 @@ def agree(
         _check_precision(ds_config)
         check_gradients(settings.gradients, ds_config, split_plan, dist.get_world_size() // split_plan.num_stages)
         _complete(ds_config)
-        recomputes = take_setting(ds_config)
+        recomputes = take_checkpointing(ds_config)
     settings_here = settings_of(ds_config, SECTION, settings.shared())
     all_ranks.assert_same_on_all_ranks({**settings_here, **_facts(split_plan, model)})
     return Agreed(ds_config, settings, split_plan, recomputes)
 
 
 def _check_modules(settings: Config, own_loss: bool) -> None:
-    if wants_auto(settings):
-        raise ConfigError("activations", "bits 'auto'", "numbers for plain modules: only language models are measured")
-    if not own_loss:
-        raise ConfigError("loss_fn", None, "a function of what the last block returns and the labels")
+    require(
+        not wants_auto(settings),
+        "activations",
+        "bits 'auto'",
+        "numbers for plain modules: only language models are measured",
+    )
+    require(own_loss, "loss_fn", None, "a function of what the last block returns and the labels")
 
 
 def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
     stages, world = split_plan.num_stages, dist.get_world_size()
     settings.activations.check_links(stages - 1)
-    if world % stages:
-        raise ConfigError("num_stages", stages, f"a divisor of the {world} processes of this run")
-    if stages == 1 and settings.activations.method != "none":
-        raise ConfigError("activations.method", settings.activations.method, "'none' with one stage: it has no links")
+    require(world % stages == 0, "num_stages", stages, f"a divisor of the {world} processes of this run")
+    require(
+        stages != 1 or settings.activations.method == "none",
+        "activations.method",
+        settings.activations.method,
+        "'none' with one stage: it has no links",
+    )
     for stage, trained in enumerate(split_plan.trained):
         if not trained:
             raise SplitError(f"stage {stage} has nothing to train, all of it is frozen: choose other cuts")
 
 
 def _facts(split_plan: SplitPlan, model: Any) -> dict[str, Any]:
-    """What of the model must be the same on all ranks."""
+    """Tell what of the model must be the same on all ranks."""
     facts: dict[str, Any] = {
         "model": split_plan.model_class,
         "cuts of the model": split_plan.cuts,
@@ -98,13 +104,50 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
 def _check_precision(ds_config: dict[str, Any]) -> None:
     """DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once."""
     zero = ds_config.get("zero_optimization", {}).get("stage", 0)
-    if ds_config.get("fp16", {}).get("enabled") and zero != 1:
-        raise ConfigError("zero_optimization.stage", zero, "1 with fp16, whose loss scaling is right only there")
+    require(
+        not ds_config.get("fp16", {}).get("enabled") or zero == 1,
+        "zero_optimization.stage",
+        zero,
+        "1 with fp16, whose loss scaling is right only there",
+    )
 
 
 def _complete(ds_config: dict[str, Any]) -> None:
-    """Settings that DeepSpeed needs on this machine and nobody would write down."""
+    """Add settings that DeepSpeed needs on this machine and nobody would write down."""
     optimizer = ds_config.get("optimizer", {})
     if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
         # DeepSpeed's own CPU Adam compiles at first use; torch's is there.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+
+
+def take_checkpointing(ds_config: dict[str, Any]) -> bool:
+    """Take activation checkpointing out of DeepSpeed's hands, and say whether blocks are to be recomputed.
+
+    DeepSpeed would checkpoint whole layers of its PipelineModule, and a stage is one of these. So its configuration is
+    changed to do nothing, and Hugging Face's blocks are checkpointed, each on its own.
+
+    The setting is `"pipeline": {"activation_checkpoint_interval": 1}`. Raises ConfigError for what cannot take effect:
+    other intervals, reentrant checkpointing, and the section "activation_checkpointing", which is about DeepSpeed's own
+    function for it.
+    """
+    for key, value in ds_config.get("activation_checkpointing", {}).items():
+        require(not value, f"activation_checkpointing.{key}", value, f"nothing; use pipeline.{_INTERVAL}: 1")
+    section = ds_config.get("pipeline", {})
+    if not isinstance(section, dict):  # DeepSpeed's "auto"
+        return False
+    interval = section.get(_INTERVAL, 0)
+    require(
+        interval in (0, 1) and not isinstance(interval, bool),
+        f"pipeline.{_INTERVAL}",
+        interval,
+        "0, or 1: each block of the model on its own",
+    )
+    require(
+        not interval or not section.get("use_reentrant"),
+        "pipeline.use_reentrant",
+        True,
+        f"false with {_INTERVAL} 1: frozen inputs need no gradient",
+    )
+    if interval:
+        section[_INTERVAL] = 0
+    return bool(interval)

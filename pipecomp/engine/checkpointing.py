@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.checkpoint.run_id import saved_run
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.errors import ConfigError, StoreError
@@ -88,7 +87,7 @@ class Checkpoints:
             own["run"] = engine.run.id
         tag = str(tag or f"global_step{engine.global_steps}")
         folder = Path(save_dir) / tag
-        own["pipeline"] = reshard_load.describe(engine).as_dict()
+        own["pipeline"] = asdict(reshard_load.describe(engine))
         manifest.remove(folder)
         done = stock(save_dir, tag=tag, client_state={**(client_state or {}), _STATE_KEY: own}, save_latest=False)
         save_residuals(engine.gradients.states(), folder, engine.global_rank)
@@ -165,7 +164,7 @@ class Checkpoints:
         all_ranks = AllRanks(lost=lambda: engine.guard.lost)
         exact = False
         with all_ranks.collective_errors():
-            engine.run.loaded(saved_run(own))
+            engine.run.loaded(own.get("run"))
             if saved is not None:
                 exact = self._take_messages(folder, saved["messages"])
         dropped = engine.links.agree()

@@ -15,7 +15,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.netlab.throttle import throttle_to
-from pipecomp.stages.link.gloo import GlooTransport, close_quietly, neighbour_groups
+from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
@@ -33,7 +33,7 @@ def pipelines(grid: Any) -> list[list[int]]:
 
 
 def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
-    """A process group for each tied weight that this rank trains; made by all ranks in the same order."""
+    """Make a process group for each tied weight that this rank trains; all ranks do so in the same order."""
     mine = {}
     for tied in split_plan.trained_ties:
         for ranks in pipelines(grid):
@@ -92,17 +92,16 @@ def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooT
 def open_links(
     engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport], all_ranks: AllRanks
 ) -> tuple[Links, Run | None]:
-    """This rank's ends of its links, which hold the same messages as their peers, and the run whose messages these are
-    (None where none are kept); every rank must call this.
+    """Open this rank's ends of its links, which cache the same activations as their peers; every rank must call this.
 
-    given: with "auto" where bits are measured at every start, as messages do not depend on them. Raises StoreError for
-    message stores that are of another run or configuration, LinkError where ranks differ.
+    Returns the links, and the run whose cached activations these are, None where none are kept. given: with "auto"
+    where bits are measured at every start, as cached activations do not depend on them. Raises StoreError for stores
+    that are of another run or configuration, LinkError where ranks differ.
     """
     grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
     indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
     crossings = {name: stage.crossing(indices[name]) for name in transports}
-    weight = next(stage.parameters(), torch.empty(0))
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = str(next(stage.parameters(), torch.empty(0)).dtype).removeprefix("torch.")
     described = {
         indices[name]: {
             **given.link_settings(indices[name]),
@@ -117,7 +116,7 @@ def open_links(
     run = None
     with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left
         for transport in transports.values():
-            opened.callback(close_quietly, transport)
+            opened.callback(transport.close)
         environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
         if settings.activations.method == "aqsgd":
             with all_ranks.collective_errors():

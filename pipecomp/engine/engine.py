@@ -20,15 +20,17 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
 from pipecomp.checkpoint.run_id import Run
+from pipecomp.cluster.collectives import gathered
 from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader
 from pipecomp.engine.checkpointing import Checkpoints, LoadOptions, Progress, Resumed
 from pipecomp.engine.export import save_pretrained
+from pipecomp.engine.facts import run_facts
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.reduction import GradientReduction
-from pipecomp.engine.reporting import Reporting, gathered
+from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
@@ -41,7 +43,7 @@ from pipecomp.stages.partition.splitting import Stage
 
 
 def _counted(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
-    """The instruction, its time in training counted to `part`."""
+    """Wrap an instruction, its time in training counted to `part`."""
 
     def run(self: PipelineEngine, **place: int) -> None:
         if not self.module.training:
@@ -110,7 +112,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.guard.watch(links, heartbeat)
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
-            links.to_previous.transport.on_arrival(links.prefetch_arrived)
+            links.to_previous.transport.on_arrival = links.prefetch_arrived
 
     def set_loader(self, loader: TrainLoader) -> None:
         """Train on this loader's micro-batches."""
@@ -273,6 +275,20 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Tell `comm_stats` of all ranks, on every rank; all ranks must call this."""
         with self.propagate_failure():
             return gathered(self.comm_stats())
+
+    def describe(self) -> dict[str, Any]:
+        """Tell what runs here, as JSON values: model, stages, batch sizes, settings, links. See `facts.run_facts`."""
+        return run_facts(self)
+
+    def gather_last_step(self) -> list[dict[str, Any]]:
+        """Tell what every rank did in the last training step, as events of Chrome's trace format.
+
+        Returns:
+            The same on every rank; all ranks must call this. What the network and the stores did is among it only
+            after `start_trace`.
+        """
+        with self.propagate_failure():
+            return self.reporting.last_step()
 
     def start_trace(self) -> None:
         """Keep every event of the training steps from here on, for `save_trace`."""

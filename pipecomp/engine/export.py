@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.files import file_crc
 from pipecomp.stages.partition.saving import write_index, write_shard
 from pipecomp.stages.partition.splitting import Stage
@@ -34,13 +35,9 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     group = dist.new_group(backend="gloo")
     file = write_shard(stage, folder) if rank in owners else None
     mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, file_crc(file))
-    shards: list[_Shard | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, mine, group=group)
-    wanted: list[list[_Shard]] = [[]]
-    if rank == owners[0]:
-        wanted = [[s for s in shards if s is not None and not _is_here(folder, s)]]
-    dist.broadcast_object_list(wanted, src=owners[0], group=group)
-    for shard in wanted[0]:
+    shards = [shard for shard in gathered(mine, group) if shard is not None]
+    lacking = [shard for shard in shards if not _is_here(folder, shard)] if rank == owners[0] else []
+    for shard in broadcast(lacking, owners[0], group):
         if rank == owners[shard.stage]:
             _send(folder / shard.name, shard.size_bytes, owners[0], group)
         elif rank == owners[0]:

@@ -75,7 +75,7 @@ class FailureGuard:
         return cause
 
     def _first_cause(self, error: Exception) -> Exception:
-        """A failed collective says little; the links, or the silence of a rank, tell who was lost."""
+        """Find out who was lost: a failed collective says little; the links, or the silence of a rank, tell."""
         if isinstance(error, PipecompError) or not of_a_collective(error):
             return error
         return self._links.failure(wait_s=1.0) or self.lost or find_lost(_FIND_LOST_S) or error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class GradientReduction:
 
     def stats(self) -> dict[str, Any]:
         """Traffic of gradients by group of ranks."""
-        groups = {name: stats.as_dict() for name, stats in self._counters.items()}
+        groups = {name: asdict(stats) for name, stats in self._counters.items()}
         optimizer = self._engine.optimizer
         if isinstance(optimizer, ReplicaAdam):
             stats = optimizer.stats()

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from pipecomp.engine.trace import Trace, TracedStore, draw_trace, write_trace
+from pipecomp.cluster.collectives import gathered
+from pipecomp.engine.trace import Trace, TracedStore, chrome_events, draw_trace, write_trace
 from pipecomp.stats import Seconds
 
 
@@ -25,7 +24,7 @@ class Reporting:
         self._backwards = 0  # in this step
 
     def begin_step(self, step: int) -> None:
-        """What comes now belongs to this optimizer step."""
+        """Begin an optimizer step: what comes now belongs to it."""
         self._backwards = 0
         self.trace.begin_step(step)
 
@@ -57,7 +56,7 @@ class Reporting:
         self.trace.add(name, began, time.perf_counter())
 
     def stats(self) -> dict[str, Any]:
-        """See `PipelineEngine.comm_stats`."""
+        """Tell it as `PipelineEngine.comm_stats` does."""
         engine = self._engine
         environment = engine.links.environment
         return {
@@ -73,12 +72,16 @@ class Reporting:
             "store_bytes": 0 if environment is None else environment.size_bytes(),
         }
 
+    def last_step(self) -> list[dict[str, Any]]:
+        """All ranks' events of the last step, in Chrome's form; every rank calls this."""
+        return chrome_events(dict(enumerate(gathered(self.trace.last_step()))))
+
     def start_trace(self) -> None:
         """Keep every event from here on."""
         if not self.trace.keep:
             self.trace.keep = True
             for end in self._engine.links:
-                end.transport.on_moved(self.trace.add)
+                end.transport.on_moved = self.trace.add
                 if end.store is not None:
                     end.store = TracedStore(end.store, self.trace)
 
@@ -88,10 +91,3 @@ class Reporting:
         if self._engine.global_rank == 0:
             write_trace(path, by_rank)
             draw_trace(Path(path).with_suffix(".png"), by_rank, title=title)
-
-
-def gathered(value: Any) -> list[Any]:
-    """Each rank's value, on every rank."""
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out

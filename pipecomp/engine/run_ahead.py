@@ -27,7 +27,7 @@ class RunAhead:
         self._gradient_wait = 0.0
 
     def waited(self, micro_batch: int, seconds: float) -> None:
-        """A gradient was waited for."""
+        """Note that a gradient was waited for."""
         if micro_batch:  # the first one's way there and back is waited for at any number in flight
             self._gradient_wait += seconds
 
@@ -43,7 +43,7 @@ class RunAhead:
 
     @contextlib.contextmanager
     def counting_memory(self, layout: Layout) -> Iterator[None]:
-        """The first forward in training shows what one more micro-batch in flight would keep."""
+        """Count, in the first forward in training, what one more micro-batch in flight would keep."""
         engine = self._engine
         if self.kept is not None or not engine.module.training:
             yield

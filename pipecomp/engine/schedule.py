@@ -61,7 +61,7 @@ class TrainSchedule(_StageSchedule):
         return max(1, min(self.micro_batches, self._in_flight))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions, one list for each forward or backward."""
+        """Yield lists of instructions, one for each forward or backward."""
         for work in train_order(self.stage_id, self.stages, self.micro_batches, self.num_pipe_buffers()):
             yield self._instructions(work)
         yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
@@ -75,6 +75,6 @@ class EvalSchedule(_StageSchedule):
         return 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions, one list for each forward."""
+        """Yield lists of instructions, one for each forward."""
         for micro_batch in range(self.micro_batches):
             yield self._instructions(forward_work(self.stage_id, self.stages, micro_batch))

@@ -110,10 +110,8 @@ class StageWork:
         engine = self._engine
         link = engine.links.to_next
         assert link is not None
-        training = engine.module.training
-        layout = self._slots[buffer_id].sent
-        x_BSH = engine.pipe_buffers["outputs"][buffer_id]
-        link.send_activation(x_BSH, layout, self._at(micro_batch), training=training)
+        x_BSH, layout = engine.pipe_buffers["outputs"][buffer_id], self._slots[buffer_id].sent
+        link.send_activation(x_BSH, layout, self._at(micro_batch), training=engine.module.training)
 
     def recv_activation(self, buffer_id: int, micro_batch: int) -> None:
         """Take the forward's input from the stage before."""

@@ -72,12 +72,12 @@ class Trace:
         self._offset = time.time() - time.perf_counter()
 
     def begin_step(self, step: int) -> None:
-        """What comes now belongs to this optimizer step."""
+        """Begin an optimizer step: what comes now belongs to it."""
         self.step, self._this = step, []
 
     def end_step(self) -> None:
-        """The step is over."""
-        self._last = self._this
+        """End the step."""
+        self._last = list(self._this)  # what comes before the next step, as an evaluation does, is of none
         if self.keep:
             self._kept += self._this
 
@@ -89,8 +89,12 @@ class Trace:
         """All that was kept."""
         return list(self._kept)
 
+    def last_step(self) -> list[Event]:
+        """Those of the last step; what transports and stores do is among them once a trace was started."""
+        return list(self._last)
+
     def micro_batches(self) -> list[dict[str, Any]]:
-        """The last step by micro-batch: seconds of each part, in the order in which they were first seen."""
+        """Sum up the last step by micro-batch: seconds of each part, in the order in which they were first seen."""
         table: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for event in self._last:
             if event.micro_batch is not None:

@@ -29,43 +29,45 @@ def wire_dtype(dtype: torch.dtype) -> DType:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The torch dtype behind a wire name."""
+    """Find the torch dtype behind a wire name."""
     return _TORCH[dtype]
 
 
 def to_bytes(x: Tensor) -> np.ndarray:
-    """The memory of a tensor as uint8 [n], on the host; a view where that is possible."""
+    """View the memory of a tensor as uint8 [n], on the host; a copy where it has to be moved."""
     return x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A new tensor with the bytes of uint8 [n]."""
+    """Make a new tensor with the bytes of uint8 [n]."""
     if data.size == 0:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(data.copy()).view(dtype).reshape(shape).to(device)
 
 
 class Codec(Protocol):
-    """A tensor of rows to bytes and back. `method`, `bits` and `payload_dtype` go into the message's header."""
+    """A tensor of rows to bytes and back. `method`, `bits` and `payload_dtype` go into the packet's header."""
 
     @property
-    def method(self) -> Method: ...
+    def method(self) -> Method:
+        """How values are coded."""
+
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Bits of a code; 0 where values are not quantized."""
+
     @property
-    def payload_dtype(self) -> DType: ...
+    def payload_dtype(self) -> DType:
+        """The dtype of plain values."""
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
-        ...
 
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
         """uint8 arrays that make the payload, in order. `seed` drives stochastic rounding."""
-        ...
 
     def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
         """[tokens, hidden] in float32, or in the payload's own dtype for plain values."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,15 @@ class Cast:
 
     @property
     def payload_dtype(self) -> DType:
+        """The dtype of plain values."""
         return wire_dtype(self.dtype)
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
+        """Count the bytes of an encoded [tokens, hidden]; see Codec."""
         return tokens * hidden * self.dtype.itemsize
 
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
+        """Make the payload; see Codec."""
         y_TH = x_TH.detach().to(self.dtype)
         if self.dtype == torch.float16 and x_TH.dtype != torch.float16 and not bool(torch.isfinite(y_TH).all()):
             raise NonFiniteError(
@@ -92,6 +97,7 @@ class Cast:
         return [to_bytes(y_TH)]
 
     def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+        """Undo `encode`; see Codec."""
         _check_length(payload, self.payload_bytes(tokens, hidden))
         return from_bytes(payload, self.dtype, (tokens, hidden), device)
 
@@ -108,10 +114,12 @@ class Quantized:
     payload_dtype: DType = DType.FLOAT32
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
-        groups = ops.groups(hidden, self.group_size)
-        return tokens * (4 * groups + ops.row_bytes(hidden, self.bits, self.group_size))
+        """Count the bytes of an encoded [tokens, hidden]; see Codec."""
+        scales = 4 * ops.groups(hidden, self.group_size)
+        return tokens * (scales + ops.row_bytes(hidden, self.bits, self.group_size))
 
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
+        """Make the payload; see Codec."""
         codes, scale = ops.quantize(
             x_TH.detach(), self.bits, group_size=self.group_size, scale=self.scale, rounding=self.rounding, seed=seed
         )
@@ -131,6 +139,7 @@ class Quantized:
         return [to_bytes(scale), to_bytes(codes)]
 
     def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+        """Undo `encode`; see Codec."""
         codes, scale = self._split(payload, tokens, hidden, device)
         return ops.dequantize(
             codes, scale, self.bits, (tokens, hidden), group_size=self.group_size, rounding=self.rounding
@@ -151,8 +160,7 @@ class Quantized:
         shape = (tokens,) if self.group_size is None else (tokens, groups)
         scale = from_bytes(payload[:cut], torch.float32, shape, device)
         row = ops.row_bytes(hidden, self.bits, self.group_size)
-        codes = from_bytes(payload[cut:], torch.uint8, (tokens, row), device)
-        return codes, scale
+        return from_bytes(payload[cut:], torch.uint8, (tokens, row), device), scale
 
 
 @dataclass(frozen=True)
@@ -177,16 +185,18 @@ class TopK:
         )
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
+        """Count the bytes of an encoded [tokens, hidden]; see Codec."""
         kept, inner = self._kept(hidden)
         return tokens * ops.position_bytes(hidden, kept)[1] + inner.payload_bytes(tokens, kept)
 
     def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
+        """Make the payload; see Codec."""
         _, inner = self._kept(x_TH.shape[-1])
         values_TK, index_TK = ops.top_k_select(x_TH.detach(), self.share, group_size=self.group_size)
-        positions = ops.pack_positions(index_TK, x_TH.shape[-1])
-        return [to_bytes(positions), *inner.encode(values_TK, seed)]
+        return [to_bytes(ops.pack_positions(index_TK, x_TH.shape[-1])), *inner.encode(values_TK, seed)]
 
     def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+        """Undo `encode`; see Codec."""
         _check_length(payload, self.payload_bytes(tokens, hidden))
         kept, inner = self._kept(hidden)
         row = ops.position_bytes(hidden, kept)[1]

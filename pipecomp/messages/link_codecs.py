@@ -8,14 +8,17 @@ from pipecomp.config import Activations
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated
 
-_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_PLAIN: dict[str, Codec] = {  # of methods without settings of their own
+    "fp16": Cast(torch.float16),
+    "bf16": Cast(torch.bfloat16),
+}
 
 
 class LinkCodecs:
     """The codecs of one link.
 
     forward: of activations themselves with "direct", of their changes with "aqsgd". first: of first visits; None where
-    they are uncompressed. backward: of gradients, where they are quantized.
+    they are uncompressed, as first_bits of 0 says too. backward: of gradients, where they are quantized.
     """
 
     def __init__(self, a: Activations, link: int) -> None:
@@ -25,6 +28,7 @@ class LinkCodecs:
         of_themselves = Rotated if a.rotation else Quantized
         self.forward = (of_themselves if a.method == "direct" else Quantized)(forward_bits, *how)
         self.first = None if a.first_visit == "full" else of_themselves(int(a.first_visit), *how)
+        self.first_bits = 0 if self.first is None else self.first.bits
         self.backward: Codec = Quantized(backward_bits, *how)
         if a.backward_top_k is not None:
             self.backward = TopK(backward_bits, a.backward_top_k, *how)
@@ -47,4 +51,4 @@ class LinkCodecs:
 
 
 def _chosen(method: str, quantized: Codec, dtype: torch.dtype) -> Codec:
-    return quantized if method in Activations.QUANTIZED else Cast(_CASTS.get(method, dtype))
+    return quantized if method in Activations.QUANTIZED else _PLAIN.get(method) or Cast(dtype)

@@ -37,7 +37,7 @@ def _signs(hidden: int, device: torch.device) -> Tensor:
 
 
 def _transform(x_TH: Tensor) -> Tensor:
-    """The orthonormal Walsh–Hadamard transform of each tile; it is its own inverse."""
+    """Apply the orthonormal Walsh–Hadamard transform to each tile; it is its own inverse."""
     start, out = 0, torch.empty_like(x_TH)
     T, lengths = x_TH.shape[0], tiles(x_TH.shape[1])
     for length in sorted(set(lengths), reverse=True):

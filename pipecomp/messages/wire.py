@@ -97,7 +97,7 @@ class Header:
     samples: tuple[Sample, ...] = field(default=())
 
     def describe(self) -> str:
-        """For error messages."""
+        """Name the packet in an error."""
         return f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, step {self.step}, link {self.link}"
 
 
@@ -143,7 +143,7 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
 
 
 def peek(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
-    """The header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
+    """Read the header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
     return _parse(packet, max_payload_bytes)[0]
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from pipecomp.netlab.lab import Finished, Lab
 from pipecomp.netlab.shape import Shape
 from pipecomp.rates import rate_text
+from pipecomp.tables import COMPACT, table
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,7 +33,7 @@ def _ignore_signals() -> None:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP raises Stopped here; later ones are ignored, so that all is taken down."""
+    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; ignore later ones, so that all is taken down."""
 
     def stop(number: int, frame: object) -> None:
         _ignore_signals()
@@ -117,11 +118,8 @@ def describe(shape: Shape, form: str) -> str:
 def bytes_table(report: dict[str, Any]) -> Table:
     """Tabulate what each node sent and received, and its links' rates."""
     title = "On the wire" if report["form"] == "kernel" else "Links between stages"
-    table = Table(title=f"{title}, {report['seconds']:.1f} s", box=None, padding=(0, 2, 0, 0))
-    for heading in ("node", "address", "up", "down", "sent", "received"):
-        table.add_column(heading, justify="left" if heading in ("node", "address") else "right", no_wrap=True)
-    for node in report["nodes"]:
-        table.add_row(
+    rows = (
+        (
             f"node{node['node']}",
             node["address"],
             rate_text(node["up_bits_per_s"]),
@@ -129,4 +127,12 @@ def bytes_table(report: dict[str, Any]) -> Table:
             f"{node['bytes_sent'] / 1e6:.3f} MB",
             f"{node['bytes_received'] / 1e6:.3f} MB",
         )
-    return table
+        for node in report["nodes"]
+    )
+    return table(
+        ("node", "address", "up", "down", "sent", "received"),
+        rows,
+        left=("node", "address"),
+        title=f"{title}, {report['seconds']:.1f} s",
+        **COMPACT,
+    )

@@ -13,12 +13,12 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from pipecomp.netlab.errors import NetlabError
 from pipecomp.netlab.names import new_name
-from pipecomp.netlab.network import NodeBytes
+from pipecomp.netlab.network import NetlabError, NodeBytes
 from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
@@ -26,6 +26,7 @@ WITHOUT = "--software (software=True in Python) needs none of this, but slows do
 CONFIGURATION = Path("/etc/netns")
 _PREFIX_BITS = 15  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks
 _COMMAND_S = 20.0
+_ADD, _DELETE = "ip netns add {0}", "ip netns delete {0}"
 _KINDS = {
     "veth pairs": "ip link add probe0 netns {0} type veth peer name probe1 netns {0}",
     "bridges (module bridge)": "ip -n {0} link add probe2 type bridge",
@@ -57,38 +58,37 @@ def missing() -> str | None:
         return "network namespaces need root"
     if lacking := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"no {' and no '.join(lacking)} here: install iproute2"
-    with _Probe() as probe:
-        if probe.problem:
-            return f"no network namespaces here: {probe.problem}"
+    with _probe() as fails:
+        if problem := fails(_ADD):
+            return f"no network namespaces here: {problem}"
         for what, text in _KINDS.items():
-            if problem := probe.fails(text):
+            if problem := fails(text):
                 return f"this kernel lacks {what}: {problem}"
     return None
 
 
 def has_netem() -> bool:
     """Say whether the kernel can delay packets."""
-    with _Probe() as probe:
-        return not (probe.problem or probe.fails(_KINDS["veth pairs"]) or probe.fails(_NETEM))
+    with _probe() as fails:
+        return not any(map(fails, (_ADD, _KINDS["veth pairs"], _NETEM)))
 
 
-class _Probe:
-    """A namespace to try things in."""
+@contextmanager
+def _probe() -> Iterator[Callable[[str], str | None]]:
+    """Yield what tries a command on a namespace ("{0}") and says why it failed; the namespace is deleted in the end."""
+    name = f"{new_name()}-probe"
 
-    def __enter__(self) -> _Probe:
-        self._name = f"{new_name()}-probe"
-        self.problem = self.fails("ip netns add {0}")
-        return self
-
-    def fails(self, text: str) -> str | None:
+    def fails(text: str) -> str | None:
         try:
-            command(text.format(self._name))
+            command(text.format(name))
         except NetlabError as error:
             return str(error).partition(": ")[2]
         return None
 
-    def __exit__(self, *exc: object) -> None:
-        self.fails("ip netns delete {0}")
+    try:
+        yield fails
+    finally:
+        fails(_DELETE)
 
 
 class KernelNetwork:
@@ -156,16 +156,20 @@ class KernelNetwork:
             self._run(f"ip -n {namespace} link set {interface} addrgenmode none")
 
     def address(self, node: int) -> str:
+        """See Network."""
         return f"198.18.0.{node + 1}"
 
     def port(self) -> int:
+        """See Network."""
         self._ports += 1  # the namespace is new: only earlier runs of this lab have used any
         return self._ports
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
+        """See Network."""
         return ["ip", "netns", "exec", self._nodes[node], *command]
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
+        """See Network."""
         if self.delay_by != "software":
             return None
         shape = self._shape
@@ -181,6 +185,7 @@ class KernelNetwork:
         ).text()
 
     def bytes(self) -> list[NodeBytes]:
+        """See Network."""
         return [
             NodeBytes(node, self._count(name, "eth0"), self._count(self._hub, f"port{node}"))
             for node, name in enumerate(self._nodes)
@@ -192,6 +197,7 @@ class KernelNetwork:
         return next(int(queue["bytes"]) for queue in queues if queue.get("root"))
 
     def set_rate(self, rate: int) -> None:
+        """See Network."""
         delay = self._shape if self.delay_by == "netem" else None
         for node, name in enumerate(self._nodes):
             for text in (
@@ -201,16 +207,20 @@ class KernelNetwork:
                 self._run(text)
 
     def cut(self, node: int) -> None:
+        """See Network."""
         # Off the bridge, not down: as with a line that breaks far away, the node itself notices nothing.
         self._run(f"ip -n {self._hub} link set port{node} nomaster")
 
     def join(self, node: int) -> None:
+        """See Network."""
         self._run(f"ip -n {self._hub} link set port{node} master br0")
 
     def processes(self) -> set[int]:
+        """See Network."""
         return processes_in([*self._nodes, self._hub], self._run)
 
     def close(self) -> None:
+        """See Network."""
         delete_namespaces([*self._nodes, self._hub], self._run)
 
 

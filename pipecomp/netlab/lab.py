@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, overload
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.netlab import kernel
-from pipecomp.netlab.errors import NetlabError
-from pipecomp.netlab.function import Functions
-from pipecomp.netlab.jobs import Starter
+from pipecomp.netlab.jobs import Functions, Starter
 from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
-from pipecomp.netlab.network import Network, NodeBytes
+from pipecomp.netlab.network import NetlabError, Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
 from pipecomp.netlab.shape import Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
@@ -115,7 +114,7 @@ class Lab:
 
     @property
     def network(self) -> Network:
-        """What makes the links. NetlabError outside the `with` statement."""
+        """The network of the links. NetlabError outside the `with` statement."""
         if self._network is None:
             raise NetlabError("the lab is not open: use it inside `with Lab(...) as lab:`")
         return self._network
@@ -130,11 +129,11 @@ class Lab:
         return []
 
     def bytes(self) -> list[NodeBytes]:
-        """What each node has sent and received since the lab began."""
+        """Count what each node has sent and received since the lab began."""
         return self.network.bytes()
 
     def set_bandwidth(self, bandwidth: str) -> None:
-        """From now on every node sends and receives at this rate, as in "100mbit".
+        """Let every node send and receive at this rate from now on, as in "100mbit".
 
         Raises NetlabError in a software lab, and in one that began without a limit on every node.
         """
@@ -152,35 +151,14 @@ class Lab:
         self.network.join(self._node(node))
 
     def _node(self, node: int) -> int:
-        if not 0 <= node < self.shape.nodes:
-            raise ConfigError("node", node, f"0 to {self.shape.nodes - 1}")
+        require(0 <= node < self.shape.nodes, "node", node, f"0 to {self.shape.nodes - 1}")
         return node
 
     @overload
-    def run(
-        self,
-        work: Sequence[str],
-        *,
-        procs_per_node: int = 1,
-        launcher: str = "none",
-        timeout_s: float | None = None,
-        grace_s: float = 10.0,
-        environment: Mapping[str, str] | None = None,
-        on_line: OnLine | None = None,
-    ) -> Finished: ...
+    def run(self, work: Sequence[str], **options: Any) -> Finished: ...
 
     @overload
-    def run(
-        self,
-        work: Callable[..., Any],
-        *args: Any,
-        procs_per_node: int = 1,
-        timeout_s: float | None = None,
-        environment: Mapping[str, str] | None = None,
-        on_line: OnLine | None = None,
-        on_note: Callable[[int, Any], None] | None = None,
-        threads: int = 1,
-    ) -> dict[int, Any]: ...
+    def run(self, work: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]: ...
 
     def run(self, work: Sequence[str] | Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run a command `procs_per_node` times on every node, or a function as `cluster.local_ranks.run_ranks` does.
@@ -192,6 +170,7 @@ class Lab:
         Args:
             work: program and arguments as separate words; or a function of (rank, world, note, *args).
             args: what a function gets besides.
+            options: the following, by name.
             procs_per_node: processes on each node, 1 to 64.
             launcher: of a command: "deepspeed" runs DeepSpeed's launcher once on each node; `work` is its script.
             timeout_s: seconds after which a run is ended as failed; None for any time.
@@ -225,10 +204,16 @@ class Lab:
         on_line: OnLine | None = None,
     ) -> Finished:
         starter = self._starter(procs_per_node, environment)
-        if not work or isinstance(work, str) or args or (launcher == "none" and shutil.which(work[0]) is None):
-            raise ConfigError("COMMAND", work, "a program that can be found here and its arguments, as separate words")
-        if launcher not in LAUNCHERS:
-            raise ConfigError("launcher", launcher, ", ".join(LAUNCHERS))
+        require(
+            work
+            and not isinstance(work, str)
+            and not args
+            and (launcher != "none" or shutil.which(work[0]) is not None),
+            "COMMAND",
+            work,
+            "a program that can be found here and its arguments, as separate words",
+        )
+        require(launcher in LAUNCHERS, "launcher", launcher, ", ".join(LAUNCHERS))
         if launcher == "deepspeed":
             jobs = starter.deepspeed(work, folder_of(self.name) / "hostfile")
         else:
@@ -252,8 +237,7 @@ class Lab:
         return functions.results
 
     def _starter(self, procs_per_node: int, environment: Mapping[str, str] | None) -> Starter:
-        if not 1 <= procs_per_node <= 64:
-            raise ConfigError("procs_per_node", procs_per_node, "1 to 64")
+        require(1 <= procs_per_node <= 64, "procs_per_node", procs_per_node, "1 to 64")
         base = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         return Starter(self.network, self.name, self.shape.nodes, procs_per_node, base)
 
@@ -269,9 +253,9 @@ class Lab:
     ) -> Finished:
         failed: str | None = None
         began = time.monotonic()
-        deadline = None if timeout_s is None else began + timeout_s
-        take = _print if on_line is None else on_line
-        with self._running(jobs, take) as processes, self._cutting() as cut_what_is_due:
+        deadline = math.inf if timeout_s is None else began + timeout_s
+        processes = Processes(jobs, _print if on_line is None else on_line, self._processes)
+        with closing(processes), self._cutting() as cut_what_is_due:
             if functions is not None:
                 functions.started()
             while None in processes.statuses:
@@ -279,10 +263,10 @@ class Lab:
                 for index in processes.poll():
                     if processes.statuses[index] and failed is None:
                         failed = jobs[index].label
-                        deadline = min(deadline or float("inf"), time.monotonic() + grace_s)
+                        deadline = min(deadline, time.monotonic() + grace_s)
                 if functions is not None:
                     functions.listen(processes.statuses)
-                if deadline is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     if failed is None:
                         raise NetlabError(f"the run took more than {timeout_s:g} s")
                     break
@@ -290,14 +274,6 @@ class Lab:
             seconds = time.monotonic() - began
         statuses = {job.label: status or 0 for job, status in zip(jobs, processes.statuses, strict=True)}
         return Finished(status=statuses[failed] if failed else 0, failed=failed, statuses=statuses, seconds=seconds)
-
-    @contextmanager
-    def _running(self, jobs: list[Job], on_line: OnLine) -> Iterator[Processes]:
-        processes = Processes(jobs, on_line, self._processes)
-        try:
-            yield processes
-        finally:
-            processes.end()
 
     @contextmanager
     def _cutting(self) -> Iterator[Callable[[float], None]]:

@@ -14,12 +14,12 @@ _numbers = itertools.count()
 
 
 def new_name() -> str:
-    """A lab's name: this process's id and start, and a number."""
+    """Make a lab's name: this process's id and start, and a number."""
     return f"pclab-{os.getpid()}-{_started(os.getpid())}-{next(_numbers)}"
 
 
 def abandoned(name: str) -> str | None:
-    """The lab's name if `name` begins with one whose process is gone, else None."""
+    """Give the lab's name if `name` begins with one whose process is gone, else None."""
     found = _NAME.match(name)
     if found is None or _started(int(found[1])) == int(found[2]):
         return None

@@ -1,9 +1,15 @@
-"""The seam between a lab and what makes its network. No implementation here."""
+"""The seam between a lab and what makes its network, and what can go wrong there. No implementation here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from pipecomp.errors import PipecompError
+
+
+class NetlabError(PipecompError, RuntimeError):
+    """The lab cannot be made or used on this machine; the message says what is missing and what works without it."""
 
 
 class NodeBytes(NamedTuple):
@@ -22,41 +28,31 @@ class Network(Protocol):
     interface: str  # the nodes' own name for theirs
 
     def address(self, node: int) -> str:
-        """Where others reach a node."""
-        ...
+        """Tell where others reach a node."""
 
     def port(self) -> int:
-        """A TCP port that is free on node 0."""
-        ...
+        """Name a TCP port that is free on node 0."""
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` on a node."""
-        ...
+        """Make the command that runs `command` on a node."""
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
-        """What the node's own links must know to slow themselves down; None if the kernel does it all."""
-        ...
+        """Tell what the node's own links must know to slow themselves down; None if the kernel does it all."""
 
     def bytes(self) -> list[NodeBytes]:
-        """Counters of all nodes."""
-        ...
+        """Read the counters of all nodes."""
 
     def set_rate(self, rate: int) -> None:
-        """All nodes' rate from now on, each way, in bits per second; NetlabError where it cannot be changed."""
-        ...
+        """Set all nodes' rate from now on, each way, in bits per second; NetlabError where it cannot be changed."""
 
     def cut(self, node: int) -> None:
-        """Nothing reaches or leaves the node any more."""
-        ...
+        """Let nothing reach or leave the node any more."""
 
     def join(self, node: int) -> None:
         """End a cut."""
-        ...
 
     def processes(self) -> set[int]:
-        """Ids of processes that run on the nodes, as far as the network itself knows."""
-        ...
+        """List the ids of processes that run on the nodes, as far as the network itself knows."""
 
     def close(self) -> None:
         """Take it down; safe to call twice."""
-        ...

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from pipecomp.netlab.errors import NetlabError
+from pipecomp.netlab.network import NetlabError
 
 OnLine = Callable[[str, str, str], None]  # label, "stdout" or "stderr", line
 _TERM_S, _KILL_S = 5.0, 10.0
@@ -43,7 +43,7 @@ class Processes:
             for job in jobs:
                 self._start(job)
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def _start(self, job: Job) -> None:
@@ -78,7 +78,7 @@ class Processes:
                         self._failure = error
 
     def poll(self) -> list[int]:
-        """Which jobs have ended since the last call, in order; their exit statuses are in `statuses`.
+        """List the jobs that have ended since the last call, in order; their exit statuses are in `statuses`.
 
         Raises what taking a line has raised.
         """
@@ -94,7 +94,7 @@ class Processes:
                 ended.append(index)
         return ended
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Terminate what still runs, kill what does not go, and wait for the last lines. Safe to call twice."""
         for child in self._children:
             if child.poll() is None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
 
 MAX_CUT_S = 86400.0
@@ -58,38 +58,41 @@ def read_shape(
 
     bandwidth: both directions of every node. asymmetric: "DOWN/UP", as providers name it, for all nodes or one each.
     """
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 2 <= nodes <= MAX_NODES:
-        raise ConfigError("nodes", nodes, f"2 to {MAX_NODES}")
-    if bandwidth is not None and asymmetric:
-        raise ConfigError("asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
-    up: list[int | None]
-    down: list[int | None]
+    require(
+        not isinstance(nodes, bool) and isinstance(nodes, int) and 2 <= nodes <= MAX_NODES,
+        "nodes",
+        nodes,
+        f"2 to {MAX_NODES}",
+    )
+    require(bandwidth is None or not asymmetric, "asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
     if asymmetric:
-        if isinstance(asymmetric, str) or len(asymmetric) not in (1, nodes):
-            raise ConfigError("asymmetric", asymmetric, f"DOWN/UP once for all nodes, or {nodes} times")
-        pairs = [_pair(text) for text in asymmetric] * (nodes if len(asymmetric) == 1 else 1)
-        down, up = [p[0] for p in pairs], [p[1] for p in pairs]
+        require(
+            not isinstance(asymmetric, str) and len(asymmetric) in (1, nodes),
+            "asymmetric",
+            asymmetric,
+            f"DOWN/UP once for all nodes, or {nodes} times",
+        )
+        pairs: list[tuple[int | None, int | None]] = [_pair(text) for text in asymmetric]
     else:
         rate = None if bandwidth is None else parse_rate("bandwidth", bandwidth)
-        down, up = [rate] * nodes, [rate] * nodes
+        pairs = [(rate, rate)]
+    down, up = zip(*(pairs if len(pairs) == nodes else pairs * nodes), strict=True)
     delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
     jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
-    if jitter_s > delay_s:
-        raise ConfigError("jitter", jitter, "at most the delay")
+    require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
     return Shape(
         nodes=nodes,
-        up=tuple(up),
-        down=tuple(down),
+        up=up,
+        down=down,
         delay_s=delay_s,
         jitter_s=jitter_s,
         cuts=tuple(_cut(text, nodes) for text in cuts),
     )
 
 
-def _pair(text: str) -> tuple[int, int]:
+def _pair(text: str) -> tuple[int | None, int | None]:
     down, slash, up = text.partition("/")
-    if not slash:
-        raise ConfigError("asymmetric", text, "DOWN/UP, as in 100mbit/10mbit")
+    require(slash, "asymmetric", text, "DOWN/UP, as in 100mbit/10mbit")
     return parse_rate("asymmetric", down), parse_rate("asymmetric", up)
 
 

@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.cluster.local_ranks import free_port
-from pipecomp.netlab.errors import NetlabError
-from pipecomp.netlab.network import NodeBytes
+from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.netlab.network import NetlabError, NodeBytes
 from pipecomp.netlab.shape import Shape
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
@@ -25,15 +24,19 @@ class SoftwareNetwork:
         self.delay_by = "software" if shape.delay_s else None
 
     def address(self, node: int) -> str:
+        """See Network."""
         return "127.0.0.1"
 
     def port(self) -> int:
+        """See Network."""
         return free_port()
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
+        """See Network."""
         return list(command)
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
+        """See Network."""
         shape = self._shape
         return ThrottleSettings(
             state=str(self._path),
@@ -46,23 +49,28 @@ class SoftwareNetwork:
         ).text()
 
     def bytes(self) -> list[NodeBytes]:
+        """See Network."""
         states = [self._state.read(node) for node in range(self._shape.nodes)]
         return [NodeBytes(node, int(state.sent), int(state.received)) for node, state in enumerate(states)]
 
     def set_rate(self, rate: int) -> None:
+        """See Network."""
         raise NetlabError("a software lab keeps the rate that it started with")
 
     def cut(self, node: int) -> None:
+        """See Network."""
         with self._state.change(node) as (state,):
             state.cut = True
 
     def join(self, node: int) -> None:
+        """See Network."""
         with self._state.change(node) as (state,):
             now = time.monotonic()
             state.cut, state.up_free, state.down_free = False, max(state.up_free, now), max(state.down_free, now)
 
     def processes(self) -> set[int]:
+        """See Network."""
         return set()
 
     def close(self) -> None:
-        """The lab removes its folder."""
+        """Do nothing: the lab removes its folder."""

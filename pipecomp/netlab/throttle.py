@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from pipecomp.errors import ConfigError, LinkError
+from pipecomp.errors import LinkError, require
 from pipecomp.netlab.shape import burst_bytes
 from pipecomp.rates import wire_bytes
 
@@ -53,13 +53,13 @@ class SharedState:
         return cls(path)
 
     def read(self, node: int) -> NodeState:
-        """What is known of a node."""
+        """Read what is known of a node."""
         with self._open() as file:
             return _read(file, node)
 
     @contextmanager
     def change(self, *nodes: int) -> Iterator[list[NodeState]]:
-        """The nodes' states; what the caller changes in them is kept."""
+        """Yield the nodes' states; what the caller changes in them is kept."""
         with self._open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file unlocks it
             states = [_read(file, node) for node in nodes]
@@ -92,7 +92,7 @@ class ThrottleSettings:
     jitter_s: float
 
     def text(self) -> str:
-        """The variable's value."""
+        """Write the variable's value."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -103,8 +103,12 @@ class ThrottleSettings:
             found = json.loads(text)
         except ValueError:
             found = None
-        if not isinstance(found, dict) or set(found) != names:
-            raise ConfigError(VARIABLE, text, f"what pipecomp netlab sets: a JSON object of {', '.join(sorted(names))}")
+        require(
+            isinstance(found, dict) and set(found) == names,
+            VARIABLE,
+            text,
+            f"what pipecomp netlab sets: a JSON object of {', '.join(sorted(names))}",
+        )
         return cls(**found)
 
 
@@ -165,7 +169,7 @@ class Throttle:
 
 
 def throttle_to(rank: int, environment: Mapping[str, str] = os.environ) -> Throttle | None:
-    """The throttle of this process's link to another rank; None outside a lab and within a node."""
+    """Make the throttle of this process's link to another rank; None outside a lab and within a node."""
     text = environment.get(VARIABLE)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-""" "auto" bits: what every rank measures when a run begins, and the decision that rank 0 makes for all of them."""
+"""Bits that are "auto": what every rank measures when a run begins, and the decision that rank 0 makes for all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Bits, Config, bits_text
 from pipecomp.doctor.measure import Measured
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
@@ -31,10 +32,7 @@ class Seen(NamedTuple):
     """What one rank measured. link: to the next stage, None on the last one."""
 
     stage: int
-    forward_s: float
-    backward_s: float
-    encode_s: float
-    decode_s: float
+    costs: StageCosts
     link: Measured | None
 
 
@@ -60,28 +58,28 @@ def wants_auto(config: Config) -> bool:
 
 
 def look(config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None) -> Seen:
-    """Measure this rank's links, then its stage and what messages cost it; all ranks must call it together."""
+    """Measure this rank's links, then its stage and what packets cost it; all ranks must call it together."""
     link = measure_links(stage.index, to_previous, to_next)
     spent = time_stage(stage, batch.samples, batch.tokens)
     parameter = next(stage.parameters())
     encode_s, decode_s = time_link(
         with_bits(config, 4, 8), batch.samples, batch.tokens, stage.hidden_size, parameter.dtype, parameter.device
     )
-    return Seen(stage.index, spent.forward_s, spent.backward_s, encode_s, decode_s, link)
+    costs = StageCosts(forward_s=spent.forward_s, backward_s=spent.backward_s, encode_s=encode_s, decode_s=decode_s)
+    return Seen(stage.index, costs, link)
 
 
 def settle(
     config: Config, stage: Stage, batch: Batch, to_previous: Transport | None = None, to_next: Transport | None = None
 ) -> Config:
     """Put numbers in place of "auto": all ranks measure, rank 0 decides for all and says so."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, look(config, stage, batch, to_previous, to_next))
-    found: list[Any] = [None]
+    seen = gathered(look(config, stage, batch, to_previous, to_next))
+    found = None
     if dist.get_rank() == 0:
-        found = [decide(config, seen, batch, stage.hidden_size, next(stage.parameters()).dtype)]
-        _log.warning("%s", found[0].reason)  # the level that Python shows where nobody has set up logging
-    dist.broadcast_object_list(found, src=0)
-    return with_bits(config, found[0].forward_bits, found[0].backward_bits)
+        found = decide(config, seen, batch, stage.hidden_size, next(stage.parameters()).dtype)
+        _log.warning("%s", found.reason)  # the level that Python shows where nobody has set up logging
+    found = broadcast(found)
+    return with_bits(config, found.forward_bits, found.backward_bits)
 
 
 def sample_length(data: Any, stage: Stage) -> int:
@@ -99,10 +97,10 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
     network = network_of([[s.link for s in by_stage[k] if s.link is not None] for k in range(K - 1)])
     stages = [
         StageCosts(
-            forward_s=max(s.forward_s for s in found),
-            backward_s=max(s.backward_s for s in found),
-            encode_s=max(s.encode_s for s in found),
-            decode_s=max(s.decode_s for s in found),
+            forward_s=max(s.costs.forward_s for s in found),
+            backward_s=max(s.costs.backward_s for s in found),
+            encode_s=max(s.costs.encode_s for s in found),
+            decode_s=max(s.costs.decode_s for s in found),
         )
         for found in by_stage
     ]

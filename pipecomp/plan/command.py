@@ -13,14 +13,13 @@ from rich.console import Console
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.plan.network import Line, Network, chain
-from pipecomp.plan.options import PlanOptions, Rates
+from pipecomp.plan.options import FIRST_VISIT, PlanOptions, Rates, Wanted, methods
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
 from pipecomp.plan.profile import Profile, balanced, without_weights
-from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, stage_table
+from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, predicted_stages
 from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layouts, shares
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
-from pipecomp.plan.survey import Survey, speeds_as_dict, survey_machine, survey_ranks
-from pipecomp.plan.wanted import FIRST_VISIT, Wanted, methods
+from pipecomp.plan.survey import Survey, survey_machine, survey_ranks
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.planning import SplitPlan
 
@@ -68,11 +67,11 @@ def run_plan(console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced
     K = found.choice.prediction.job.plan.num_stages
     network = seen.network or chain(K, *next(iter(networks.values())))
     show(found, network, list(networks), console)
-    return {**as_json(found, network, list(networks)), "speeds": speeds_as_dict(seen.speeds)}
+    return {**as_json(found, network, list(networks)), "speeds": _limited(seen.speeds)}
 
 
 def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey | None:
-    """What is known of the machines, measured or not; None on a launcher's ranks other than 0."""
+    """Find what is known of the machines, measured or not; None on a launcher's ranks other than 0."""
     if not options.measure:
         return Survey(profile=options.estimated(), speeds=Speeds())
     measured = (*options.size, options.micro_batch or 1, options.store)
@@ -137,7 +136,7 @@ def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networ
 def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
     """Print a plan."""
     p = found.choice.prediction
-    console.print(stage_table(p))
+    console.print(predicted_stages(p))
     if p.job.plan.num_stages > 1:
         console.print(link_table(network, p, found.choice.plain))
     console.print(method_table(found.rows, names))
@@ -150,7 +149,7 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
 def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, Any]:
     """Give all of it for programs; bits per second are null where there is no limit."""
     p = found.choice.prediction
-    lines = [(_line(out), _line(back)) for out, back in zip(network.forward, network.backward, strict=True)]
+    lines = [(_limited(out), _limited(back)) for out, back in zip(network.forward, network.backward, strict=True)]
     return {
         "cuts": list(p.job.plan.cuts),
         "parameters": list(p.job.plan.parameters),
@@ -171,5 +170,6 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
     }
 
 
-def _line(line: Line) -> dict[str, float | None]:
-    return {**asdict(line), "bits_per_s": None if math.isinf(line.bits_per_s) else line.bits_per_s}
+def _limited(figures: Line | Speeds) -> dict[str, Any]:
+    """For JSON: None where nothing limits."""
+    return {k: None if v == math.inf else v for k, v in asdict(figures).items()}

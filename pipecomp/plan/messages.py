@@ -1,4 +1,4 @@
-"""Bytes of the messages between two stages, from the codecs and the wire format that send them.
+"""Bytes of the packets between two stages, from the codecs and the wire format that send them.
 
 T real tokens of a micro-batch, H hidden size.
 """
@@ -35,7 +35,7 @@ def gradient_bytes(config: Config, link: int, counts: Sequence[int], hidden: int
 
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
-    """The same configuration with other bits."""
+    """Make the same configuration with other bits."""
     return replace(config, activations=replace(config.activations, forward_bits=forward, backward_bits=backward))
 
 

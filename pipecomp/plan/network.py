@@ -1,4 +1,4 @@
-"""What carries messages between stages: rate and latency of every link in each direction, and lines that they share.
+"""What carries packets between stages: rate and latency of every link in each direction, and lines that they share.
 
 K stages, link k between stages k and k + 1.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.rates import FRAME, FRAME_HEADERS, SEGMENT
 
 TCP_SHARE = SEGMENT / FRAME
@@ -27,20 +27,20 @@ class Line:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bits_per_s > 0:
-            raise ConfigError("bits_per_s", self.bits_per_s, "a number above 0")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError("latency_s", self.latency_s, "0 or more")
+        require(self.bits_per_s > 0, "bits_per_s", self.bits_per_s, "a number above 0")
+        require(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more")
 
     def seconds(self, size: float) -> float:
-        """Of a message of `size` bytes that has the line for itself."""
+        """Of a packet of `size` bytes that has the line for itself."""
         return 8 * size / self.bits_per_s + self.latency_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """forward, backward: link k's lines to stage k + 1 and back. shared: whether what a stage sends to both its
-    neighbours passes one line, and what it receives from both another one, as with one network card for each stage.
+    """All links. forward, backward: link k's lines to stage k + 1 and back.
+
+    shared: whether what a stage sends to both its neighbours passes one line, and what it receives from both another
+    one, as with one network card for each stage.
     """
 
     forward: tuple[Line, ...]
@@ -48,8 +48,12 @@ class Network:
     shared: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.forward) != len(self.backward):
-            raise ConfigError("network", (len(self.forward), len(self.backward)), "as many lines forward as backward")
+        require(
+            len(self.forward) == len(self.backward),
+            "network",
+            (len(self.forward), len(self.backward)),
+            "as many lines forward as backward",
+        )
 
     @property
     def latency_s(self) -> float:
@@ -72,8 +76,9 @@ def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> N
     """Links with a rate each, or one for all; ConfigError for another number of them."""
     if len(bits_per_s) == 1:
         return uniform(stages, bits_per_s[0], latency_s)
-    if len(bits_per_s) != stages - 1:
-        raise ConfigError("bandwidth", list(bits_per_s), f"one rate, or {stages - 1} for {stages} stages")
+    require(
+        len(bits_per_s) == stages - 1, "bandwidth", list(bits_per_s), f"one rate, or {stages - 1} for {stages} stages"
+    )
     lines = tuple(Line(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
     return Network(forward=lines, backward=lines)
 

@@ -1,4 +1,4 @@
-"""The options of `pipecomp plan`, checked, and what they ask for."""
+"""The options of `pipecomp plan`, checked, what they ask for, and the methods that plans compare."""
 
 from __future__ import annotations
 
@@ -12,18 +12,73 @@ from typing import Any
 
 import torch
 
+from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.profile import Profile, count
-from pipecomp.plan.wanted import Wanted
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _TOKENS = 1024
+FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/first_visit.md
+_METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("none", {"method": "none"}),
+    ("bf16", {"method": "bf16"}),
+    ("DirectQ fw4 bw8", {"method": "direct", "forward_bits": 4, "backward_bits": 8}),
+    *(
+        (
+            f"AQ-SGD fw{forward} bw{backward}",
+            {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward, "first_visit": FIRST_VISIT},
+        )
+        for forward, backward in ((8, 8), (4, 8), (3, 6), (2, 4))
+    ),
+)
 
 Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
+
+
+def methods(stages: int, tie: bool) -> list[tuple[str, Config]]:
+    """List what to compare, by name; one stage has nothing to compress."""
+    return [
+        (name, Config.from_dict({"activations": activations, "tie": tie}))
+        for name, activations in (_METHODS if stages > 1 else _METHODS[:1])
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be planned.
+
+    nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
+    slowdowns: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are
+    alike.
+    """
+
+    model: Any
+    nodes: int
+    batch: int
+    stages: int | None = None
+    micro_batch: int | None = None
+    dtype: torch.dtype = torch.float32
+    tie: bool = True
+    memory_bytes: float = math.inf
+    slowdowns: tuple[float, ...] = ()
+
+    def stage_slowdowns(self, K: int) -> tuple[float, ...]:
+        """Take the slowest replica's for each stage."""
+        R = self.nodes // K
+        return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
+
+    def check_memory(self, needs: float) -> None:
+        """Raise ConfigError if a node has less. needs: bytes."""
+        require(
+            needs <= self.memory_bytes,
+            "memory",
+            self.memory_bytes / 1e9,
+            f"at least {needs / 1e9:.1f} GB for each node",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +120,11 @@ class PlanOptions:
     store: Path = Path("messages")
 
     def __post_init__(self) -> None:
-        _check(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         counts = {"nodes": self.nodes, "stages": self.stages, "batch": self.batch, "micro-batch": self.micro_batch}
         for key, number in counts.items():
-            _check(number is None or number >= 1, key, number, "a whole number from 1")
-        _check(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
+            require(number is None or number >= 1, key, number, "a whole number from 1")
+        require(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
         recompute = self.recompute or None
         if self.measure:
             _check_unset("together with --measure", speed=self.speed, profile=self.profile, recompute=recompute)
@@ -81,18 +136,18 @@ class PlanOptions:
 
     @cached_property
     def networks(self) -> dict[str, Rates]:
-        """The networks to plan for, by name; the first one decides."""
+        """Read the networks to plan for, by name; the first one decides."""
         return networks_of(self.bandwidth, self.delay)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """TFLOP/s of all nodes, or of each; empty where none was given."""
+        """Read the TFLOP/s of all nodes, or of each; empty where none was given."""
         try:
             found = tuple(float(part) for part in self.speed.split("/")) if self.speed is not None else ()
         except ValueError:
             found = (0.0,)
         allowed = "numbers above 0, with slashes between them"
-        _check(all(0 < one < math.inf for one in found), "speed", self.speed, allowed)
+        require(all(0 < one < math.inf for one in found), "speed", self.speed, allowed)
         return found
 
     def check_launch(self, launch: Launch) -> None:
@@ -102,7 +157,7 @@ class PlanOptions:
             _check_unset(with_ranks, nodes=self.nodes, bandwidth=self.bandwidth, delay=self.delay)
 
     def wanted(self, world: int | None) -> Wanted:
-        """What is to be planned. world: ranks of a launcher, None without one."""
+        """Say what is to be planned. world: ranks of a launcher, None without one."""
         rates, _ = next(iter(self.networks.values()))
         drawn = len(rates) + 1 if len(rates) > 1 else None  # links given one by one say how many stages there are
         several = len(self.speeds) > 1
@@ -118,18 +173,18 @@ class PlanOptions:
             memory_bytes=math.inf if self.memory is None else self.memory * 1e9,
         )
         if several:
-            _check(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")
+            require(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")
             wanted = replace(wanted, slowdowns=tuple(min(self.speeds) / one for one in self.speeds))
         return wanted
 
     @property
     def without_seconds(self) -> bool:
-        """Whether nothing says how fast machines are: then sizes are all that can be planned."""
+        """Say whether nothing tells how fast machines are: then sizes are all that can be planned."""
         return self.speed is None and self.profile is None and not self.measure
 
     @property
     def size(self) -> tuple[Any, int, torch.dtype]:
-        """Model, tokens of a sample, dtype."""
+        """Give model, tokens of a sample, dtype."""
         return self.model, self.tokens or _TOKENS, DTYPES[self.dtype]
 
     def counted(self) -> Profile:
@@ -152,14 +207,9 @@ class PlanOptions:
         return self.counted().estimated(min(self.speeds) * 1e12, recompute=self.recompute)
 
 
-def _check(right: bool, key: str, got: object, allowed: str) -> None:
-    if not right:
-        raise ConfigError(key, got, allowed)
-
-
 def _check_unset(where: str, **given: object) -> None:
     for key, value in given.items():
-        _check(value is None, key, value, f"no value {where}")
+        require(value is None, key, value, f"no value {where}")
 
 
 def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, Rates]:

@@ -1,4 +1,4 @@
-"""What one configuration takes: bytes of its messages, seconds of a step, memory of every stage.
+"""What one configuration takes: bytes of its packets, seconds of a step, memory of every stage.
 
 K stages, M micro-batches of B samples with S tokens, R replicas.
 """
@@ -28,9 +28,11 @@ _STATE = {torch.float32: 16, torch.bfloat16: 18, torch.float16: 18}
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What a machine does besides the model. Values (of activations) a second: encode and decode of quantized messages,
-    cast of others. disk_bytes_s: of the message store, reading and writing each. average: seconds of quantizing,
-    reducing and decoding a gradient value. `math.inf` and nothing where they are not known: they count as no time.
+    """What a machine does besides the model.
+
+    Values (of activations) a second: encode and decode of quantized packets, cast of others. disk_bytes_s: of the
+    message store, reading and writing each. average: seconds of quantizing, reducing and decoding a gradient value.
+    `math.inf` and nothing where they are not known: they count as no time.
     """
 
     encode_values_s: float = math.inf
@@ -58,7 +60,7 @@ class Job:
     slowdowns: tuple[float, ...] = ()
 
     def stage_seconds(self) -> list[tuple[float, float]]:
-        """Forward and backward of each stage on a micro-batch."""
+        """Tell forward and backward of each stage on a micro-batch."""
         found = self.profile.stage_seconds(self.plan, self.samples)
         slowdowns = self.slowdowns or (1.0,) * len(found)
         return [
@@ -68,11 +70,11 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Samples of a step."""
+        """Count the samples of a step."""
         return self.samples * self.micro_batches * self.replicas
 
     def text(self) -> str:
-        """For people."""
+        """Describe it for people."""
         return (
             f"{self.plan.num_stages} stages × {self.replicas} replicas, {self.micro_batches} micro-batches of "
             f"{self.samples} for {self.batch} samples per step, {self.profile.tokens} tokens each."
@@ -81,12 +83,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one step. step_s; first_epoch_s: while every sample is new. forward_bytes, backward_bytes and
-    first_visit_bytes: of a message on each link.
+    """Of one step. step_s; first_epoch_s: while every sample is new.
 
-    average_s: of its gradients over replicas, the slowest stage. slack: forwards in flight that each stage has more
-    than the next. wait_s: of each stage, for messages. store_s: what the disk needs for the messages of a step; the
-    step takes no less.
+    forward_bytes, backward_bytes and first_visit_bytes: of a packet on each link. average_s: of its gradients over
+    replicas, the slowest stage. slack: forwards in flight that each stage has more than the next. wait_s: of each
+    stage, for packets. store_s: what the disk needs for the activations of a step; the step takes no less.
     """
 
     job: Job
@@ -103,15 +104,16 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
+        """Count the samples that are trained in a second."""
         return self.job.batch / self.step_s
 
     def memory_bytes(self) -> list[float]:
-        """Of each stage, as `memory_bytes` counts it."""
+        """Count the bytes of each stage, as `memory_bytes` does."""
         return memory_bytes(self.job, self.slack)
 
 
 def memory_bytes(job: Job, slack: int = 1) -> list[float]:
-    """Of each stage: weights, gradients and Adam's state, and what it keeps of the micro-batches in flight."""
+    """Count the bytes of each stage: weights, gradients, Adam's state, and what it keeps of micro-batches in flight."""
     ahead = numbers(slack, job.plan.num_stages, job.micro_batches)
     kept = job.profile.kept_bytes(job.plan, job.samples)
     state = _STATE[job.dtype]
@@ -120,8 +122,8 @@ def memory_bytes(job: Job, slack: int = 1) -> list[float]:
     ]
 
 
-def message_bytes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Of a micro-batch's messages on each link: forward, forward of samples that are new, and backward."""
+def packet_sizes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Count the bytes of a micro-batch's packets on each link: forward, forward of new samples, and backward."""
     size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
     links = range(job.plan.num_stages - 1)
     forward = tuple(activation_bytes(config, k, *size) for k in links)
@@ -134,7 +136,7 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     speeds = speeds or Speeds()
     values = job.samples * job.profile.tokens * job.profile.hidden
     links = job.plan.num_stages - 1
-    forward, first, backward = message_bytes(job, config)
+    forward, first, backward = packet_sizes(job, config)
     average, tied = _averages(job, config, network, speeds)
     step = Step(
         stages=_costs(job, config, speeds, values, average),
@@ -146,7 +148,7 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     slack, played = best_in_flight(step, network, config.in_flight)
     store_s = 0.0
     if config.activations.method == "aqsgd" and links:
-        ends = 2 if links > 1 else 1  # a middle stage keeps both its links' messages
+        ends = 2 if links > 1 else 1  # a middle stage keeps both its links' activations
         store_s = ends * job.micro_batches * values * config.store.bits / 8 / speeds.disk_bytes_s
     first_epoch_s = played.seconds
     if first != forward:
@@ -168,7 +170,7 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
 
 
 def best_in_flight(step: Step, network: Network, setting: str | int = "auto") -> tuple[int, Played]:
-    """How far ahead the stages run, and the step with it: as long as each link having one more shortens it."""
+    """Find how far ahead the stages run, and the step with it: as long as each link having one more shortens it."""
     K, M = len(step.stages), step.micro_batches
     if K == 1:
         return 1, play(step, network)
@@ -218,7 +220,7 @@ def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> tup
 
 
 def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> float:
-    """Of averaging d float32 values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
+    """Predict averaging d float32 values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
 
     The slowest of the network's lines carries it. "quantized_adam" is taken as what exchanges its momentum.
     """
@@ -236,13 +238,13 @@ def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Sp
 
 
 def _together(job: Job, network: Network) -> float:
-    """The global norm is summed in a ring over the stages, and the loss is told to all, each a small message."""
+    """Count the seconds of summing the global norm in a ring over the stages and of telling all the loss."""
     hops = 2 * (job.plan.num_stages - 1) + 1 if job.plan.num_stages > 1 else 0
     return hops * network.latency_s
 
 
 def as_row(prediction: Prediction) -> dict[str, Any]:
-    """For JSON and tables."""
+    """Give it for JSON and tables."""
     p, a = prediction, prediction.config.activations
     quantized = a.method in a.QUANTIZED
     return {

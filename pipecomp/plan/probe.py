@@ -8,25 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.doctor.measure import Measured, follow_peer, lead_peer
+from pipecomp.doctor.measure import Measured, follow, lead
 from pipecomp.errors import LinkError
 from pipecomp.plan.network import Line, Network
 from pipecomp.stages.link.transport import Transport
 
 
-class _Over:
-    """The other end of a transport, as `doctor.measure` wants it."""
+class TransportPeer:
+    """The rank at the other end of a transport, as `doctor.measure` wants it."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def send(self, tensor: Tensor) -> None:
+        """See doctor.measure.Peer."""
         self._transport.send(tensor.contiguous().view(torch.uint8).numpy())
 
-    def command(self, command: int, size: int = 0) -> None:
-        self.send(torch.tensor([command, size]))
-
     def receive(self, tensor: Tensor) -> Tensor:
+        """See doctor.measure.Peer."""
         data = self._transport.recv()
         if data.size != tensor.numel() * tensor.element_size():
             raise LinkError(f"rank {self._transport.peer} sent {data.size} bytes while the link was measured")
@@ -42,24 +41,22 @@ def measure_links(stage: int, to_previous: Transport | None, to_next: Transport 
     found = None
     for turn in (0, 1):
         if to_next is not None and stage % 2 == turn:
-            found = lead_peer(_Over(to_next))
+            found = lead(TransportPeer(to_next))
         elif to_previous is not None and stage % 2 != turn:
-            follow_peer(_Over(to_previous))
+            follow(TransportPeer(to_previous))
     return found
 
 
-def network_of(links: Sequence[Sequence[Measured]], *, shared: bool = True) -> Network:
-    """The network of what was measured, by link, of one replica or several: the slowest counts.
+def network_of(links: Sequence[Sequence[Measured]]) -> Network:
+    """Make the network of what was measured, by link, of one replica or several: the slowest counts.
 
     One way takes half of the way there and back: without clocks that agree nobody can tell more.
     """
 
-    def line(rates: list[float], trips: list[float]) -> Line:
-        return Line(bits_per_s=min(rates), latency_s=max(trips) / 2)
+    def lines(way: str) -> tuple[Line, ...]:
+        return tuple(
+            Line(bits_per_s=min(getattr(m, way) for m in found), latency_s=max(m.round_trip_s for m in found) / 2)
+            for found in links
+        )
 
-    trips = [[m.round_trip_s for m in found] for found in links]
-    return Network(
-        forward=tuple(line([m.out_bit_s for m in found], t) for found, t in zip(links, trips, strict=True)),
-        backward=tuple(line([m.back_bit_s for m in found], t) for found, t in zip(links, trips, strict=True)),
-        shared=shared,
-    )
+    return Network(forward=lines("out_bit_s"), backward=lines("back_bit_s"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,60 +11,55 @@ from rich.table import Table
 
 from pipecomp.config import bits_text
 from pipecomp.plan.network import Network
-from pipecomp.plan.prediction import Prediction
+from pipecomp.plan.prediction import Job, Prediction
 from pipecomp.plan.search import Choice
 from pipecomp.rates import bits_per_second, milliseconds
+from pipecomp.tables import table
 
 
-def stage_table(prediction: Prediction) -> Table:
+def stage_table(title: str, job: Job, more: Mapping[str, Sequence[str]]) -> Table:
+    """Tabulate the stages: blocks, parameters, and columns of further cells by heading."""
+    rows = (
+        (str(k), f"{lo}–{hi - 1}", f"{job.plan.parameters[k] / 1e6:.1f}", *(cells[k] for cells in more.values()))
+        for k, (lo, hi) in enumerate(pairwise(job.plan.cuts))
+    )
+    return table(("stage", "blocks", "M parameters", *more), rows, title=title)
+
+
+def predicted_stages(p: Prediction) -> Table:
     """Tabulate what each stage holds and does."""
-    job = prediction.job
-    table = Table(title=f"Stages ({job.profile.measured})")
-    for heading in ("stage", "blocks", "M parameters", "forward ms", "backward ms", "memory GB"):
-        table.add_column(heading, justify="right")
-    compute = job.stage_seconds()
-    for k, (lo, hi) in enumerate(pairwise(job.plan.cuts)):
-        forward_s, backward_s = compute[k]
-        table.add_row(
-            str(k),
-            f"{lo}–{hi - 1}",
-            f"{job.plan.parameters[k] / 1e6:.1f}",
-            f"{1e3 * forward_s:.1f}",
-            f"{1e3 * backward_s:.1f}",
-            f"{prediction.memory_bytes()[k] / 1e9:.2f}",
-        )
-    return table
+    forward, backward = zip(*p.job.stage_seconds(), strict=True)
+    more = {
+        "forward ms": [f"{1e3 * seconds:.1f}" for seconds in forward],
+        "backward ms": [f"{1e3 * seconds:.1f}" for seconds in backward],
+        "memory GB": [f"{size / 1e9:.2f}" for size in p.memory_bytes()],
+    }
+    return stage_table(f"Stages ({p.job.profile.measured})", p.job, more)
 
 
-def link_table(network: Network, prediction: Prediction, plain: Prediction) -> Table:
+def link_table(network: Network, p: Prediction, plain: Prediction) -> Table:
     """Tabulate each link's rates and what a micro-batch sends over it."""
-    table = Table(title="Links, per micro-batch")
-    for heading in ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits"):
-        table.add_column(heading, justify="right")
-    for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True)):
-        p = prediction
-        forward, backward = p.config.activations.bits(k)
-        sizes = (plain.forward_bytes, p.first_visit_bytes, p.forward_bytes, p.backward_bytes)
-        table.add_row(
+    sizes = (plain.forward_bytes, p.first_visit_bytes, p.forward_bytes, p.backward_bytes)
+    rows = (
+        (
             f"{k}→{k + 1}",
             bits_per_second(out.bits_per_s),
             bits_per_second(back.bits_per_s),
             milliseconds(out.latency_s),
             *(f"{size[k] / 1e3:.1f}" for size in sizes),
-            f"fw{forward} bw{backward}",
+            "fw{} bw{}".format(*p.config.activations.bits(k)),
         )
-    return table
+        for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True))
+    )
+    headings = ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits")
+    return table(headings, rows, title="Links, per micro-batch")
 
 
 def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequence[str]) -> Table:
     """Tabulate seconds of a step, and of one while all samples are new, by method and network (`names`)."""
-    table = Table(title="Predicted seconds per step (in the first epoch)")
-    table.add_column("method")
-    for name in names:
-        table.add_column(name, justify="right")
-    for method, predictions in rows:
-        table.add_row(method, *(_seconds(p) for p in predictions))
-    return table
+    cells = ((method, *map(_seconds, predictions)) for method, predictions in rows)
+    title = "Predicted seconds per step (in the first epoch)"
+    return table(("method", *names), cells, left=("method",), title=title)
 
 
 def _seconds(p: Prediction) -> str:

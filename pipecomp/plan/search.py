@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipecomp.config import Bits, Config, bits_of_link
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
@@ -28,8 +28,9 @@ _AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """forward_bits, backward_bits: chosen, one number or one for each link. prediction: with them. plain: without
-    compression. fits: whether fewer bits would not make a step faster.
+    """Bits that are chosen. forward_bits, backward_bits: one number or one for each link.
+
+    prediction: with them. plain: without compression. fits: whether fewer bits would not make a step faster.
     """
 
     forward_bits: Bits
@@ -47,7 +48,7 @@ class Choice:
 def choose_bits(
     predicted: Callable[[Bits, Bits], float], network: Network, forward: Bits = "auto", backward: Bits = "auto"
 ) -> tuple[Bits, Bits, bool]:
-    """The most bits whose step takes hardly longer than with the fewest, and whether those hide behind compute.
+    """Choose the most bits whose step takes hardly longer than with the fewest, and tell if those hide behind compute.
 
     The same bits on all links first; then fast ones get as many as cost nothing. predicted(forward, backward): seconds
     of a step. forward, backward: anything but "auto" is settled. The third value is False if the slowest link is the
@@ -82,7 +83,7 @@ def _one_for_all(bits: list[int]) -> Bits:
 
 
 def _pairs(forward: int | str, backward: int | str) -> list[tuple[int, int]]:
-    """What a link can have, the gentlest first."""
+    """List what a link can have, the gentlest first."""
     if isinstance(forward, int) and isinstance(backward, int):
         return [(forward, backward)]
     if isinstance(forward, int):
@@ -93,7 +94,7 @@ def _pairs(forward: int | str, backward: int | str) -> list[tuple[int, int]]:
 
 
 def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Choice:
-    """The bits for a configuration whose method quantizes, "auto" or not."""
+    """Choose the bits for a configuration whose method quantizes, "auto" or not."""
     a = config.activations
     seen: dict[tuple[Bits, Bits], Prediction] = {}
 
@@ -109,37 +110,33 @@ def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = N
 
 def choose_average(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
     """Methods for data parallelism with the seconds of averaging d values over n ranks; the recommended one first."""
-    options = [(m, average_seconds(_averaging(config, m), d, n, network, speeds)) for m in _AVERAGES]
+    options = [
+        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds)) for m in _AVERAGES
+    ]
     plain = options[0]
     best = min(options, key=lambda option: option[1])
     chosen = best if plain[1] > PAYS * best[1] else plain
     return [chosen, *[option for option in options if option is not chosen]]
 
 
-def _averaging(config: Config, method: str) -> Config:
-    return replace(config, gradients=Gradients(method=method))
-
-
 def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]]:
     """(stages, replicas) for so many nodes. ConfigError if there are none."""
     wanted: Iterable[int] = range(1, nodes + 1) if stages is None else (stages,)
     found = [(K, nodes // K) for K in wanted if nodes % K == 0 and blocks >= K]
-    if not found:
-        raise ConfigError("stages", stages, f"a divisor of {nodes} nodes, at most the model's {blocks} blocks")
+    require(found, "stages", stages, f"a divisor of {nodes} nodes, at most the model's {blocks} blocks")
     return found
 
 
 def shares(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int, int]]:
-    """(samples of a micro-batch, micro-batches) that make up a batch, few micro-batches first. ConfigError if none."""
+    """List (samples of a micro-batch, micro-batches) of a batch, few micro-batches first. ConfigError if none."""
     each, rest = divmod(batch, replicas)
     sizes = [micro_batch] if micro_batch is not None else [b for b in range(each, 0, -1) if each % b == 0]
     found = [(b, each // b) for b in sizes if rest == 0 and each and each % b == 0]
-    if not found:
-        raise ConfigError("batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
+    require(found, "batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
     return found
 
 
 def gentlest(found: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
-    """The first that takes hardly longer than the fastest."""
+    """Choose the first that takes hardly longer than the fastest."""
     least = min(map(seconds, found))
     return next(one for one in found if seconds(one) <= ALMOST * least)

@@ -1,7 +1,7 @@
 """A training step, played through event by event: the engine's own order of work, over links of given rates.
 
 A stage does one thing at a time, in the order of `order.train_order`. What it sends leaves at once and travels by
-itself; a link carries one message at a time in each direction, both directions at once; a receive waits for what it
+itself; a link carries one packet at a time in each direction, both directions at once; a receive waits for what it
 needs and for nothing else.
 
 K stages, M micro-batches, link k between stages k and k + 1.
@@ -13,10 +13,11 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.plan.network import Network, rates
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.schedule.order import train_order
@@ -27,9 +28,11 @@ _RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of one stage. forward_s, backward_s: the model on one micro-batch. encode_s, decode_s: of one message of
-    either kind: quantizing, checksum, message store. reduce_s, update_s: of the step, after the last backward:
-    averaging gradients over replicas, and the optimizer.
+    """Seconds of one stage.
+
+    forward_s, backward_s: the model on one micro-batch. encode_s, decode_s: of one packet of either kind: quantizing,
+    checksum, message store. reduce_s, update_s: of the step, after the last backward: averaging gradients over
+    replicas, and the optimizer.
     """
 
     forward_s: float
@@ -42,7 +45,7 @@ class StageCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is played. forward_bytes, backward_bytes: of one micro-batch's message on each link, headers included.
+    """What is played. forward_bytes, backward_bytes: of one micro-batch's packet on each link, headers included.
 
     in_flight: forwards that each stage runs ahead of their backwards; None is 1F1B's number. together_s: seconds in
     which all stages wait for each other between the last reduction and the update (norm, tied weights).
@@ -57,23 +60,30 @@ class Step:
 
     def __post_init__(self) -> None:
         K = len(self.stages)
-        if K < 1 or self.micro_batches < 1:
-            raise ConfigError("step", (K, self.micro_batches), "at least one stage and one micro-batch")
+        require(
+            K >= 1 and self.micro_batches >= 1,
+            "step",
+            (K, self.micro_batches),
+            "at least one stage and one micro-batch",
+        )
         for name, sizes in (("forward_bytes", self.forward_bytes), ("backward_bytes", self.backward_bytes)):
-            if len(sizes) != K - 1:
-                raise ConfigError(name, list(sizes), f"{K - 1} numbers, one for each link")
-        if self.in_flight is not None and len(self.in_flight) != K:
-            raise ConfigError("in_flight", list(self.in_flight), f"{K} numbers, one for each stage")
+            require(len(sizes) == K - 1, name, list(sizes), f"{K - 1} numbers, one for each link")
+        require(
+            self.in_flight is None or len(self.in_flight) == K,
+            "in_flight",
+            self.in_flight,
+            f"{K} numbers, one for each stage",
+        )
 
     def ahead(self, stage: int) -> int:
-        """How many forwards this stage runs ahead."""
+        """Count the forwards that this stage runs ahead."""
         K, M = len(self.stages), self.micro_batches
         return max(1, min(M, (self.in_flight or numbers(1, K, M))[stage]))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a stage did ("wait" included), or a link ("forward message", "backward message"; place: the link)."""
+    """What a stage did ("wait" included), or a link ("forward packet", "backward packet"; place: the link)."""
 
     place: int
     what: str
@@ -84,7 +94,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """seconds: of the whole step. waits: by stage, for messages. events: all that happened, in the order it ended."""
+    """seconds: of the whole step. waits: by stage, for packets. events: all that happened, in the order it ended."""
 
     seconds: float
     waits: tuple[float, ...]
@@ -93,8 +103,9 @@ class Played:
 
 def play(step: Step, network: Network) -> Played:
     """Play one step over the network, which has a link between each two neighbours. ConfigError if it has not."""
-    if len(network.forward) != len(step.stages) - 1:
-        raise ConfigError("network", len(network.forward), f"{len(step.stages) - 1} links")
+    require(
+        len(network.forward) == len(step.stages) - 1, "network", len(network.forward), f"{len(step.stages) - 1} links"
+    )
     return _Player(step, network).run()
 
 
@@ -108,7 +119,7 @@ class _Player:
         self._stages = [self._stage(k) for k in range(K)]
         self._sleeping = [False] * K
         self._arrived: set[tuple[str, int, int]] = set()  # way, stage, micro-batch
-        self._sending: dict[tuple[str, int], deque[_Message]] = {}  # way, link: the first one is on the line
+        self._sending: dict[tuple[str, int], deque[_Packet]] = {}  # way, link: the first one is on the line
         self._bytes_per_s: list[float] = []  # of those, in their order
         self._ends, self._waits = [0.0] * K, [0.0] * K
         self._events: list[Event] = []
@@ -117,12 +128,12 @@ class _Player:
         for k in range(len(self._stages)):
             self._go_on(k)
         while self._queue or self._sending:
-            heads = [messages[0] for messages in self._sending.values()]
+            heads = [packets[0] for packets in self._sending.values()]
             ends = [self._now + m.left / speed for m, speed in zip(heads, self._bytes_per_s, strict=True)]
             sent_at = min(ends, default=math.inf)
             until = min(sent_at, self._queue[0][0] if self._queue else math.inf)
-            for message, speed in zip(heads, self._bytes_per_s, strict=True):
-                message.left = max(0.0, message.left - speed * (until - self._now))
+            for packet, speed in zip(heads, self._bytes_per_s, strict=True):
+                packet.left = max(0.0, packet.left - speed * (until - self._now))
             self._now = until
             if sent_at <= until:
                 self._sent(list(self._sending)[ends.index(sent_at)])
@@ -140,7 +151,7 @@ class _Player:
     # -- stages
 
     def _stage(self, k: int) -> Iterator[float | None]:
-        """The stage's step; yields seconds of work, or None to wait until something arrives."""
+        """Do the stage's step; yields seconds of work, or None to wait until something arrives."""
         step, costs = self._step, self._step.stages[k]
         seconds = {
             "load": 0.0,
@@ -174,47 +185,72 @@ class _Player:
                 self._later(seconds, lambda: self._go_on(k))
                 return
 
-    # -- messages
+    # -- packets
 
     def _post(self, way: str, direction: int, stage: int, m: int) -> None:
         link = min(stage, stage + direction)
         size = (self._step.forward_bytes if way == "forward" else self._step.backward_bytes)[link]
-        messages = self._sending.get((way, link))
-        message = _Message(m, size, self._now)
-        if messages is None:
-            self._sending[way, link] = deque([message])
+        packets = self._sending.get((way, link))
+        packet = _Packet(m, size, self._now)
+        if packets is None:
+            self._sending[way, link] = deque([packet])
             self._lines_changed()
         else:
-            messages.append(message)
+            packets.append(packet)
 
     def _lines_changed(self) -> None:
         self._bytes_per_s = [rate / 8 for rate in rates(self._network, list(self._sending))]
 
     def _sent(self, flow: tuple[str, int]) -> None:
-        """The first message of a direction has left; the next one is on the line."""
+        """Let the first packet of a direction have left; the next one is on the line."""
         way, link = flow
-        messages = self._sending[flow]
-        message = messages.popleft()
-        if messages:
-            messages[0].since = self._now
+        packets = self._sending[flow]
+        packet = packets.popleft()
+        if packets:
+            packets[0].since = self._now
         else:
             del self._sending[flow]
             self._lines_changed()
         lines = self._network.forward if way == "forward" else self._network.backward
         target = link + 1 if way == "forward" else link
-        self._later(lines[link].latency_s, lambda: self._arrive(way, link, target, message))
+        self._later(lines[link].latency_s, lambda: self._arrive(way, link, target, packet))
 
-    def _arrive(self, way: str, link: int, target: int, message: _Message) -> None:
-        self._events.append(Event(link, f"{way} message", message.micro_batch, message.since, self._now))
-        self._arrived.add((way, target, message.micro_batch))
+    def _arrive(self, way: str, link: int, target: int, packet: _Packet) -> None:
+        self._events.append(Event(link, f"{way} packet", packet.micro_batch, packet.since, self._now))
+        self._arrived.add((way, target, packet.micro_batch))
         if self._sleeping[target]:
             self._go_on(target)
 
 
 @dataclass(slots=True)
-class _Message:
+class _Packet:
     """left: bytes not sent yet. since: when the line began with it."""
 
     micro_batch: int
     left: float
     since: float
+
+
+# -- costs of a run, by its own counters
+
+
+def measured_costs(stats: Mapping[str, Any], micro_batches: int) -> StageCosts:
+    """Take means over a rank's steps so far. stats: its `comm_stats`; micro_batches: of a step."""
+    seconds = stats["seconds"]
+    each = stats["steps"] * micro_batches
+    packets = max(1, each * len(stats["links"]))  # one each way on every link for every micro-batch
+    return StageCosts(
+        forward_s=seconds["forward"] / each,
+        backward_s=seconds["backward"] / each,
+        encode_s=seconds["encode"] / packets,
+        decode_s=seconds["decode"] / packets,
+    )
+
+
+def measured_end(stats: Sequence[Mapping[str, Any]]) -> float:
+    """Tell the seconds of a step after its last backward, from all ranks' `comm_stats`.
+
+    Reductions and the global norm wait for the slowest stage; the rank that spends least there is the one that the
+    others wait for.
+    """
+    return min((s["seconds"]["reduce"] + s["seconds"]["update"]) / s["steps"] for s in stats)

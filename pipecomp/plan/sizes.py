@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from pipecomp.config import Config
-from pipecomp.plan.prediction import Job, memory_bytes, message_bytes
+from pipecomp.plan.options import Wanted, methods
+from pipecomp.plan.prediction import Job, memory_bytes, packet_sizes
 from pipecomp.plan.profile import Profile, balanced, without_weights
+from pipecomp.plan.report import stage_table
 from pipecomp.plan.search import layouts, shares
-from pipecomp.plan.wanted import Wanted, methods
 from pipecomp.schedule.in_flight import numbers
+from pipecomp.tables import table
 
 LEFT_OUT = "For step times, bits and a configuration give --speed (or --profile, or --measure) and --bandwidth."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """job: its profile may lack seconds. methods: whose messages are compared.
+def sizes_of(wanted: Wanted, profile: Profile) -> Job:
+    """Plan sizes for a number of stages, by default with one sample per micro-batch; the profile may lack seconds.
 
-    in_flight: micro-batches of each stage, as few as keep all stages at work (1F1B); slow links take more.
+    Raises ConfigError.
     """
-
-    job: Job
-    methods: list[tuple[str, Config]]
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        return numbers(1, self.job.plan.num_stages, self.job.micro_batches)
-
-
-def sizes_of(wanted: Wanted, profile: Profile) -> Sizes:
-    """Plan sizes for a number of stages, by default with one sample per micro-batch. Raises ConfigError."""
     [(K, replicas)] = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
     [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
     job = Job(
@@ -47,56 +33,28 @@ def sizes_of(wanted: Wanted, profile: Profile) -> Sizes:
         dtype=wanted.dtype,
     )
     wanted.check_memory(max(memory_bytes(job)))
-    return Sizes(job=job, methods=methods(K, wanted.tie))
+    return job
 
 
-def show_sizes(sizes: Sizes, console: Console) -> None:
+def show_sizes(job: Job, console: Console) -> None:
     """Print sizes as tables."""
-    job = sizes.job
-    table = Table(title="Stages")
-    for heading in ("stage", "blocks", "M parameters", "in flight", "memory GB"):
-        table.add_column(heading, justify="right")
-    for k, (lo, hi) in enumerate(pairwise(job.plan.cuts)):
-        table.add_row(
-            str(k),
-            f"{lo}–{hi - 1}",
-            f"{job.plan.parameters[k] / 1e6:.1f}",
-            str(sizes.in_flight[k]),
-            f"{memory_bytes(job)[k] / 1e9:.2f}",
-        )
-    console.print(table)
+    memory = [f"{size / 1e9:.2f}" for size in memory_bytes(job)]
+    console.print(stage_table("Stages", job, {"in flight": list(map(str, _in_flight(job))), "memory GB": memory}))
     if job.plan.num_stages > 1:
-        console.print(_message_table(sizes))
+        rows = (  # all links carry the same: tokens of one width cross each of them
+            (name, *(f"{size[0] / 1e3:.1f}" for size in (first_visit, forward, backward)))
+            for name, (forward, first_visit, backward) in _packets(job)
+        )
+        headings = ("method", "first visit", "forward", "back")
+        console.print(table(headings, rows, left=("method",), title="KB on each link, per micro-batch"))
     console.print(job.text(), highlight=False)
     console.print(f"pipecomp.initialize(..., cuts={list(job.plan.cuts)})", highlight=False)
     console.print(LEFT_OUT, highlight=False)
 
 
-def _message_table(sizes: Sizes) -> Table:
-    """All links carry the same: tokens of one width cross each of them."""
-    table = Table(title="KB on each link, per micro-batch")
-    table.add_column("method")
-    for heading in ("first visit", "forward", "back"):
-        table.add_column(heading, justify="right")
-    for name, config in sizes.methods:
-        forward, first_visit, backward = message_bytes(sizes.job, config)
-        table.add_row(name, *(f"{size[0] / 1e3:.1f}" for size in (first_visit, forward, backward)))
-    return table
-
-
-def sizes_as_json(sizes: Sizes) -> dict[str, Any]:
+def sizes_as_json(job: Job) -> dict[str, Any]:
     """Give all of it for programs; names and units are those of a full plan."""
-    job, rows = sizes.job, []
-    for name, config in sizes.methods:
-        forward, first_visit, backward = message_bytes(job, config)
-        rows.append(
-            {
-                "name": name,
-                "forward_bytes": list(forward),
-                "first_visit_bytes": list(first_visit),
-                "backward_bytes": list(backward),
-            }
-        )
+    keys = ("forward_bytes", "first_visit_bytes", "backward_bytes")
     return {
         "cuts": list(job.plan.cuts),
         "parameters": list(job.plan.parameters),
@@ -104,7 +62,17 @@ def sizes_as_json(sizes: Sizes) -> dict[str, Any]:
         "micro_batch": job.samples,
         "micro_batches": job.micro_batches,
         "tokens": job.profile.tokens,
-        "in_flight": list(sizes.in_flight),
+        "in_flight": list(_in_flight(job)),
         "memory_bytes": memory_bytes(job),
-        "methods": rows,
+        "methods": [{"name": name, **dict(zip(keys, map(list, sizes), strict=True))} for name, sizes in _packets(job)],
     }
+
+
+def _in_flight(job: Job) -> tuple[int, ...]:
+    """Micro-batches of each stage, as few as keep all stages at work (1F1B); slow links take more."""
+    return numbers(1, job.plan.num_stages, job.micro_batches)
+
+
+def _packets(job: Job) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+    """Name and `packet_sizes` of each method that is compared."""
+    return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie)]

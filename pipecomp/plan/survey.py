@@ -5,7 +5,6 @@ Rank r is stage r // R of replica r mod R, as in training. K stages, R replicas.
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -16,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.collectives import gathered
 from pipecomp.config import Config
-from pipecomp.doctor.launch import Launch, read_launch
+from pipecomp.doctor.launch import read_launch
+from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Speeds
@@ -46,7 +47,7 @@ class Survey:
 
 
 def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
-    """This machine alone. store: where the message store would be; nothing is left there."""
+    """Measure this machine alone. store: where the message store would be; nothing is left there."""
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     profile = time_model(model, tokens, dtype, device, samples=samples)
     quantized = Config.from_dict({"activations": {"method": "aqsgd"}})
@@ -56,7 +57,7 @@ def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, st
     with tempfile.TemporaryDirectory(dir=nearest(store), prefix=".pipecomp-plan-") as folder:
         disk = measure_speed(Path(folder))
     values = samples * tokens * profile.hidden
-    # Every message is read once and written once: both together at this rate, each counted by its bytes.
+    # Every cached activation is read once and written once: both together at this rate, each counted by its bytes.
     speeds = Speeds(
         encode_values_s=values / encode_s,
         decode_values_s=values / decode_s,
@@ -71,27 +72,23 @@ def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, st
 def survey_ranks(
     model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, stages: int | None, pacer_to: PacerTo
 ) -> Survey | None:
-    """All ranks of a launcher together, on each; the survey on rank 0, None on the others.
+    """Measure all ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
     stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many.
     """
-    launch = read_launch(os.environ)
-    assert launch.rank is not None, "started by a launcher"
-    assert launch.world is not None, "started by a launcher"
-    K = stages or launch.world
-    if launch.world % K:
-        raise ConfigError("stages", K, f"a divisor of the {launch.world} processes of this run")
+    rank, world = read_launch(os.environ).place
+    K = stages or world
+    require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")
     dist.init_process_group("gloo")
     try:
-        mine = (_links(launch, K, pacer_to), survey_machine(model, tokens, dtype, samples, store))
-        seen: list[Any] = [None] * launch.world
-        dist.all_gather_object(seen, mine)
+        link = _links(rank, world // K, K, pacer_to)
+        seen = gathered((link, survey_machine(model, tokens, dtype, samples, store)))
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    if launch.rank != 0:
+    if rank != 0:
         return None
-    R = launch.world // K
+    R = world // K
     links = [[seen[k * R + r][0] for r in range(R)] for k in range(K - 1)]
     machines = [survey for _, survey in seen]
     profile = slowest_profile([m.profile for m in machines])
@@ -104,27 +101,22 @@ def survey_ranks(
     )
 
 
-def _links(launch: Launch, K: int, pacer_to: PacerTo) -> Any:
-    """This rank's link to the next stage, measured with all others."""
-    rank, world = launch.rank, launch.world
-    assert rank is not None, "started by a launcher"
-    assert world is not None, "started by a launcher"
-    R = world // K
+def _links(rank: int, R: int, K: int, pacer_to: PacerTo) -> Measured | None:
+    """Measure this rank's link to the next stage, together with all others."""
     groups = neighbour_groups([[k * R + r for k in range(K)] for r in range(R)], _TIMEOUT_S)
-    ends = [
+    transports = [
         GlooTransport(groups[pair], timeout_s=_TIMEOUT_S, pacer=pacer_to(peer)) if pair in groups else None
         for pair, peer in (((rank - R, rank), rank - R), ((rank, rank + R), rank + R))
     ]
-    found = measure_links(rank // R, *ends)
+    found = measure_links(rank // R, *transports)
     dist.barrier()
-    for end in ends:
-        if end is not None:
-            end.close()
+    for transport in filter(None, transports):
+        transport.close()
     return found
 
 
 def slowest_profile(profiles: Sequence[Profile]) -> Profile:
-    """Part by part the slowest machine's seconds."""
+    """Take part by part the slowest machine's seconds."""
 
     def slowest(costs: Sequence[Cost]) -> Cost:
         return max(costs, key=lambda cost: (cost.forward_s or 0.0) + (cost.backward_s or 0.0))
@@ -141,7 +133,7 @@ def slowest_profile(profiles: Sequence[Profile]) -> Profile:
 
 
 def slowest_speeds(speeds: Sequence[Speeds]) -> Speeds:
-    """Each speed of the machine that is slowest in it."""
+    """Take each speed of the machine that is slowest in it."""
     parts = speeds[0].average
     return Speeds(
         encode_values_s=min(s.encode_values_s for s in speeds),
@@ -151,9 +143,3 @@ def slowest_speeds(speeds: Sequence[Speeds]) -> Speeds:
         average={part: max(s.average.get(part, 0.0) for s in speeds) for part in parts},
         update_s_per_parameter=max(s.update_s_per_parameter for s in speeds),
     )
-
-
-def speeds_as_dict(speeds: Speeds) -> dict[str, Any]:
-    """For JSON: None where nothing limits."""
-    found = dict(vars(speeds), average=dict(speeds.average))
-    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in found.items()}

@@ -5,6 +5,7 @@ B samples, S tokens, H hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class StageTime:
 
 
 def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5) -> StageTime:
-    """Forward and backward of a stage in training, for about `seconds`; its gradients and the generator stay alone.
+    """Time forward and backward of a stage in training, for about `seconds`; gradients and the generator stay alone.
 
     Where logits are for every token the model's loss counts too. Medians, the first run left out.
     """
@@ -51,7 +52,7 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     labels_BS = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
     forward: list[float] = []
     backward: list[float] = []
-    training, kept = stage.training, KeptBytes()
+    training, kept = stage.training, KeptBytes(parameters)
     stage.train()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -59,11 +60,8 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
         while len(forward) <= _LEAST_RUNS or (len(forward) < _MOST_RUNS and time.perf_counter() < end):
             inputs = example(stage, samples, tokens, dtype, device)
             began = _now(device)
-            if forward:
+            with contextlib.nullcontext() if forward else kept.counting():
                 out = stage(inputs)
-            else:
-                with kept.counting():
-                    out = stage(inputs)
             result = out["hidden_states"] if isinstance(out, dict) else out
             if stage.is_last and per_token:
                 result = default_loss(stage.config)(result, labels_BS)
@@ -75,11 +73,10 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
             forward.append(middle - began)
             backward.append(ended - middle)
     stage.train(training)
-    own = sum(p.numel() * p.element_size() for p in parameters)
     return StageTime(
         forward_s=statistics.median(forward[1:]),
         backward_s=statistics.median(backward[1:]),
-        kept_bytes=float(max(0, kept.bytes - own)),
+        kept_bytes=float(kept.bytes),
     )
 
 
@@ -93,9 +90,10 @@ def time_link(
     *,
     seconds: float = 0.3,
 ) -> tuple[float, float]:
-    """Seconds of encoding a message and of decoding one, both kinds' mean, of a micro-batch that was seen before.
+    """Time encoding a packet and decoding one, both kinds' mean, of a micro-batch that was seen before.
 
-    By the ends of a link themselves, messages kept in memory: quantizing, checksum and copies count, a disk does not.
+    By the ends of a link themselves, activations cached in memory: quantizing, checksum and copies count, a disk does
+    not.
     """
     keeps = config.activations.method == "aqsgd"
     a, b = loopback_pair(timeout_s=60.0)
@@ -123,7 +121,7 @@ def time_link(
 
 
 def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device, *, samples: int = 1) -> Profile:
-    """A model's profile, measured here: its first, a middle and its last block with random weights, one at a time.
+    """Measure a model's profile here: its first, a middle and its last block with random weights, one at a time.
 
     samples: of a micro-batch, to time a call's own cost beside that of one sample.
     """
@@ -149,7 +147,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
 
 
 def time_update(device: torch.device, *, values: int = 1 << 20) -> float:
-    """Seconds of AdamW for each float32 parameter."""
+    """Time AdamW, in seconds for each float32 parameter."""
     weight = torch.nn.Parameter(torch.zeros(values, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], lr=1e-4)
@@ -157,7 +155,7 @@ def time_update(device: torch.device, *, values: int = 1 << 20) -> float:
 
 
 def time_average(device: torch.device, *, values: int = 1 << 20) -> dict[str, float]:
-    """Seconds for each gradient value of quantizing, reducing and decoding at 8 bits, as "global_qsgd" does."""
+    """Time quantizing, reducing and decoding a gradient value at 8 bits, as "global_qsgd" does."""
     g = torch.linspace(-1, 1, values, device=device)
     codes = ops.exponential_encode(g, 1.0, bits=8, workers=64)
     other = ops.exponential_encode(g, 1.0, bits=8, workers=64, seed=1)

@@ -10,15 +10,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipes.text import check_sources, dataset_split, read_text
+from pipecomp.cluster.collectives import broadcast
+from pipecomp.errors import DataError, require
+from pipecomp.recipes.text import check_sources, dataset_split, read_sources, read_text
 
 LABEL = "label"
 BYTE_ORDER_MARK = "\ufeff"
@@ -42,7 +41,7 @@ class Task:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The columns that a file or a dataset must have."""
+        """Name the columns that a file or a dataset must have."""
         return (*self.texts, LABEL)
 
 
@@ -78,26 +77,18 @@ def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    if args.max_tokens < 4:
-        raise ConfigError("--max-tokens", args.max_tokens, "a whole number of at least 4")
+    require(args.max_tokens >= 4, "--max-tokens", args.max_tokens, "a whole number of at least 4")
     check_sources(args)
 
 
 # -- rows
 
 
-def training_rows(args: argparse.Namespace, task: Task) -> list[Row]:
-    """The training samples, in the order of the files."""
-    if args.dataset is not None:
-        return dataset_rows(args.dataset, ("train",), task)
-    return list(chain.from_iterable(read_rows(path, task) for path in args.train_file))
-
-
-def held_out_rows(args: argparse.Namespace, task: Task) -> list[Row] | None:
-    """The held-out samples, or None if none were given."""
-    if args.dataset is not None:
-        return dataset_rows(args.dataset, ("validation", "test"), task)
-    return None if args.eval_file is None else read_rows(args.eval_file, task)
+def read(args: argparse.Namespace, task: Task) -> tuple[list[Row], list[Row] | None]:
+    """Read training and held-out samples; see `text.read_sources`."""
+    return read_sources(
+        args, lambda path: read_rows(path, task), lambda splits: dataset_rows(args.dataset, splits, task)
+    )
 
 
 def read_rows(path: str, task: Task) -> list[Row]:
@@ -205,11 +196,11 @@ class Samples(torch.utils.data.Dataset):
         return {key: values[index] for key, values in self._fields.items()}
 
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
+        """Count the tokens of each sample."""
         return [len(ids) for ids in self._fields["input_ids"]]
 
     def digest(self) -> str:
-        """A short hash of all samples."""
+        """Give a short hash of all samples."""
         return hashlib.sha256(repr(sorted(self._fields.items())).encode()).hexdigest()[:16]
 
 
@@ -220,6 +211,7 @@ class Padding:
         self._fill = {"input_ids": pad_token_id, "token_type_ids": 0}
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Collate samples."""
         counts = [len(sample["input_ids"]) for sample in samples]
         longest = max(counts)
         batch = {
@@ -252,9 +244,8 @@ def evaluate(engine: Any, batches: list) -> dict[str, float]:
         return counts(logits_BC, labels_B, mean_loss(logits_BC, labels_B))
 
     found = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=judge)
-    total: list[Any] = [torch.stack(found).sum(0).tolist() if engine.is_last_stage() else None]
-    dist.broadcast_object_list(total, src=engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=0))
-    return scores(total[0])
+    total = torch.stack(found).sum(0).tolist() if engine.is_last_stage() else None
+    return scores(broadcast(total, engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=0)))
 
 
 def counts(logits_BC: Tensor, labels_B: Tensor, mean_loss: Tensor) -> Tensor:

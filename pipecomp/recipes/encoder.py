@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipecomp.cluster import start
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import Samples, Task
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
-from pipecomp.recipes.text import hub_errors
+from pipecomp.recipes.text import check_dropout, hub_errors, train_for_all_ranks
 
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -36,8 +35,7 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
     start.start_processes(args.seed)
     ranks = start.all_ranks()
     with ranks.collective_errors():
-        rows = classify.training_rows(args, task)
-        held_out_rows = classify.held_out_rows(args, task)
+        rows, held_out_rows = classify.read(args, task)
     with ranks.collective_errors():
         tokenizer = load_tokenizer(args.tokenizer, [text for row in rows for text in row.texts])
         model, config = classifier(args, tokenizer, task)
@@ -71,6 +69,13 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
         texts: What to train it on. The same texts make the same tokenizer.
         vocabulary: The most tokens it has, at least `MIN_VOCABULARY`.
     """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=train_byte_pairs(texts, vocabulary), **SPECIAL)
+
+
+def train_byte_pairs(texts: Iterable[str], vocabulary: int) -> Any:
+    """Train what `train_tokenizer` wraps, as a tokenizer of `tokenizers`."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -84,14 +89,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[(token, pairs.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
     )
-    return _wrapped(made.to_str())
-
-
-def _wrapped(tokenizer: str) -> Any:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer), **SPECIAL)
+    return made
 
 
 def load_tokenizer(name: str, texts: list[str]) -> Any:
@@ -105,21 +103,14 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
     Raises:
         ConfigError: For a name that is not there, or a tokenizer without padding.
     """
-    if name.startswith("train:"):
-        size = name.removeprefix("train:")
-        if not size.isdecimal() or int(size) < MIN_VOCABULARY:
-            raise ConfigError("--tokenizer", name, f"'train:V' with V of at least {MIN_VOCABULARY}")
-        made: list[Any] = [None]
-        if dist.get_rank() == 0:
-            made = [train_tokenizer(texts, int(size)).backend_tokenizer.to_str()]
-        dist.broadcast_object_list(made, src=0)
-        return _wrapped(made[0])
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if name.startswith("train:"):
+        made = train_for_all_ranks(name, texts, MIN_VOCABULARY, train_byte_pairs)
+        return PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
     with hub_errors("--tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token_id is None:
-        raise ConfigError("--tokenizer", name, "a tokenizer that has a token for padding")
+    require(tokenizer.pad_token_id is not None, "--tokenizer", name, "a tokenizer that has a token for padding")
     return tokenizer
 
 
@@ -202,10 +193,7 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
         return resolve(config), config
     with hub_errors("--model", name):
         config = AutoConfig.from_pretrained(name)
-    unknown = [key for key in settings if not hasattr(config, key)]
-    if unknown:
-        allowed = f"only with a model that has {unknown[0]}, not {config.model_type}"
-        raise ConfigError("--dropout", args.dropout, allowed)
+    check_dropout(args, settings, config)
     source = pretrained(name, model_class="AutoModelForSequenceClassification", **settings, **names)
     source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
     if name.endswith(".json"):
@@ -216,10 +204,9 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
 def check_length(args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
     """Raise ConfigError if samples may be longer than the model takes."""
     most = min(int(config.max_position_embeddings), int(tokenizer.model_max_length))
-    if args.max_tokens > most:
-        raise ConfigError("--max-tokens", args.max_tokens, f"at most {most}, which the model takes")
+    require(args.max_tokens <= most, "--max-tokens", args.max_tokens, f"at most {most}, which the model takes")
 
 
 def has_types(config: Any) -> bool:
-    """Whether the model tells the two texts of a pair apart by token_type_ids."""
+    """Say whether the model tells the two texts of a pair apart by token_type_ids."""
     return int(getattr(config, "type_vocab_size", 0) or 0) > 1

@@ -11,12 +11,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipecomp.buffers.admin import forget
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
 from pipecomp.recipes.steps import Plan, complete
+from pipecomp.recipes.trackers import Trackers
+from pipecomp.report.command import try_report
+from pipecomp.report.live import LinkMeter
+from pipecomp.report.record import Recorder, default_folder
 from pipecomp.stats import Traffic
 
 
@@ -77,15 +81,21 @@ class Fit:
         """
         args, rank = self.args, dist.get_rank()
         self._goes_on = self._checkpoints.find()
-        if not self._checkpoints.step:
-            forget_messages(self.settings, rank)
+        store, method = self.settings.store, self.settings.activations.method
+        if not self._checkpoints.step and method == "aqsgd" and store.backend == "lmdb":
+            forget(store.path, rank)
+        folder = args.run or default_folder(args.recipe)
+        after = self._checkpoints.step
+        self._recorder = Recorder(folder if rank == 0 else None, after=after, required=args.run is not None)
+        names = args.report_to if rank == 0 else []
+        self._trackers = Trackers(names, Path(folder), args.recipe)
         self._report = Report(
             args.metrics,
             args.tensorboard,
             silent=rank != 0,
             unit=self._unit,
             period=self._period,
-            after=self._checkpoints.step,
+            after=after,
         )
 
     def run(
@@ -111,48 +121,49 @@ class Fit:
         args, plan, checkpoints = self.args, self.plan, self._checkpoints
         if args.trace:
             engine.start_trace()
-        with self._report as report:
+        with self._report as report, self._trackers as trackers:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
             report.resumed(self._goes_on)
             report.resumed(checkpoints.load(engine))
+            facts = {"recipe": args.recipe, "unit": self._unit, **engine.describe()}
+            self._recorder.start(plan.steps, kind="recipe", **facts)
+            trackers.begin(facts)
+            self._meter = LinkMeter()
             for step in range(checkpoints.step + 1, plan.steps + 1):
                 self._step(engine, step, units)
                 if plan.ends_epoch(step):
-                    report.epoch(step, plan.epoch(step), evaluate(), Traffic.of(engine.gather_comm_stats()))
+                    self._epoch(engine, step, evaluate())
                 checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
             if args.trace:
                 engine.save_trace(args.trace)
             if args.save:
                 save(args.save)
-            report.end(Traffic.of(engine.gather_comm_stats()), args.save)
+            stats = engine.gather_comm_stats()
+            self._recorder.end(stats, engine.gather_last_step())
+            folder = self._recorder.folder if args.report else None
+            report.end(Traffic.of(stats), args.save, None if folder is None else try_report([folder]))
         engine.close()
 
     def _step(self, engine: Any, step: int, units: Callable[[], float]) -> None:
         """Make and report one optimizer step."""
         lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
         loss = float(engine.train_batch())
-        per_s = units() / (time.perf_counter() - began)
-        traffic = Traffic.of(engine.gather_comm_stats())
-        self._report.step(step, self.plan.epoch(step), loss=loss, lr=lr, per_s=per_s, traffic=traffic)
+        step_s = time.perf_counter() - began
+        per_s, epoch = units() / step_s, self.plan.epoch(step)
+        stats = engine.gather_comm_stats()
+        self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
+        self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats), stats=stats)
+        values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
+        self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
+
+    def _epoch(self, engine: Any, step: int, measures: dict[str, float] | None) -> None:
+        """Report the end of an epoch or round. measures: of its evaluation, if there is one."""
+        if measures is not None:
+            self._recorder.evaluated(step, measures)
+            self._trackers.log(step, {f"eval_{name}": value for name, value in measures.items()})
+        self._report.epoch(step, self.plan.epoch(step), measures, Traffic.of(engine.gather_comm_stats()))
 
 
-def forget_messages(settings: Config, rank: int) -> None:
-    """Empty a rank's message store: a recipe starts from its model, and an earlier run's messages are of another."""
-    from pipecomp.buffers.admin import prune
-    from pipecomp.buffers.lmdb_folder import DATA_FILE
-
-    folder = Path(settings.store.path) / f"rank-{rank}"
-    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb" and (folder / DATA_FILE).is_file():
-        prune(folder, everything=True)
-
-
-def make_folder(path: str) -> None:
-    """Make the folder of `--save` before training, so that one that cannot be written is known at once.
-
-    Raises:
-        ConfigError: If it cannot be made.
-    """
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("--save", path, f"a folder that can be written ({error.strerror})") from error
+def _curves(figures: Mapping[str, Any]) -> dict[str, float]:
+    """What of a meter's figures is a curve."""
+    return {f"link_{name}": value for name, value in figures.items() if name != "slowest_link"}

@@ -52,7 +52,7 @@ class Images(Dataset):
         return (self._pixels[index].float() / 255 - 0.5) * 4
 
     def digest(self) -> str:
-        """A short hash of all images and labels."""
+        """Give a short hash of all images and labels."""
         found = hashlib.sha256(self._pixels.numpy().tobytes())
         found.update(self.labels.numpy().tobytes())
         return found.hexdigest()[:16]
@@ -156,14 +156,14 @@ class Views(Dataset):
         return len(self.images) * 2 * self._side**2
 
     def draw(self, images: Tensor, generator: torch.Generator) -> list[int]:
-        """A random view of each of these images, int64 [any]."""
+        """Draw a random view of each of these images, int64 [any]."""
         n = len(images)
         flips = torch.randint(2, (n,), generator=generator) * int(self.flip)
         crops = torch.randint(self._side**2, (n,), generator=generator)
         return ((images * 2 + flips) * self._side**2 + crops).tolist()
 
     def view(self, index: int) -> tuple[int, bool, int, int]:
-        """The image, whether it is flipped, and by how many pixels its crop is moved down and right."""
+        """Tell the image, whether it is flipped, and by how many pixels its crop is moved down and right."""
         shown, crop = divmod(index, self._side**2)
         down, right = divmod(crop, self._side)
         return shown // 2, bool(shown % 2), down - self.margin, right - self.margin
@@ -257,7 +257,7 @@ class ClientTurns:
         raise AssertionError("the steps of a round are those of its clients")
 
     def batch(self, number: int) -> list[int]:
-        """The views of micro-batch `number`, counted from the start of training."""
+        """List the views of micro-batch `number`, counted from the start of training."""
         step, part = divmod(number, self._per_step)
         turn, client, own = self.turn(step)
         if self._turn != (turn, client):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
-from itertools import chain
+from functools import partial
 from typing import Any
 
 from pipecomp.cluster import start
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import DataError, require
 from pipecomp.recipes import run, text
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 
@@ -46,14 +47,12 @@ def fine_tune(
         end = None
         if documents:
             end = tokenizer.eos_token_id
-            if end is None:
-                raise ConfigError("--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
+            require(end is not None, "--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
         model, config = load(args, tokenizer)
         size = text.block_size(args, config)
-        training = text.blocks(tokenizer, training_texts, size, vocabulary=config.vocab_size, end=end)
-        held_out = None
-        if held_out_texts is not None:
-            held_out = text.blocks(tokenizer, held_out_texts, size, vocabulary=config.vocab_size, end=end)
+        blocks = partial(text.blocks, tokenizer, size=size, vocabulary=config.vocab_size, end=end)
+        training = blocks(training_texts)
+        held_out = None if held_out_texts is None else blocks(held_out_texts)
         trained = what_is_trained(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )
@@ -65,10 +64,24 @@ def fine_tune(
             training=training,
             trained=trained,
             held_out=held_out,
-            measures=text.perplexity,
+            evaluation=evaluate,
             tokenizer=tokenizer,
         ),
     )
+
+
+def evaluate(engine: Any, batches: list) -> dict[str, float]:
+    """Evaluate held-out data on every replica.
+
+    Args:
+        engine: What to evaluate.
+        batches: From `eval_batches`.
+
+    Returns:
+        Loss, in nats a token, and perplexity.
+    """
+    loss = run.evaluate(engine, batches)["loss"]
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 # -- documents
@@ -94,14 +107,11 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
         ConfigError: If there is no such dataset.
         DataError: For what is in it, or in the files.
     """
-    if args.dataset is not None:
-        training, held_out = (
-            text.dataset_split(args.dataset, splits, (args.field,))[args.field]
-            for splits in (("train",), ("validation", "test"))
-        )
-        return _cleaned(training), _cleaned(held_out)
-    training = list(chain.from_iterable(documents_of(path, args.field) for path in args.train_file))
-    return training, None if args.eval_file is None else documents_of(args.eval_file, args.field)
+
+    def of_splits(splits: tuple[str, ...]) -> Texts:
+        return _cleaned(text.dataset_split(args.dataset, splits, (args.field,))[args.field])
+
+    return text.read_sources(args, lambda path: documents_of(path, args.field), of_splits)
 
 
 def documents_of(path: str, field: str) -> Texts:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.recipes.text import model_config
 
 # Of a new adapter. The parser's own default is None, so that what was given beside a saved one is seen.
@@ -28,18 +28,24 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
     for name in ("rank", "alpha", "dropout", "targets") if args.adapter is not None else ():
         given = getattr(args, f"lora_{name}")
-        if given is not None:
-            raise ConfigError(f"--lora-{name}", given, "nothing beside --adapter: a saved adapter has its own")
-    if args.lora_rank is not None and args.lora_rank < 1:
-        raise ConfigError("--lora-rank", args.lora_rank, "a whole number of at least 1")
-    if args.lora_alpha is not None and not args.lora_alpha > 0:
-        raise ConfigError("--lora-alpha", args.lora_alpha, "a number above 0")
-    if args.lora_dropout is not None and not 0 <= args.lora_dropout < 1:
-        raise ConfigError("--lora-dropout", args.lora_dropout, "0, or a share below 1")
-    if args.dropout is not None:
-        raise ConfigError("--dropout", args.dropout, "nothing: --lora-dropout is the adapters'")
-    if args.model == "tiny" or args.model.endswith(".json"):
-        raise ConfigError("--model", args.model, "a model with weights: LoRA adapts what is there")
+        require(given is None, f"--lora-{name}", given, "nothing beside --adapter: a saved adapter has its own")
+    require(
+        args.lora_rank is None or args.lora_rank >= 1, "--lora-rank", args.lora_rank, "a whole number of at least 1"
+    )
+    require(args.lora_alpha is None or args.lora_alpha > 0, "--lora-alpha", args.lora_alpha, "a number above 0")
+    require(
+        args.lora_dropout is None or 0 <= args.lora_dropout < 1,
+        "--lora-dropout",
+        args.lora_dropout,
+        "0, or a share below 1",
+    )
+    require(args.dropout is None, "--dropout", args.dropout, "nothing: --lora-dropout is the adapters'")
+    require(
+        args.model != "tiny" and not args.model.endswith(".json"),
+        "--model",
+        args.model,
+        "a model with weights: LoRA adapts what is there",
+    )
 
 
 def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,9 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.config import Activations, Config, bits_text
 from pipecomp.errors import ConfigError
+from pipecomp.json_tree import finite
+from pipecomp.report.live import LinkMeter, in_words
+from pipecomp.report.record import lines_until
+from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, Traffic
 
 PLAIN_EVERY_S = 10.0
+LINKS_EVERY_S = 2.0  # in a terminal
 
 
 class Report:
@@ -61,7 +66,7 @@ class Report:
         if metrics is not None:
             try:
                 Path(metrics).parent.mkdir(parents=True, exist_ok=True)
-                kept = _lines_until(Path(metrics), after)
+                kept = lines_until(Path(metrics), after)
                 self._metrics = open(metrics, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
                 self._take_up(kept)
             except OSError as error:
@@ -95,6 +100,7 @@ class Report:
         """Say what is about to happen."""
         self._steps, self._began = plan.steps, time.perf_counter()
         self._epoch_began = self._last_line = self._began
+        self._meter = LinkMeter()
         if self._silent:
             return
         batch = plan.micro_batch * plan.accumulation * plan.replicas
@@ -110,15 +116,25 @@ class Report:
                 BarColumn(),
                 TextColumn(
                     f"{self._period} {{task.fields[epoch]}}  loss {{task.fields[loss]}}  {{task.fields[speed]}} "
-                    f"{self._unit}/s"
+                    f"{self._unit}/s  {{task.fields[links]}}"
                 ),
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-")
+            self._task = self._progress.add_task("", total=plan.steps, epoch=1, loss="-", speed="-", links="")
             self._progress.start()
 
-    def step(self, step: int, epoch: int, *, loss: float, lr: float, per_s: float, traffic: Traffic) -> None:
+    def step(
+        self,
+        step: int,
+        epoch: int,
+        *,
+        loss: float,
+        lr: float,
+        per_s: float,
+        traffic: Traffic,
+        stats: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Report one optimizer step.
 
         Args:
@@ -128,6 +144,7 @@ class Report:
             lr: The learning rate that it used.
             per_s: Tokens or images per second.
             traffic: Since the start of the run.
+            stats: `engine.gather_comm_stats()`, for what the links do.
         """
         if self._silent:
             return
@@ -142,12 +159,15 @@ class Report:
         if self._progress is not None:
             speed = f"{per_s:,.0f}"
             self._progress.update(self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", speed=speed)
+            if time.perf_counter() - self._last_line >= LINKS_EVERY_S:
+                self._last_line = time.perf_counter()
+                self._progress.update(self._task, links=in_words(self._meter.since_last(stats)))
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
             self._say(
                 f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  rate {lr:.2e}  "
-                f"{per_s:,.0f} {self._unit}/s"
+                f"{per_s:,.0f} {self._unit}/s  {in_words(self._meter.since_last(stats))}".rstrip()
             )
 
     def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:
@@ -174,8 +194,14 @@ class Report:
             line += f", held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else "")
         self._say(line)
 
-    def end(self, traffic: Traffic, saved: str | None) -> None:
-        """Say what crossed the links, and where the model is: the folder `saved`, None if it was not saved."""
+    def end(self, traffic: Traffic, saved: str | None, page: str | None = None) -> None:
+        """Say what crossed the links, and where results are.
+
+        Args:
+            traffic: Since the start of the run.
+            saved: The folder of the model, None if it was not saved.
+            page: What became of the run's report, None if none was wanted.
+        """
         if self._silent:
             return
         self._stop_progress()
@@ -189,6 +215,8 @@ class Report:
             self._say(f"link {name}: " + "; ".join(parts))
         for name, counts in traffic.groups.items():
             self._say(f"gradients, {name}: {_saving('reduced', counts['bytes_raw'], counts['bytes_sent'])}")
+        if page is not None:
+            self._say(f"report    {page}")
         self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
 
     def __enter__(self) -> Report:
@@ -219,28 +247,13 @@ class Report:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is not None:
-            self._metrics.write(json.dumps(_finite(record)) + "\n")
+            self._metrics.write(json.dumps(finite(record)) + "\n")
             self._metrics.flush()  # so that a run can be watched, and what was reached outlives a crash
 
     def _curves(self, step: int, group: str, values: dict[str, float] | dict[str, int]) -> None:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{group}/{name}", value, step)
-
-
-def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file that is there, up to a step; none for step 0."""
-    found: list[dict[str, Any]] = []
-    if step and path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break  # a run that was killed while it wrote
-            if record["step"] > step:
-                break
-            found.append(record)
-    return found
 
 
 def _in_words(activations: Activations) -> str:
@@ -256,20 +269,5 @@ def _in_words(activations: Activations) -> str:
 
 def _saving(what: str, raw: int, sent: int) -> str:
     if sent >= 0.98 * raw:  # headers make it a little more
-        return f"{what} {_size(sent)}, not compressed"
-    return f"{what} {_size(sent)} for {_size(raw)}, {raw / sent:.1f} times less"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no Infinity: null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+        return f"{what} {size(sent)}, not compressed"
+    return f"{what} {size(sent)} for {size(raw)}, {raw / sent:.1f} times less"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 SIZES = {"resnet34": ((64, 128, 256, 512), (3, 4, 6, 3), 1), "tiny": ((16, 32, 64), (1, 1, 1), 2)}
 """Channels and blocks of each group, and the stem's stride."""
@@ -49,10 +49,8 @@ def resnet(size: str, classes: int, *, norm: str = "batch") -> nn.Sequential:
     Raises:
         ConfigError: For another size or norm.
     """
-    if size not in SIZES:
-        raise ConfigError("--model", size, ", ".join(SIZES))
-    if norm not in NORMS:
-        raise ConfigError("--norm", norm, ", ".join(NORMS))
+    require(size in SIZES, "--model", size, ", ".join(SIZES))
+    require(norm in NORMS, "--norm", norm, ", ".join(NORMS))
     widths, counts, stride = SIZES[size]
     make = NORMS[norm]
     stem = nn.Sequential(nn.Conv2d(3, widths[0], 3, stride, 1, bias=False), make(widths[0]), nn.ReLU())

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.cluster.agreement import differences
-from pipecomp.errors import ConfigError
+from pipecomp.cluster.collectives import gathered
+from pipecomp.errors import ConfigError, require
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
@@ -63,7 +62,7 @@ _HOW_BYTES_GO = (
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
-    """The arguments of this module."""
+    """Add the arguments of this module."""
     add = parser.add_argument
     add("--checkpoint", metavar="FOLDER", help="write checkpoints there, after every epoch and at the end")
     add("--save-every", type=at_least(1), metavar="N", help="write them every N optimizer steps instead")
@@ -88,11 +87,23 @@ def what_is_trained(args: argparse.Namespace, meanings: Mapping[str, Any], model
 
 
 def data_facts(training: Any, held_out: Any) -> dict[str, str | None]:
-    """What must be equal on all ranks before they make an engine: hashes of the data, which have a `digest()`."""
+    """Tell what must be equal on all ranks before they make an engine: hashes of the data, which have a `digest()`."""
     return {
         "the training data or the tokenizer (a hash)": training.digest(),
         "the held-out data (a hash)": None if held_out is None else held_out.digest(),
     }
+
+
+def make_folder(argument: str, path: str) -> None:
+    """Make the folder that an argument names before training, so that one that cannot be written is known at once.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(argument, path, f"a folder that can be written ({error.strerror})") from error
 
 
 class Checkpoints:
@@ -125,18 +136,18 @@ class Checkpoints:
         self.step = 0  # of the checkpoint that this run goes on from; 0: it begins
         if self.folder is None:
             for name in ("save_every", "keep", "resume"):
-                if getattr(args, name) is not None:
-                    raise ConfigError(f"--{name.replace('_', '-')}", getattr(args, name), "only with --checkpoint")
+                require(
+                    getattr(args, name) is None,
+                    f"--{name.replace('_', '-')}",
+                    getattr(args, name),
+                    "only with --checkpoint",
+                )
             return
         half = config.get("bf16", {}).get("enabled", False)
         if half and not config.get("zero_optimization", {}).get("stage", 0):
             allowed = "with bf16 only with zero_optimization.stage 1: DeepSpeed cannot load what it saves without"
             raise ConfigError("--checkpoint", args.checkpoint, allowed)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            allowed = f"a folder that can be written ({error.strerror})"
-            raise ConfigError("--checkpoint", args.checkpoint, allowed) from error
+        make_folder("--checkpoint", args.checkpoint)
 
     def find(self) -> str:
         """Look for what to go on from and set `step`; every rank must call this.
@@ -161,8 +172,7 @@ class Checkpoints:
                     good.append(step)
                 else:
                     bad[step] = problem
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (good, bad))
+        found = gathered((good, bad))
         everywhere = set.intersection(*(set(steps) for steps, _ in found if steps is not None))
         self.step = max(everywhere, default=0)
         problems = {step: problem for _, of_rank in found for step, problem in of_rank.items() if step > self.step}
@@ -200,13 +210,12 @@ class Checkpoints:
         if engine.resumed is None:
             return "as it was"
         if engine.resumed.exact:
-            return "with the messages of that step: losses will be as without a break"
-        return (
-            "with the messages that both ends of each link have in common; what differs is sent in full precision once"
-        )
+            return "with the cached activations of that step: losses will be as without a break"
+        both = "with the cached activations that both ends of each link have in common"
+        return f"{both}; what differs is sent in full precision once"
 
     def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
-        """After step `step`: write a checkpoint if it is time to; every rank must call this."""
+        """Write a checkpoint after step `step` if it is time to; every rank must call this."""
         due = ends_epoch if self._every is None else step % self._every == 0
         if self.folder is None or not (due or last):
             return

@@ -29,9 +29,9 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.cluster import start
 from pipecomp.data import default_collate, eval_batches
-from pipecomp.errors import ConfigError, PipecompError
+from pipecomp.errors import PipecompError, require
 from pipecomp.recipes import resume
-from pipecomp.recipes.fit import Fit, make_folder
+from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
 
 
@@ -76,6 +76,16 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
+    add("--run", metavar="FOLDER", help="what happened goes here, with a report (default runs/RECIPE-DATE-TIME)")
+    add(
+        "--report-to",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="curves for tensorboard, trackio, mlflow, wandb: Hugging Face's own integrations, files go to --run",
+    )
+    add("--no-report", dest="report", action="store_false", help="write the run's folder without report.html")
+    parser.set_defaults(recipe=name)
     resume.add_arguments(parser, at_least)
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     return parser
@@ -146,9 +156,8 @@ class Workload:
         trained: What `resume.what_is_trained` returned.
         held_out: Samples to evaluate on after every epoch, None for none.
         collate: Makes a micro-batch of a list of samples.
-        measures: Given the held-out loss, returns what else an `eval` line has.
-        evaluation: Given the engine and the held-out batches, returns all numbers of an `eval` line, "loss" among
-            them, where the loss alone does not tell them; `measures` is not called then.
+        evaluation: Given the engine and the held-out batches, returns the numbers of an `eval` line, "loss" among
+            them; every rank calls it.
         tokenizer: Saved beside the model.
     """
 
@@ -157,16 +166,8 @@ class Workload:
     trained: Mapping[str, Any]
     held_out: Any = None
     collate: Callable[[list], Any] = default_collate
-    measures: Callable[[float], dict[str, float]] = lambda loss: {}
-    evaluation: Callable[[Any, list], dict[str, float]] | None = None
+    evaluation: Callable[[Any, list], dict[str, float]] = lambda engine, batches: evaluate(engine, batches)
     tokenizer: Any = None
-
-    def evaluate(self, engine: Any, batches: list) -> dict[str, float]:
-        """Return the numbers of an `eval` line; every rank must call this."""
-        if self.evaluation is not None:
-            return self.evaluation(engine, batches)
-        loss = evaluate(engine, batches)
-        return {"loss": loss, **self.measures(loss)}
 
 
 def train(args: argparse.Namespace, work: Workload) -> None:
@@ -197,19 +198,18 @@ def train(args: argparse.Namespace, work: Workload) -> None:
         samples=len(work.training),
         held_out=0 if work.held_out is None else len(work.held_out),
         units=lambda: count.taken() * fit.plan.replicas,
-        evaluate=lambda: work.evaluate(engine, batches) if batches else None,
+        evaluate=lambda: work.evaluation(engine, batches) if batches else None,
         save=save,
     )
 
 
 def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
-    """The run, agreed on by all ranks, before the engine is made."""
+    """Prepare the run, agreed on by all ranks, before the engine is made."""
     ranks = start.all_ranks()
     with ranks.collective_errors():
         world = dist.get_world_size()
         stages = args.stages or world
-        if world % stages:
-            raise ConfigError("--stages", stages, f"a divisor of the {world} processes of this run")
+        require(world % stages == 0, "--stages", stages, f"a divisor of the {world} processes of this run")
         config, samples = read_config(args.deepspeed_config), len(work.training)
         plan = make_plan(
             config, samples=samples, replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps
@@ -219,11 +219,11 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     with ranks.collective_errors():
         fit.begin()
         if args.save and dist.get_rank() == 0:
-            make_folder(args.save)
+            resume.make_folder("--save", args.save)
     return fit
 
 
-def evaluate(engine: Any, batches: list) -> float:
+def evaluate(engine: Any, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:
@@ -231,7 +231,7 @@ def evaluate(engine: Any, batches: list) -> float:
         batches: From `eval_batches`.
 
     Returns:
-        The mean loss over all samples, each counted alike.
+        The mean "loss" over all samples, each counted alike.
     """
     total, samples = 0.0, 0
     size = len(batches[0].ids)
@@ -241,7 +241,7 @@ def evaluate(engine: Any, batches: list) -> float:
             loss = engine.eval_batch(iter(part), num_micro_batches=len(part))
             count = sum(len(batch.ids) for batch in part)
             total, samples = total + float(loss) * count, samples + count
-    return total / samples
+    return {"loss": total / samples}
 
 
 class _TokenCount:
@@ -257,6 +257,6 @@ class _TokenCount:
         return batch
 
     def taken(self) -> int:
-        """The tokens since this was last called."""
+        """Count the tokens since this was last called."""
         tokens, self._tokens = self._tokens, 0
         return tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipecomp.config import Config, read_json_object
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import ConfigError, DataError, require
 
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
 
@@ -31,7 +31,7 @@ class Plan:
     replicas: int
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 1, in which step (from 1) starts."""
+        """Count the epoch, from 1, in which step (from 1) starts."""
         return (step - 1) * self.accumulation // self.per_epoch + 1
 
     def ends_epoch(self, step: int) -> bool:
@@ -90,8 +90,12 @@ def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
 
 def _size(config: dict[str, Any], key: str) -> int | None:
     value = config.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(key, value, "a whole number of at least 1")
+    require(
+        value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
+        key,
+        value,
+        "a whole number of at least 1",
+    )
     return value
 
 
@@ -120,7 +124,11 @@ def complete(config: dict[str, Any], plan: Plan, seed: int | None) -> dict[str, 
     }
     for key, value in params.items():
         if value == "auto":
-            if auto.get(key) is None:
-                raise ConfigError(f"scheduler.params.{key}", "auto", f"a number; 'auto' only for {', '.join(auto)}")
+            require(
+                auto.get(key) is not None,
+                f"scheduler.params.{key}",
+                "auto",
+                f"a number; 'auto' only for {', '.join(auto)}",
+            )
             params[key] = auto[key]
     return config

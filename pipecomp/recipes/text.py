@@ -8,20 +8,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import math
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, DataError, PipecompError
+from pipecomp.cluster.collectives import broadcast
+from pipecomp.errors import ConfigError, DataError, PipecompError, require
 
+T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4}
 MAX_BLOCK = 1024
@@ -43,45 +44,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    if args.block_size is not None and args.block_size < 2:
-        raise ConfigError("--block-size", args.block_size, "a whole number of at least 2")
+    require(
+        args.block_size is None or args.block_size >= 2, "--block-size", args.block_size, "a whole number of at least 2"
+    )
     check_sources(args)
 
 
 def check_sources(args: argparse.Namespace) -> None:
     """Raise ConfigError for a wrong --dropout, and unless there is one source of training data."""
-    if args.dropout is not None and not 0 <= args.dropout < 1:
-        raise ConfigError("--dropout", args.dropout, "0, or a share below 1")
-    if (args.train_file is None) == (args.dataset is None):
-        raise ConfigError("--train-file", args.train_file, "either --train-file or --dataset, and not both")
-    if args.dataset is not None and args.eval_file is not None:
-        raise ConfigError("--eval-file", args.eval_file, "only with --train-file; --dataset brings its own split")
+    require(args.dropout is None or 0 <= args.dropout < 1, "--dropout", args.dropout, "0, or a share below 1")
+    require(
+        (args.train_file is None) != (args.dataset is None),
+        "--train-file",
+        args.train_file,
+        "either --train-file or --dataset, and not both",
+    )
+    require(
+        args.dataset is None or args.eval_file is None,
+        "--eval-file",
+        args.eval_file,
+        "only with --train-file; --dataset brings its own split",
+    )
 
 
 # -- text
 
 
-def training_lines(args: argparse.Namespace) -> list[str]:
-    """The training text, line by line, ends of lines included."""
+def read_sources(
+    args: argparse.Namespace, of_file: Callable[[str], list[T]], of_splits: Callable[[tuple[str, ...]], list[T]]
+) -> tuple[list[T], list[T] | None]:
+    """Read the samples of --train-file and --eval-file, or of --dataset.
+
+    Args:
+        args: The recipe's arguments.
+        of_file: Reads a file.
+        of_splits: Reads the first of these splits that the dataset has.
+
+    Returns:
+        Training samples, in the order of the files, and held-out ones, None if none were given.
+    """
     if args.dataset is not None:
-        return _dataset_lines(args.dataset, ("train",))
-    return list(chain.from_iterable(map(read_lines, args.train_file)))
+        return of_splits(("train",)), of_splits(("validation", "test"))
+    training = list(chain.from_iterable(map(of_file, args.train_file)))
+    return training, None if args.eval_file is None else of_file(args.eval_file)
 
 
-def held_out_lines(args: argparse.Namespace) -> list[str] | None:
-    """The held-out text, or None if none was given."""
-    if args.dataset is not None:
-        return _dataset_lines(args.dataset, ("validation", "test"))
-    return None if args.eval_file is None else read_lines(args.eval_file)
+def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
+    """Read training and held-out text, line by line, ends of lines included; see `read_sources`."""
+    return read_sources(args, read_lines, lambda splits: _dataset_lines(args.dataset, splits))
 
 
 def read_lines(path: str) -> list[str]:
-    """Lines of a UTF-8 text file. Raises DataError."""
+    """Read the lines of a UTF-8 text file. Raises DataError."""
     return read_text(path).splitlines(keepends=True)
 
 
 def read_text(path: str) -> str:
-    """A UTF-8 text file. Raises DataError."""
+    """Read a UTF-8 text file. Raises DataError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -147,7 +166,7 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": tokens_S, "labels": tokens_S}
 
     def digest(self) -> str:
-        """A short hash of all blocks."""
+        """Give a short hash of all blocks."""
         return hashlib.sha256(self.tokens_NS.numpy().tobytes()).hexdigest()[:16]
 
 
@@ -189,9 +208,11 @@ def load_tokenizer(name: str, lines: list[str]) -> Any:
     Raises:
         ConfigError: For a name that is not there.
     """
-    if name.startswith("train:"):
-        return _trained_tokenizer(name, lines)
     import transformers
+
+    if name.startswith("train:"):
+        made = train_for_all_ranks(name, lines, 257, _train_bytes)
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=made, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
 
     folder = Path(name)
     bare = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
@@ -203,24 +224,35 @@ def load_tokenizer(name: str, lines: list[str]) -> Any:
     return tokenizer
 
 
-def _trained_tokenizer(name: str, lines: list[str]) -> Any:
-    from tokenizers import ByteLevelBPETokenizer, Tokenizer
-    from transformers import PreTrainedTokenizerFast
+def train_for_all_ranks(name: str, texts: list[str], least: int, train: Callable[[list[str], int], Any]) -> Any:
+    """Train a `tokenizers` tokenizer on rank 0 for all ranks, each of which must call this.
+
+    Args:
+        name: "train:V" for at most V tokens.
+        texts: To train it on.
+        least: The fewest tokens that it can have.
+        train: Trains it on texts, with at most so many tokens.
+
+    Raises:
+        ConfigError: For V.
+    """
+    from tokenizers import Tokenizer
 
     size = name.removeprefix("train:")
-    if not size.isdecimal() or int(size) < 257:
-        raise ConfigError("--tokenizer", name, "'train:V' with V of at least 257: all bytes and the end of text")
-    made: list[Any] = [None]
-    if dist.get_rank() == 0:
-        bpe = ByteLevelBPETokenizer()
-        bpe.train_from_iterator(
-            lines, vocab_size=int(size), min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
-        )
-        made = [bpe.to_str()]
-    dist.broadcast_object_list(made, src=0)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(made[0]), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+    fits = size.isdecimal() and int(size) >= least
+    require(fits, "--tokenizer", name, f"'train:V' with V of at least {least}: all bytes and the special tokens")
+    made = train(texts, int(size)).to_str() if dist.get_rank() == 0 else None
+    return Tokenizer.from_str(broadcast(made))
+
+
+def _train_bytes(texts: list[str], vocabulary: int) -> Any:
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocab_size=vocabulary, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False
     )
+    return bpe
 
 
 # -- models
@@ -258,10 +290,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
         )
         return resolve(config), config
     config = model_config(name)
-    unknown = [key for key in settings if not hasattr(config, key)]
-    if unknown:
-        allowed = f"only with a model that has {unknown[0]}, not {config.model_type}"
-        raise ConfigError("--dropout", args.dropout, allowed)
+    check_dropout(args, settings, config)
     if name.endswith(".json"):
         for key, value in settings.items():
             setattr(config, key, value)
@@ -271,6 +300,13 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     source = pretrained(name, **settings)
     source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
     return source, config
+
+
+def check_dropout(args: argparse.Namespace, settings: Iterable[str], config: Any) -> None:
+    """Raise ConfigError if `--dropout` is given for a model that lacks one of these settings."""
+    for key in settings:
+        allowed = f"only with a model that has {key}, not {config.model_type}"
+        require(hasattr(config, key), "--dropout", args.dropout, allowed)
 
 
 def model_config(name: str) -> Any:
@@ -285,14 +321,8 @@ def block_size(args: argparse.Namespace, config: Any) -> int:
     """Return the tokens of a sample: --block-size, or what the model takes. Raises ConfigError if it takes fewer."""
     positions = int(getattr(config, "max_position_embeddings", MAX_BLOCK))
     size: int = args.block_size or min(positions, MAX_BLOCK)
-    if size > positions:
-        raise ConfigError("--block-size", size, f"at most {positions}, the positions of the model")
+    require(size <= positions, "--block-size", size, f"at most {positions}, the positions of the model")
     return size
-
-
-def perplexity(loss: float) -> dict[str, float]:
-    """What an `eval` line of a language model adds to its loss, nats a token."""
-    return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 # -- the hub

@@ -1,6 +1,6 @@
 """How many micro-batches a stage has under way: forwards that it runs ahead of their backwards.
 
-1F1B holds one for each stage from here to the end, which is enough where messages take no time. On slow or distant
+1F1B holds one for each stage from here to the end, which is enough where packets take no time. On slow or distant
 links a stage would wait for gradients that are still on their way, so all run further ahead, as long as that makes them
 wait less and memory allows it. The order of additions does not change: results are the same, bit for bit.
 """
@@ -8,7 +8,7 @@ wait less and memory allows it. The order of additions does not change: results 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -58,8 +58,9 @@ class InFlight:
         return self._auto and self._settled_for is None
 
     def observe(self, waited_s: float, step_s: float) -> None:
-        """After a step: seconds waited for gradients of other micro-batches than the first, and of the whole step; the
-        most of any stage.
+        """Settle the next step's numbers, after a step.
+
+        waited_s: for gradients of other micro-batches than the first; step_s: of the whole step; the most of any stage.
         """
         if not self._auto:
             return
@@ -90,20 +91,21 @@ class InFlight:
 
 
 class KeptBytes:
-    """Counts what a forward keeps for its backward."""
+    """Counts what a forward keeps for its backward. without: tensors that do not count, such as parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, without: Iterable[torch.Tensor] = ()) -> None:
         self.bytes = 0
-        self._seen: set[int] = set()
+        self._without = {tensor.untyped_storage()._cdata for tensor in without}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the storages that autograd saves inside, each once; parameters count too, a little too much."""
+        """Count the storages that autograd saves inside, each once. Fake ones, which have no address, count too."""
+        seen: dict[int, torch.UntypedStorage] = {}  # alive, so that no number is given twice
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
+            if storage._cdata not in seen and storage._cdata not in self._without:
+                seen[storage._cdata] = storage
                 self.bytes += storage.nbytes()
             return tensor
 

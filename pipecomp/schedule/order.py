@@ -4,7 +4,7 @@ The engine's schedule turns it into DeepSpeed's instructions, the simulation pla
 
 1F1B with eager sends: a stage runs as many forwards ahead as there are stages from it to the end (or more, see
 `in_flight`), then one backward and one forward in turn. What is sent leaves as soon as it exists, and a receive waits
-only for what arrives: transports take messages in at any time, so no order of the two ends can block.
+only for what arrives: transports take packets in at any time, so no order of the two ends can block.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """what: "receive activation", "load", "forward", "send activation", "receive gradient", "backward" or
-    "send gradient".
+    """One thing that a stage does for one micro-batch.
+
+    what: "receive activation", "load", "forward", "send activation", "receive gradient", "backward", "send gradient".
     """
 
     what: str
@@ -23,7 +24,7 @@ class Work(NamedTuple):
 
 
 def train_order(stage: int, stages: int, micro_batches: int, ahead: int) -> Iterator[list[Work]]:
-    """What stage `stage` of `stages` does in one step, a list for each forward or backward.
+    """List what stage `stage` of `stages` does in one step, a list for each forward or backward.
 
     ahead: forwards that run ahead of their backwards, 1 to `micro_batches`.
     """

@@ -1,4 +1,4 @@
-"""`transformers.TrainingArguments` as an engine's configuration, and what of them a pipeline refuses.
+"""`transformers.TrainingArguments` as an engine's configuration, and what of Trainer a pipeline refuses.
 
 An argument that could have no effect is a ConfigError that names it; none is ignored.
 """
@@ -19,12 +19,32 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from pipecomp.config import Config, read_json_object
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 
 SECTION = "pipecomp"
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 SAMPLING = ("random", "sequential", "group_by_length")
 
+# Methods of transformers.Trainer that are called here, which a subclass may override.
+_CALLED = {
+    "add_callback",
+    "create_model_card",
+    "end",
+    "evaluate",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "log",
+    "log_metrics",
+    "metrics_format",
+    "num_examples",
+    "pop_callback",
+    "predict",
+    "remove_callback",
+    "save_metrics",
+    "save_model",
+    "save_state",
+    "train",
+}
 # Refused if true, or not empty.
 _REFUSED = {
     "auto_find_batch_size": "False: all stages would have to run out of memory together",
@@ -63,41 +83,65 @@ def check(args: Any) -> None:
     """
     for name, allowed in _REFUSED.items():
         value = getattr(args, name, None)
-        if value:
-            raise ConfigError(name, value, allowed)
+        require(not value, name, value, allowed)
     _require_in("optim", str(getattr(args.optim, "value", args.optim)), OPTIMIZERS)
     _require_in("train_sampling_strategy", args.train_sampling_strategy, SAMPLING)
-    if args.label_names not in (None, ["labels"]):
-        raise ConfigError("label_names", args.label_names, "['labels']: a stage's loss has one tensor of labels")
-    if not args.skip_memory_metrics:
-        raise ConfigError("skip_memory_metrics", False, "True: comm_stats() of trainer.engine has what a rank uses")
-    if not args.dataloader_in_order:
-        raise ConfigError("dataloader_in_order", False, "True: the first and the last stage load the same batches")
+    require(
+        args.label_names in (None, ["labels"]),
+        "label_names",
+        args.label_names,
+        "['labels']: a stage's loss has one tensor of labels",
+    )
+    require(
+        args.skip_memory_metrics,
+        "skip_memory_metrics",
+        False,
+        "True: comm_stats() of trainer.engine has what a rank uses",
+    )
+    require(
+        args.dataloader_in_order,
+        "dataloader_in_order",
+        False,
+        "True: the first and the last stage load the same batches",
+    )
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # the new name and the old
         kwargs = getattr(args, name, None) or {}
-        if "every_n_layers" in kwargs or "offload" in kwargs:
-            raise ConfigError(name, kwargs, "arguments of torch.utils.checkpoint.checkpoint")
+        require(
+            "every_n_layers" not in kwargs and "offload" not in kwargs,
+            name,
+            kwargs,
+            "arguments of torch.utils.checkpoint.checkpoint",
+        )
     accelerate = args.accelerator_config
     for field in dataclasses.fields(AcceleratorConfig):
         value = getattr(accelerate, field.name, field.default)  # some are taken out once they were used
-        if value != field.default:
-            raise ConfigError(f"accelerator_config.{field.name}", value, "not set: accelerate loads no data here")
-    if args.deepspeed is None and getattr(args, "deepspeed_plugin", None) is not None:
-        raise ConfigError("ACCELERATE_USE_DEEPSPEED", "true", "not set: give DeepSpeed's configuration as pipecomp=")
-    if args.save_only_model and args.load_best_model_at_end:
-        raise ConfigError(
-            "save_only_model", True, "False with load_best_model_at_end, which reads complete checkpoints"
+        require(
+            value == field.default, f"accelerator_config.{field.name}", value, "not set: accelerate loads no data here"
         )
+    require(
+        args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is None,
+        "ACCELERATE_USE_DEEPSPEED",
+        "true",
+        "not set: give DeepSpeed's configuration as pipecomp=",
+    )
+    require(
+        not args.save_only_model or not args.load_best_model_at_end,
+        "save_only_model",
+        True,
+        "False with load_best_model_at_end, which reads complete checkpoints",
+    )
     wants_metric = args.load_best_model_at_end or str(getattr(args.save_strategy, "value", "")) == "best"
-    if wants_metric and args.metric_for_best_model is None:
-        raise ConfigError("metric_for_best_model", None, "a metric with save_strategy 'best'")
-    if args.fp16 and not torch.cuda.is_available():
-        raise ConfigError("fp16", True, "False on a CPU; bf16 works there")
+    require(
+        not wants_metric or args.metric_for_best_model is not None,
+        "metric_for_best_model",
+        None,
+        "a metric with save_strategy 'best'",
+    )
+    require(not args.fp16 or torch.cuda.is_available(), "fp16", True, "False on a CPU; bf16 works there")
 
 
 def _require_in(name: str, got: str, allowed: tuple[str, ...]) -> None:
-    if got not in allowed:
-        raise ConfigError(name, got, ", ".join(map(repr, allowed)))
+    require(got in allowed, name, got, ", ".join(map(repr, allowed)))
 
 
 # -- DeepSpeed's configuration
@@ -124,8 +168,12 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
     for key, (name, value) in own.items():
         _agree(key, config.get(key, "auto"), value, name)
         config[key] = value
-    if config.pop("train_batch_size", "auto") != "auto":
-        raise ConfigError("train_batch_size", "a number", "'auto': it follows from the arguments and the processes")
+    require(
+        config.pop("train_batch_size", "auto") == "auto",
+        "train_batch_size",
+        "a number",
+        "'auto': it follows from the arguments and the processes",
+    )
     for name in ("bf16", "fp16"):
         part = config.setdefault(name, {})
         _agree(f"{name}.enabled", part.get("enabled", "auto"), bool(getattr(args, name)), name)
@@ -134,8 +182,7 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
             config.pop(name)
     _check_optimizer(args, config)
     stage = config.get("zero_optimization", {}).get("stage", 1 if args.bf16 or args.fp16 else 0)
-    if stage not in (0, 1):
-        raise ConfigError("zero_optimization.stage", stage, "0 or 1 in a pipeline")
+    require(stage in (0, 1), "zero_optimization.stage", stage, "0 or 1 in a pipeline")
     if args.fp16:
         config.setdefault("zero_optimization", {}).setdefault("stage", stage)
     if args.bf16:
@@ -160,29 +207,36 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
 
 
 def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
-    """The user's DeepSpeed configuration, its "pipecomp" section in it."""
+    """Read the user's DeepSpeed configuration, its "pipecomp" section in it."""
     complete = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
-    if complete and args.deepspeed is not None:
-        raise ConfigError("deepspeed", args.deepspeed, "not set beside a DeepSpeed configuration as pipecomp=")
+    require(
+        not complete or args.deepspeed is None,
+        "deepspeed",
+        args.deepspeed,
+        "not set beside a DeepSpeed configuration as pipecomp=",
+    )
     source = pipecomp if complete else args.deepspeed
     if source is None or isinstance(source, dict):
         config = copy.deepcopy(source or {})
     else:
         config = read_json_object("pipecomp", source)
     if not complete and pipecomp is not None:
-        if not isinstance(pipecomp, dict):
-            raise ConfigError("pipecomp", pipecomp, "a dict or the path of a JSON file")
-        if config.get(SECTION, pipecomp) != pipecomp:
-            raise ConfigError("pipecomp", pipecomp, "the section that the deepspeed argument has, or only one of them")
+        require(isinstance(pipecomp, dict), "pipecomp", pipecomp, "a dict or the path of a JSON file")
+        require(
+            config.get(SECTION, pipecomp) == pipecomp,
+            "pipecomp",
+            pipecomp,
+            "the section that the deepspeed argument has, or only one of them",
+        )
         config[SECTION] = copy.deepcopy(pipecomp)
-    if not isinstance(config.setdefault(SECTION, {}), dict):
-        raise ConfigError(SECTION, config[SECTION], "an object with keys and values")
+    require(
+        isinstance(config.setdefault(SECTION, {}), dict), SECTION, config[SECTION], "an object with keys and values"
+    )
     return config
 
 
 def _agree(key: str, got: object, wanted: object, name: str) -> None:
-    if got not in ("auto", wanted):
-        raise ConfigError(key, got, f"'auto' or {wanted!r}, which is what TrainingArguments.{name} says")
+    require(got in ("auto", wanted), key, got, f"'auto' or {wanted!r}, which is what TrainingArguments.{name} says")
 
 
 def _adam_params(args: Any) -> dict[str, Any]:
@@ -195,19 +249,31 @@ def _adam_params(args: Any) -> dict[str, Any]:
 
 
 def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
-    """The trainer makes optimizer and schedule; sections that say the same, or "auto", are let pass."""
+    """Let pass sections that say what the arguments say, or "auto": the trainer makes optimizer and schedule."""
     optimizer = config.pop("optimizer", {})
-    if optimizer.get("type", "AdamW").lower() not in ("adam", "adamw"):
-        raise ConfigError("optimizer.type", optimizer["type"], "AdamW; TrainingArguments.optim says which")
+    require(
+        optimizer.get("type", "AdamW").lower() in ("adam", "adamw"),
+        "optimizer.type",
+        optimizer.get("type"),
+        "AdamW; TrainingArguments.optim says which",
+    )
     known = _adam_params(args)
     names = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
     for key, value in optimizer.get("params", {}).items():
-        if key not in (*known, "torch_adam"):
-            raise ConfigError(f"optimizer.params.{key}", value, f"{', '.join(known)} as in TrainingArguments")
+        require(
+            key in (*known, "torch_adam"),
+            f"optimizer.params.{key}",
+            value,
+            f"{', '.join(known)} as in TrainingArguments",
+        )
         if key in known:
             _agree(f"optimizer.params.{key}", value, known[key], names.get(key, key))
-    if "scheduler" in config:
-        raise ConfigError("scheduler", config["scheduler"], "not set: TrainingArguments.lr_scheduler_type says which")
+    require(
+        "scheduler" not in config,
+        "scheduler",
+        config.get("scheduler"),
+        "not set: TrainingArguments.lr_scheduler_type says which",
+    )
 
 
 # -- the optimizer
@@ -232,3 +298,19 @@ def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
         return [group for group in both if group["params"]]
 
     return groups
+
+
+# -- methods that a subclass overrides
+
+
+def check_overrides(subclass: type, base: type) -> None:
+    """Raise ConfigError for a method of Trainer, in `subclass` or a mixin of it, that `base` would never call."""
+    for kind in [kind for kind in subclass.__mro__ if kind not in base.__mro__]:
+        for name, own in kind.__dict__.items():
+            given = callable(own) or isinstance(own, (staticmethod, classmethod))
+            require(
+                not given or name.startswith("__") or not hasattr(Trainer, name) or name in _CALLED,
+                f"{kind.__name__}.{name}",
+                "a method",
+                "none: this trainer does not call it",
+            )

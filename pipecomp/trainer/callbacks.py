@@ -9,7 +9,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 
 def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHandler:
@@ -19,7 +19,7 @@ def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHan
 
 
 def progress_callback(args: Any) -> type:
-    """The one that shows progress; Trainer adds it after the user's."""
+    """Choose the one that shows progress; Trainer adds it after the user's."""
     return PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
 
 
@@ -27,8 +27,12 @@ def check(callback: Any) -> None:
     """Raise ConfigError for a callback that cannot work here."""
     from pipecomp.trainer.ddp_callback import CompressionCallback
 
-    if isinstance(callback, CompressionCallback):
-        raise ConfigError("callbacks", "CompressionCallback", "a 'gradients' section in pipecomp= instead")
+    require(
+        not isinstance(callback, CompressionCallback),
+        "callbacks",
+        "CompressionCallback",
+        "a 'gradients' section in pipecomp= instead",
+    )
 
 
 def fire(trainer: Any, event: str, *more: Any) -> None:
@@ -41,7 +45,7 @@ def fire(trainer: Any, event: str, *more: Any) -> None:
 
 
 def new_state(trainer: Any) -> TrainerState:
-    """The state before the first step."""
+    """Make the state before the first step."""
     return TrainerState(
         is_local_process_zero=trainer.is_local_process_zero(),
         is_world_process_zero=trainer.is_world_process_zero(),

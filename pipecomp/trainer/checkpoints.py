@@ -25,7 +25,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.errors import ConfigError
+from pipecomp.cluster.collectives import broadcast
+from pipecomp.errors import ConfigError, require
 from pipecomp.stages.partition.planning import SplitPlan
 
 STATE_FILE = "trainer_state.json"
@@ -44,15 +45,8 @@ class Found(NamedTuple):
     same: bool
 
 
-def shared(value: Any, group: Any) -> Any:
-    """Rank 0's value, on every rank of the gloo group."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
-    return box[0]
-
-
 def layout(plan: SplitPlan, replicas: int) -> dict[str, Any]:
-    """What a checkpoint must share with a run for its messages and random generators to be taken up."""
+    """Describe what a checkpoint must share with a run whose activations and random generators go on as they were."""
     return {"cuts": list(plan.cuts), "replicas": replicas}
 
 
@@ -88,7 +82,7 @@ def find(
                 )
         except ConfigError as error:
             answer = {"key": error.key, "got": error.got, "allowed": error.allowed}
-    answer = shared(answer, group)
+    answer = broadcast(answer, group=group)
     if isinstance(answer, dict):
         raise ConfigError(**answer)
     return Found(answer[0], TrainerState(**json.loads(answer[1])), answer[2])
@@ -97,17 +91,19 @@ def find(
 def _last(output_dir: str) -> Path:
     complete = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
     numbered = [(int(number), path) for path in complete if (number := path.name.rpartition("-")[2]).isdecimal()]
-    if not numbered:
-        raise ConfigError(_KEY, True, f"True only where {output_dir} has a complete checkpoint")
+    require(numbered, _KEY, True, f"True only where {output_dir} has a complete checkpoint")
     return max(numbered)[1]
 
 
 def _read(folder: Path, resume: object) -> dict[str, Any]:
-    """What pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
-    if not (folder / STATE_FILE).is_file():
-        raise ConfigError(_KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
-    if not (folder / DEEPSPEED).is_dir() or not (folder / PIPELINE_FILE).is_file():
-        raise ConfigError(_KEY, str(resume), "a checkpoint of this trainer that was not written with save_only_model")
+    """Read what pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
+    require((folder / STATE_FILE).is_file(), _KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
+    require(
+        (folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(),
+        _KEY,
+        str(resume),
+        "a checkpoint of this trainer that was not written with save_only_model",
+    )
     return json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
 
 
@@ -115,7 +111,7 @@ def _read(folder: Path, resume: object) -> dict[str, Any]:
 
 
 def folder_of(output_dir: str, step: int) -> str:
-    """Where the checkpoint of a step lies."""
+    """Name the folder of the checkpoint of a step."""
     return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
@@ -127,19 +123,23 @@ def write_state(folder: str, state: TrainerState, plan: SplitPlan, replicas: int
 
 
 def save_engine(engine: Any, folder: str, scheduler: Any) -> None:
-    """Write what training needs to go on, but for the messages; every rank must call this."""
+    """Write what training needs to go on, but for the cached activations; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
     torch.save(state, _rank_file(folder, dist.get_rank()))
 
 
 def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
-    """Weights, optimizer, schedule and, for the same pipeline, random generators; every rank must call this."""
+    """Load weights, optimizer, schedule and, for the same pipeline, random generators; every rank must call this."""
     folder = found.folder
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
     file = _rank_file(folder, dist.get_rank() if found.same else 0)
-    if path is None or not file.is_file():
-        raise ConfigError(_KEY, folder, f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine")
+    require(
+        path is not None and file.is_file(),
+        _KEY,
+        folder,
+        f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine",
+    )
     state = torch.load(file, weights_only=True)
     scheduler.load_state_dict(state["scheduler"])
     if found.same:
@@ -147,10 +147,9 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
 
 
 def load_weights(engine: Any, folder: str) -> None:
-    """The model of a checkpoint, without its optimizer; every rank must call this."""
+    """Load the model of a checkpoint, without its optimizer; every rank must call this."""
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED, load_module_only=True)
-    if path is None:
-        raise ConfigError("load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
+    require(path is not None, "load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
 
 
 def _rank_file(folder: str, rank: int) -> Path:
@@ -170,13 +169,13 @@ def rotate(output_dir: str, limit: int | None, best: str | None, group: Any) -> 
         before = _folders(output_dir)
         rotate_checkpoints(output_dir, limit, best_model_checkpoint=best, use_mtime=True)
         gone = sorted(before - _folders(output_dir))
-    _remove(output_dir, shared(gone, group))
+    _remove(output_dir, broadcast(gone, group=group))
 
 
 def keep_only(output_dir: str, best: str, group: Any) -> None:
     """Delete all checkpoints but this one, on every machine; every rank must call this."""
     dist.barrier(group=group)
-    _remove(output_dir, sorted(shared(_folders(output_dir), group) - {Path(best).name}))
+    _remove(output_dir, sorted(broadcast(_folders(output_dir), group=group) - {Path(best).name}))
 
 
 def _folders(output_dir: str) -> set[str]:

@@ -30,7 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.saving import load, number_parameters, save
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 
 RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
@@ -71,13 +71,16 @@ class CompressionCallback(TrainerCallback):
     def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
         known = [field.name for field in fields(Gradients) if field.name != "method"]
         for name, value in options.items():
-            if name not in known:
-                raise ConfigError(name, value, f"method, seed, {', '.join(known)}")
+            require(name in known, name, value, f"method, seed, {', '.join(known)}")
         if method in REFUSED:
             raise ConfigError("method", method, REFUSED[method])
         Gradients(method=method, **options)  # checked now, not when training begins
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise ConfigError("seed", seed, "a whole number of at least 0")
+        require(
+            isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0,
+            "seed",
+            seed,
+            "a whole number of at least 0",
+        )
         self.method, self.seed, self.options = method, seed, options
         self._state: State | None = None
         self._hooked: weakref.ref[DistributedDataParallel] | None = None
@@ -92,8 +95,10 @@ class CompressionCallback(TrainerCallback):
         return self._state.stats() if self._state is not None else Counters().as_dict()
 
     def _group_of(self, ddp: DistributedDataParallel) -> Any:
-        """DDP's ranks. PowerSGD needs a group of its own: over gloo its later all-reduces are started by other threads,
-        and in DDP's group they would come before one of DDP's own on one rank and after it on another.
+        """Give the group of DDP's ranks.
+
+        PowerSGD needs one of its own: over gloo its later all-reduces are started by other threads, and in DDP's group
+        they would come before one of DDP's own on one rank and after it on another.
         """
         if self.method != "powersgd":
             return ddp.process_group
@@ -170,24 +175,27 @@ def residuals_file(folder: Path, rank: int) -> Path:
 
 
 def ddp_of(trainer: Any) -> DistributedDataParallel:
-    """The DDP that a Trainer wrapped its model in, once training has begun. ConfigError if there is none, and why."""
+    """Find the DDP that a Trainer wrapped its model in, once training has begun. ConfigError says why there is none."""
     start = "start it with torchrun --nproc-per-node N or accelerate launch"
     if trainer.args.n_gpu > 1:
         got = f"one process with {trainer.args.n_gpu} GPUs (DataParallel)"
         raise ConfigError("CompressionCallback", got, f"one process per GPU: {start}")
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "CompressionCallback",
-            "DeepSpeed",
-            "DDP: train without DeepSpeed, or give pipecomp.initialize a configuration with a 'gradients' section",
-        )
-    if trainer.is_fsdp_enabled:
-        raise ConfigError("CompressionCallback", "FSDP", "DDP: train without fsdp, whose gradients are never whole")
+    require(
+        not trainer.is_deepspeed_enabled,
+        "CompressionCallback",
+        "DeepSpeed",
+        "DDP: train without DeepSpeed, or give pipecomp.initialize a configuration with a 'gradients' section",
+    )
+    require(
+        not trainer.is_fsdp_enabled,
+        "CompressionCallback",
+        "FSDP",
+        "DDP: train without fsdp, whose gradients are never whole",
+    )
     if trainer.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         got = f"{os.environ['WORLD_SIZE']} processes that each train alone"
         raise ConfigError("CompressionCallback", got, "DDP; without a GPU it takes TrainingArguments(use_cpu=True)")
-    if trainer.args.world_size == 1:
-        raise ConfigError("CompressionCallback", "one process", f"several processes: {start}")
+    require(trainer.args.world_size != 1, "CompressionCallback", "one process", f"several processes: {start}")
     wrapped = trainer.model_wrapped
     model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile is put around DDP
     if not isinstance(model, DistributedDataParallel):
@@ -205,7 +213,7 @@ _average.__annotations__.clear()  # DDP reads them, and refuses strings, which t
 
 
 def _caller() -> tuple[Any, str | None]:
-    """The Trainer that is training, and the checkpoint it resumed from.
+    """Find the Trainer that is training, and the checkpoint it resumed from.
 
     An event gets Trainer's `model`, which is never the wrapped one, and neither the Trainer nor the checkpoint. But it
     runs inside `Trainer.train(resume_from_checkpoint=…)`: that call is on the stack, whatever subclasses and decorators

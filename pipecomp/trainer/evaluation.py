@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
 from pipecomp.data import MicroBatch
-from pipecomp.errors import ConfigError, PipecompError
+from pipecomp.errors import PipecompError, require
 from pipecomp.trainer.feeding import EvalLoader
 from pipecomp.trainer.packing import pack, unpack
 
@@ -30,8 +30,7 @@ _PIECE = 1 << 24  # bytes a send
 
 def check_ignored(name: str, keys: Any) -> None:
     """Raise ConfigError for keys: Trainer leaves these of a model's outputs out; the last stage gives logits only."""
-    if keys:
-        raise ConfigError(name, keys, "None: a pipeline's last stage gives logits and nothing else")
+    require(not keys, name, keys, "None: a pipeline's last stage gives logits and nothing else")
 
 
 def dataset_named(wanted: Any, given: Any) -> Any:
@@ -41,8 +40,7 @@ def dataset_named(wanted: Any, given: Any) -> Any:
     if not isinstance(wanted, str):
         return wanted
     names = given if isinstance(given, dict) else {}
-    if wanted not in names:
-        raise ConfigError("eval_dataset", wanted, f"a dataset, or one of {', '.join(names) or 'no names'}")
+    require(wanted in names, "eval_dataset", wanted, f"a dataset, or one of {', '.join(names) or 'no names'}")
     return names[wanted]
 
 
@@ -124,7 +122,7 @@ class Evaluation:
     # -- on every rank
 
     def _evaluate(self, loader: EvalLoader, loss_only: bool) -> list[BatchResult]:
-        """This rank's results: those of its replica on the last stage, none elsewhere."""
+        """Make this rank's results: those of its replica on the last stage, none elsewhere."""
         engine = self._engine
         pulled: deque[MicroBatch] = deque()
         results: list[BatchResult] = []

@@ -99,7 +99,7 @@ def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
 def make_sampler(
     samples: Samples, args: Any, data: Any, processing_class: Any, *, replicas: int, replica: int
 ) -> ShardedSampler:
-    """The order of samples that `args.train_sampling_strategy` names. data: the dataset with all of its columns."""
+    """Make the order that `args.train_sampling_strategy` names. data: the dataset with all of its columns."""
     options: dict[str, Any] = {
         "replicas": replicas,
         "replica": replica,
@@ -159,7 +159,7 @@ def _as_is(batch: MicroBatch) -> MicroBatch:
 
 
 def loader_options(args: Any) -> dict[str, Any]:
-    """What TrainingArguments says about worker processes."""
+    """Read what TrainingArguments says about worker processes."""
     return {
         "num_workers": args.dataloader_num_workers,
         "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
@@ -238,7 +238,7 @@ class EvalLoader:
         replicas: int = 1,
         replica: int = 0,
     ) -> None:
-        """Iterating gives this replica's micro-batches; the length counts those of all replicas.
+        """Make it. Iterating gives this replica's micro-batches; the length counts those of all replicas.
 
         Args:
             samples: The dataset.
@@ -275,7 +275,7 @@ class EvalLoaders:
         self._kept: dict[tuple[int, int], tuple[Any, EvalLoader]] = {}
 
     def of(self, data: Any, samples: Samples, args: Any, *, replicas: int, replica: int) -> EvalLoader:
-        """The loader of a dataset, `samples` of which are what the model takes."""
+        """Make the loader of a dataset, `samples` of which are what the model takes."""
         key = (id(data), args.per_device_eval_batch_size)
         if key in self._kept:
             return self._kept[key][1]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import ModelOutput
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.losses import LossFn, causal_lm
@@ -31,9 +31,8 @@ class Output(ModelOutput):
 
 
 def is_causal(config: Any) -> bool:
-    """Whether the model that `config.architectures` names predicts the next token."""
-    heads = architecture_of(config).heads
-    return heads[config.architectures[0]].loss is causal_lm
+    """Say whether the model that `config.architectures` names predicts the next token."""
+    return architecture_of(config).heads[config.architectures[0]].loss is causal_lm
 
 
 def labels_in(labels: Tensor, *, causal: bool) -> int:
@@ -65,21 +64,25 @@ class StepLoss:
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
-        if self._smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
-            raise ConfigError("label_smoothing_factor", label_smoothing, "0 for a multi-label classification")
+        require(
+            self._smoother is None or getattr(config, "problem_type", None) != "multi_label_classification",
+            "label_smoothing_factor",
+            label_smoothing,
+            "0 for a multi-label classification",
+        )
         self._own = own
 
     @classmethod
     def of(
         cls, model_config: Any, model_class: Any, label_smoothing: float, own: Callable[..., Tensor] | None
     ) -> StepLoss:
-        """The loss of a model of this class, whatever class its configuration names."""
+        """Make the loss of a model of this class, whatever class its configuration names."""
         config = copy.deepcopy(model_config)
         config.architectures = [head_name(architecture_of(config), model_class)]
         return cls(config, label_smoothing, own)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """What the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
+        """Compute what the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
         count, (micro_batches, total) = labels_in(labels, causal=self.causal), self.share
         if count == 0:
             return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages

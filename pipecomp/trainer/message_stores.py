@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.buffers.admin import prune
+from pipecomp.buffers.admin import forget
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.buffers.snapshot import copy_file
 from pipecomp.config import Config
@@ -34,26 +34,26 @@ def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
         drop(engine)
     if settings.store.backend == "memory":
         if checkpoint is not None:
-            _log.warning("messages in memory are not saved: every sample is sent in full precision once more")
+            _log.warning("cached activations in memory are not saved: every sample is sent in full precision once more")
         return
-    store = settings.store.path
+    store, rank = settings.store.path, dist.get_rank()
     if checkpoint is None:
         if engine is None:
-            forget(store)
+            forget(store, rank)
     elif not restore(checkpoint, store):
-        forget(store)  # what is held is newer than the checkpoint, or of another run
-        rank = dist.get_rank()
-        _log.warning(f"{checkpoint} has no messages of rank {rank}: every sample is sent in full precision once more")
+        forget(store, rank)  # what is held is newer than the checkpoint, or of another run
+        _log.warning(
+            f"{checkpoint} has no cached activations of rank {rank}: every sample is sent in full precision once more"
+        )
 
 
 def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
-    """Whether `prepare` replaces files that an engine would have open."""
-    on_disk = settings.activations.method == "aqsgd" and settings.store.backend != "memory"
-    return on_disk and checkpoint is not None
+    """Say whether `prepare` replaces files that an engine would have open."""
+    return settings.activations.method == "aqsgd" and settings.store.backend != "memory" and checkpoint is not None
 
 
 def drop(engine: Any) -> None:
-    """Drop all messages that an engine holds."""
+    """Drop all cached activations that an engine holds."""
     for end in engine.links:
         end.store.drop([held.sample for held in end.store.inventory()])
     engine.links.environment.commit()
@@ -69,20 +69,13 @@ def save(engine: Any, folder: str) -> None:
 
 
 def restore(folder: str, store: str | os.PathLike) -> bool:
-    """Put a checkpoint's messages in the place of this rank's, which no engine has open. False if it has none."""
+    """Put what a checkpoint cached in the place of this rank's store, which no engine has open. False without one."""
     saved = _saved(folder)
     if not saved.is_file():
         return False
-    forget(store)
+    forget(store, dist.get_rank())
     copy_file(saved, _held(store))
     return True
-
-
-def forget(store: str | os.PathLike) -> None:
-    """Remove this rank's messages, which no engine has open."""
-    held = _held(store)
-    if held.is_file():
-        prune(held.parent, everything=True)
 
 
 def _saved(folder: str) -> Path:

@@ -1,19 +1,22 @@
-"""A trainer's engine, made at first use and closed; the folder that a trained model is saved in."""
+"""A trainer's engine, made at first use and closed; the folder that a trained model is saved in, and its model card."""
 
 from __future__ import annotations
 
 import os
 import types
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
+from transformers.modelcard import TrainingSummary
 from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_utils import align_special_tokens, set_seed
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 from pipecomp.trainer import arguments, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
@@ -58,8 +61,12 @@ class EngineHolder:
             optimizer=(self._optimizers.optimizer or arguments.optimizer_maker(args)) if own else None,
             parameter_groups=arguments.parameter_groups(args) if own else None,
         )
-        if args.use_cpu and engine.device.type != "cpu":
-            raise ConfigError("use_cpu", True, "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded")
+        require(
+            not args.use_cpu or engine.device.type == "cpu",
+            "use_cpu",
+            True,
+            "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded",
+        )
         if args.gradient_checkpointing:
             engine.stage.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
@@ -112,3 +119,48 @@ def save_model(engine: Any, folder: str, args: Any, processing: Any) -> None:
         if processing is not None:
             processing.save_pretrained(folder)
         torch.save(args, os.path.join(folder, TRAINING_ARGS_FILE))
+
+
+# -- the model card
+
+
+class _Arguments:
+    """TrainingArguments as a card asks for them: as many devices as there are replicas, which share the batch."""
+
+    def __init__(self, args: Any, replicas: int) -> None:
+        self._args, self.world_size = args, replicas
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
+def write_card(
+    args: Any,
+    config: Any,
+    state: Any,
+    data: tuple[Any, Any],
+    *,
+    model_class: str,
+    stages: int,
+    replicas: int,
+    **fields: Any,
+) -> None:
+    """Write README.md into `args.output_dir`.
+
+    Args:
+        args: TrainingArguments.
+        config: The model's.
+        state: The trainer's.
+        data: For training and for evaluation.
+        model_class: Its name.
+        stages: Of the pipeline.
+        replicas: Of the pipeline.
+        fields: Those of Trainer.create_model_card.
+    """
+    model = type(model_class, (), {"config": config})()  # its class tells the task
+    trainer = SimpleNamespace(
+        args=_Arguments(args, replicas), model=model, state=state, train_dataset=data[0], eval_dataset=data[1]
+    )
+    summary = TrainingSummary.from_trainer(trainer, **fields)
+    summary.hyperparameters |= {"num_devices": stages * replicas, "pipeline_stages": stages}
+    (Path(args.output_dir) / "README.md").write_text(summary.to_model_card(), encoding="utf-8")

@@ -21,14 +21,14 @@ class LossMeter:
         self.sum, self.last_logged, self._logged = 0.0, step, 0.0
 
     def log(self, step: int) -> float:
-        """The mean since the last log; this one is at `step`."""
+        """Give the mean since the last log; this one is at `step`."""
         mean = self.sum / (step - self.last_logged)
         self._logged += self.sum
         self.sum, self.last_logged = 0.0, step
         return mean
 
     def total(self) -> float:
-        """The sum of all losses."""
+        """Sum all losses."""
         return self._logged + self.sum
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import get_scheduler
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import require
 
 
 def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
-    """The schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
+    """Make the schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
     if make is not None:
         return make(optimizer)
     return get_scheduler(
@@ -28,23 +28,21 @@ def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None,
 
 def follows_metric(scheduler: Any) -> bool:
     """Whether the schedule steps after evaluations, by a metric."""
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    return isinstance(scheduler, plateau) or type(scheduler).__name__ == "GreedyLR"
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
 def learning_rate(scheduler: Any, optimizer: Any) -> float:
-    """The rate of the step that was just made; ask before the schedule steps."""
+    """Tell the rate of the step that was just made; ask before the schedule steps."""
     if follows_metric(scheduler):
         return float(optimizer.param_groups[0]["lr"])
     return float(scheduler.get_last_lr()[0])
 
 
 def metric(args: Any, metrics: dict[str, float]) -> float:
-    """The value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
+    """Look up the value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
     name = str(args.metric_for_best_model)
     key = name if name.startswith("eval_") else f"eval_{name}"
-    if key not in metrics:
-        raise ConfigError("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
+    require(key in metrics, "metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
     return metrics[key]
 
 

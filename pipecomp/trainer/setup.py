@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.cluster.agreement import versions
 from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.stages import plan
 from pipecomp.stages.partition.loading import resolve
 from pipecomp.stages.partition.planning import SplitPlan
@@ -34,8 +34,9 @@ def join(args: Any, model: Any, model_init: Callable[[], Any] | None) -> Any:
     ranks = all_ranks()
     with ranks.collective_errors():
         arguments.check(args)
-        if (model is None) == (model_init is None):
-            raise ConfigError("model", model, "a model, or a model_init that makes one; not both")
+        require(
+            (model is None) != (model_init is None), "model", model, "a model, or a model_init that makes one; not both"
+        )
     alike.check_arguments(ranks, args, **versions())  # accelerate may have joined the processes, unchecked
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
@@ -79,8 +80,12 @@ class Pipeline:
         settings = Config.from_dict(config[arguments.SECTION])
         stages = num_stages if num_stages is not None or cuts is not None else world
         split_plan = plan(source, stages, cuts, tie=settings.tie)
-        if world % split_plan.num_stages:
-            raise ConfigError("num_stages", split_plan.num_stages, f"a divisor of the {world} processes of this run")
+        require(
+            world % split_plan.num_stages == 0,
+            "num_stages",
+            split_plan.num_stages,
+            f"a divisor of the {world} processes of this run",
+        )
         zero = config.get("zero_optimization", {})
         if zero.get("stage") == 1:  # by default a buffer of 5e8 values, whatever the model
             zero.setdefault("reduce_bucket_size", min(500_000_000, max(split_plan.parameters)))
@@ -108,8 +113,7 @@ class Optimizers:
         """Check `optimizers` and `optimizer_cls_and_kwargs` of `PipelineTrainer`. Raises ConfigError."""
         make, make_scheduler = given
         if class_and_options is not None:
-            if make is not None:
-                raise ConfigError("optimizer_cls_and_kwargs", class_and_options, "None beside optimizers[0]")
+            require(make is None, "optimizer_cls_and_kwargs", class_and_options, "None beside optimizers[0]")
             kind, options = class_and_options
             make = partial(kind, **options)
         for place, made in enumerate(given):

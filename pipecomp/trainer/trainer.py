@@ -21,13 +21,12 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 
 from pipecomp.cluster.start import all_ranks
-from pipecomp.errors import ConfigError
-from pipecomp.trainer import alike, arguments, callbacks, cards, checkpoints, model_io, setup
+from pipecomp.errors import require
+from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
 from pipecomp.trainer.feeding import EvalLoaders, Samples
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.overrides import check_overrides
 from pipecomp.trainer.training import Training
 
 
@@ -64,6 +63,8 @@ class PipelineTrainer:
         num_stages: One per process by default.
         cuts: As for `pipecomp.initialize`.
         save_messages: Whether a checkpoint copies the message store, as large as it is.
+        report: Whether `train` ends with report.html in `args.output_dir`, see docs/report.md; the files that it shows
+            are written in any case.
 
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
@@ -108,6 +109,7 @@ class PipelineTrainer:
         num_stages: int | None = None,
         cuts: Sequence[int] | None = None,
         save_messages: bool = True,
+        report: bool = True,
     ) -> None:
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
         self.group = setup.join(self.args, model, model_init)
@@ -122,7 +124,7 @@ class PipelineTrainer:
             compute_loss_func,
         )
         self._optimizers = setup.Optimizers.of(optimizers, optimizer_cls_and_kwargs, self.settings)
-        self._save_messages = save_messages
+        self._save_messages, self._report = save_messages, report
 
         self.processing_class = processing_class
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
@@ -131,8 +133,12 @@ class PipelineTrainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        if str(self.args.eval_strategy.value) != "no" and eval_dataset is None:
-            raise ConfigError("eval_dataset", None, f"a dataset with eval_strategy {self.args.eval_strategy.value!r}")
+        require(
+            str(self.args.eval_strategy.value) == "no" or eval_dataset is not None,
+            "eval_dataset",
+            None,
+            f"a dataset with eval_strategy {self.args.eval_strategy.value!r}",
+        )
 
         self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init)
         self._eval_loaders = EvalLoaders()
@@ -152,7 +158,7 @@ class PipelineTrainer:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        check_overrides(cls, PipelineTrainer)
+        arguments.check_overrides(cls, PipelineTrainer)
 
     # -- the engine
 
@@ -207,8 +213,7 @@ class PipelineTrainer:
         ranks = all_ranks()
         with ranks.collective_errors():
             arguments.check(self.args)  # they may have been changed
-            if trial is not None:
-                raise ConfigError("trial", trial, "None: hyperparameters are not searched here")
+            require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
             facts = alike.dataset_facts(samples, "train_dataset")
@@ -223,6 +228,7 @@ class PipelineTrainer:
             loss=self._loss,
             make_scheduler=self._optimizers.scheduler,
             save_messages=self._save_messages,
+            report=self._report,
         )
         return self._training.run()
 
@@ -306,7 +312,7 @@ class PipelineTrainer:
         return evaluation.run(loader, prefix, loss_only=loss_only, arrays=arrays)
 
     def _samples(self, data: Any, name: str) -> Samples:
-        """A dataset with the columns that the model takes. name: for errors."""
+        """Make a dataset with the columns that the model takes. name: for errors."""
         columns = None
         if self.args.remove_unused_columns:
             taken = inspect.signature(self._pipeline.model_class.forward).parameters
@@ -381,7 +387,7 @@ class PipelineTrainer:
             fields: Those of Trainer.create_model_card.
         """
         if self.rank == 0:
-            cards.write_card(
+            model_io.write_card(
                 self.args,
                 self._pipeline.model_config,
                 self.state,

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.trainer import callbacks, checkpoints, message_stores, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
 from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.recording import Recording
 from pipecomp.trainer.reports import LossMeter, TrafficMeter
 
 _log = transformers_logging.get_logger(__name__)
@@ -35,7 +36,7 @@ class Length:
 
     @classmethod
     def of(cls, args: Any, per_epoch: int) -> Length:
-        """As Trainer counts."""
+        """Count it as Trainer does."""
         accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
         updates = -(-per_epoch // accumulation)
         if max_steps > 0:
@@ -46,7 +47,7 @@ class Length:
         return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
 
     def micro_batches(self, update: int) -> int:
-        """How many micro-batches optimizer step `update` of an epoch takes: the last one what is left."""
+        """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
         return min(self.accumulation, self.per_epoch - update * self.accumulation)
 
 
@@ -60,6 +61,7 @@ class Training:
         loss: The engine's.
         make_scheduler: The user's, of the optimizer; None for the one that the arguments name.
         save_messages: Whether a checkpoint copies the message store.
+        report: Whether to write the page of `pipecomp report` at the end.
 
     Attributes:
         tokens_before: `state.num_input_tokens_seen` when it began.
@@ -74,9 +76,11 @@ class Training:
         loss: StepLoss,
         make_scheduler: Callable[[Any], Any] | None,
         save_messages: bool,
+        report: bool,
     ) -> None:
         args, engine = trainer.args, trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
+        self._report = report
         # The last stages of all replicas, which average their counts of labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
@@ -90,8 +94,7 @@ class Training:
         )
         self._length = length = Length.of(args, sampler.per_epoch)
         self._loader = StepLoader(samples, sampler, data_seed(args), loader_options(args))
-        optimizer = engine.basic_optimizer
-        trainer.lr_scheduler = schedule.make_scheduler(args, optimizer, make_scheduler, length.max_steps)
+        trainer.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
         self._start_state(found)
         if found is not None:
@@ -102,6 +105,7 @@ class Training:
         self.tokens_before = trainer.state.num_input_tokens_seen
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
         self._traffic.since_last(self._gather_reports())
+        self._recording = Recording(trainer, length.max_steps)
 
     def _start_state(self, found: checkpoints.Found | None) -> None:
         """Give the trainer the state of the checkpoint, or a new one."""
@@ -113,7 +117,7 @@ class Training:
         else:
             state = trainer.state = found.state
             best = state.best_model_checkpoint
-            if not checkpoints.shared(best is None or Path(best).is_dir(), trainer.group):
+            if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):
                 _log.warning(f"{best}, the best checkpoint so far, does not exist any more")
                 state.best_model_checkpoint = None
             compare_trainer_and_checkpoint_args(args, state)
@@ -139,7 +143,7 @@ class Training:
         return self._finish()
 
     def _run_epoch(self, epoch: int, first: int) -> None:
-        """The optimizer steps of an epoch from number `first` on."""
+        """Make the optimizer steps of an epoch from number `first` on."""
         trainer, length = self._trainer, self._length
         fire(trainer, "on_epoch_begin")
         self._loader.seek(epoch * length.per_epoch + first * length.accumulation)
@@ -166,12 +170,15 @@ class Training:
         )
         if engine.micro_batches != micro_batches:
             engine.set_train_batch_size(micro_batches * args.per_device_train_batch_size * self._trainer.replicas)
+        self._recording.begin_step()
         self._load(micro_batches)
         loss = float(engine.train_batch())
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
         self._losses.sum += loss
         logs = {"learning_rate": schedule.learning_rate(scheduler, engine.basic_optimizer)}
+        samples = micro_batches * args.per_device_train_batch_size * self._trainer.replicas
+        self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
         norm = engine.get_global_grad_norm()
         if norm is not None:
             logs["grad_norm"] = float(norm)
@@ -193,13 +200,17 @@ class Training:
             self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
-        """What the callbacks have asked for."""
+        """Do what the callbacks have asked for."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
             mean = self._losses.log(state.global_step)
-            trainer.log({"loss": mean, **logs, **self._traffic.since_last(self._gather_reports())}, self._began)
+            stats = self._gather_reports()
+            self._recording.counters(stats)
+            told = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
+            trainer.log({"loss": mean, **logs, **told}, self._began)
         if trainer.control.should_evaluate:
             metrics = trainer.evaluate()
+            self._recording.evaluated(state.global_step, metrics)
             if schedule.follows_metric(trainer.lr_scheduler):
                 trainer.lr_scheduler.step(schedule.metric(trainer.args, metrics))
             new_best = schedule.note_best(trainer.args, state, metrics)
@@ -211,11 +222,11 @@ class Training:
             fire(trainer, "on_save")
 
     def _finish(self) -> TrainOutput:
-        """The training's metrics, the best model if it is asked for, and the last events."""
+        """Finish: the training's metrics, the best model if it is asked for, and the last events."""
         trainer, args, state, length = self._trainer, self._trainer.args, self._trainer.state, self._length
         steps = state.global_step - self._first_step
         loss = self._losses.total() / max(steps, 0.001)
-        self._gather_reports()
+        self._recording.end(self._engine, self._gather_reports(), page=self._report)
         if args.max_steps <= 0:
             samples = len(trainer.train_dataset) * args.num_train_epochs
         else:
@@ -224,7 +235,7 @@ class Training:
             "train", self._began, num_samples=samples * steps / max(length.max_steps, 1), num_steps=steps
         )
         metrics["train_loss"] = loss
-        metrics = checkpoints.shared(metrics, trainer.group)
+        metrics = broadcast(metrics, group=trainer.group)
         trainer.log(metrics)
         best = state.best_model_checkpoint
         if args.load_best_model_at_end and best is not None:
@@ -240,9 +251,8 @@ class Training:
         """`comm_stats` of all ranks; updates the tokens seen. Every rank must call this."""
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
-        rows: list[Any] = [None] * trainer.world
         with engine.propagate_failure():
-            dist.all_gather_object(rows, (engine.comm_stats(), tokens), group=trainer.group)
+            rows = gathered((engine.comm_stats(), tokens), trainer.group)
         counted = trainer.args.include_num_input_tokens_seen
         if counted != "no":
             place = 1 if counted == "non_padding" else 0
@@ -258,7 +268,7 @@ class Training:
         trainer.save_model(folder)
         if state.best_global_step:
             best = checkpoints.folder_of(args.output_dir, state.best_global_step)
-            if checkpoints.shared(Path(best).is_dir(), trainer.group):
+            if broadcast(Path(best).is_dir(), group=trainer.group):
                 state.best_model_checkpoint = best
         if not args.save_only_model:
             checkpoints.save_engine(self._engine, folder, trainer.lr_scheduler)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, DataError, PipecompError
+from pipecomp.errors import ConfigError, DataError, PipecompError, require
 from pipecomp.recipes.run import at_least
 from pipecomp.recipes.text import hub_errors, load_tokenizer, read_lines
 
@@ -45,8 +45,7 @@ class Found:
 def main(args: argparse.Namespace) -> None:
     """Write the report."""
     named = [_name_and_folder(text) for text in args.model]
-    if len({name for name, _ in named}) < len(named):
-        raise ConfigError("--model", args.model, "each name once")
+    require(len({name for name, _ in named}) >= len(named), "--model", args.model, "each name once")
     tokenizer = load_tokenizer(named[0][1], [])
     cases = choose(tokenizer, read_lines(args.eval_file), args)
     vocabulary = tokenizer.get_vocab()
@@ -67,8 +66,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _name_and_folder(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise ConfigError("--model", text, "NAME=FOLDER")
+    require(name and equals and folder, "--model", text, "NAME=FOLDER")
     return name, folder
 
 
@@ -97,8 +95,12 @@ def continue_all(name: str, folder: str, cases: list[Case]) -> Found:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
     positions = getattr(model.config, "max_position_embeddings", None)
     longest = len(cases[0].prompt) + len(cases[0].gold)
-    if positions is not None and longest > positions:
-        raise ConfigError("--prompt-tokens", len(cases[0].prompt), f"at most {positions} with --new-tokens: {folder}")
+    require(
+        positions is None or longest <= positions,
+        "--prompt-tokens",
+        len(cases[0].prompt),
+        f"at most {positions} with --new-tokens: {folder}",
+    )
     continuations, losses = [], []
     for case in cases:
         n = len(case.prompt)

@@ -15,15 +15,10 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Training and held-out text, line by line."""
-    return text.training_lines(args), text.held_out_lines(args)
-
-
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     lora.check_arguments(args)
-    language.fine_tune(args, read, documents=False, load=lora.causal_model, meanings=lora.meanings)
+    language.fine_tune(args, text.read, documents=False, load=lora.causal_model, meanings=lora.meanings)
 
 
 if __name__ == "__main__":

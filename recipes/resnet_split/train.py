@@ -14,13 +14,14 @@ from torch import Tensor
 
 from pipecomp.cluster import start
 from pipecomp.cluster.agreement import settings_of
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import DataError, require
 from pipecomp.recipes import images, run, steps
-from pipecomp.recipes.fit import Fit, make_folder
+from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.resnet import client_cuts, resnet
-from pipecomp.recipes.resume import DATA, what_is_trained
+from pipecomp.recipes.resume import DATA, make_folder, what_is_trained
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
@@ -101,7 +102,7 @@ def main(args: argparse.Namespace) -> None:
     with ranks.collective_errors():
         fit.begin()
         if args.save:
-            make_folder(args.save)
+            make_folder("--save", args.save)
         network = make_network(args, task, seed)
 
     engine = open_engine(args, network, fit.config, task)
@@ -120,12 +121,20 @@ def main(args: argparse.Namespace) -> None:
 
 def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """DeepSpeed's configuration and the seed of data and weights. Raises ConfigError."""
-    if dist.get_world_size() != STAGES:
-        raise ConfigError("processes", dist.get_world_size(), "3: a client's first part, the server, its last part")
+    require(
+        dist.get_world_size() == STAGES,
+        "processes",
+        dist.get_world_size(),
+        "3: a client's first part, the server, its last part",
+    )
     config = steps.read_config(args.deepspeed_config)
     steps.batch_sizes(config, 1)
-    if "scheduler" in config and args.decay_rounds is not None:
-        raise ConfigError("--decay-rounds", args.decay_rounds, "only without a scheduler in the configuration")
+    require(
+        "scheduler" not in config or args.decay_rounds is None,
+        "--decay-rounds",
+        args.decay_rounds,
+        "only without a scheduler in the configuration",
+    )
     seed = args.seed if args.seed is not None else Config.from_dict(config.get("pipecomp", {})).seed
     return config, seed
 
@@ -141,12 +150,19 @@ def make_network(args: argparse.Namespace, task: Task, seed: int) -> torch.nn.Se
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    if (args.train_file is None) == (args.dataset is None):
-        raise ConfigError("--train-file", args.train_file, "either --train-file or --dataset, and not both")
-    if args.dataset is not None and args.eval_file is not None:
-        raise ConfigError("--eval-file", args.eval_file, "only with --train-file; --dataset brings its own split")
-    if not args.concentration > 0:
-        raise ConfigError("--concentration", args.concentration, "a number above 0")
+    require(
+        (args.train_file is None) != (args.dataset is None),
+        "--train-file",
+        args.train_file,
+        "either --train-file or --dataset, and not both",
+    )
+    require(
+        args.dataset is None or args.eval_file is None,
+        "--eval-file",
+        args.eval_file,
+        "only with --train-file; --dataset brings its own split",
+    )
+    require(args.concentration > 0, "--concentration", args.concentration, "a number above 0")
 
 
 def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -191,8 +207,7 @@ def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> 
 
 def agreed(mine: Found | None) -> Task:
     """What both of the client's processes found, known on every rank. Raises DataError if they differ."""
-    everyones: list[Any] = [None] * STAGES
-    dist.all_gather_object(everyones, mine)
+    everyones = gathered(mine)
     if everyones[0] != everyones[-1]:
         raise DataError("the client's two processes have different images: give both the same files")
     task: Task = everyones[0][0]
@@ -225,9 +240,8 @@ def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
         return torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(labels))]).double().cpu()
 
     found = engine.eval_batch(iter(batches), num_micro_batches=count_all, on_logits=count)
-    total: list[Any] = [None if found is None else torch.stack(found).sum(0).tolist()]
-    dist.broadcast_object_list(total, src=STAGES - 1)
-    loss, right, count = total[0]
+    total = None if found is None else torch.stack(found).sum(0).tolist()
+    loss, right, count = broadcast(total, STAGES - 1)
     return {"loss": loss / count, "accuracy": right / count}
 
 

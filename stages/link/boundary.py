@@ -49,10 +49,7 @@ class Layout:
 
     def rows(self) -> list[slice]:
         """For each sample its rows in [T, H]."""
-        ends = [0]
-        for count in self.counts:
-            ends.append(ends[-1] + count)
-        return [slice(a, b) for a, b in itertools.pairwise(ends)]
+        return [slice(a, b) for a, b in itertools.pairwise(itertools.accumulate(self.counts, initial=0))]
 
     def mask_BS(self, device: torch.device) -> Tensor | None:
         """Attention mask [B, S] int64 with ones at real tokens; None if all are."""
@@ -65,7 +62,7 @@ class Layout:
 
     @classmethod
     def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:
-        """The layout that a packet describes. Raises WireError if a window lies outside the link's canvas."""
+        """Read the layout that a packet describes. Raises WireError if a window lies outside the link's canvas."""
         s = header.samples
         if canvas is not None:
             for x in s:
@@ -123,8 +120,7 @@ def gather(x_BSH: Tensor, layout: Layout) -> Tensor:
     """Real tokens [T, H] of [B, S, H]; a view if nothing is padding."""
     if layout.full:
         return x_BSH.reshape(-1, x_BSH.shape[-1])
-    parts = [x_BSH[i, a : a + n] for i, (a, n) in enumerate(zip(layout.starts, layout.counts, strict=True))]
-    return torch.cat(parts)
+    return torch.cat([x_BSH[i, a : a + n] for i, (a, n) in enumerate(zip(layout.starts, layout.counts, strict=True))])
 
 
 def scatter(x_TH: Tensor, layout: Layout) -> Tensor:

@@ -23,31 +23,24 @@ class Changes:
         self._new: dict[int, CachedActivation | None] = {}
 
     def held(self, sample: int) -> CachedActivation | None:
-        """What this end holds of a sample now; the caller may change its m and `put` it."""
+        """Give what this end holds of a sample now; the caller may change its m and `hold` it."""
         return self._held[sample]
 
     def may_keep(self, sample: int) -> bool:
         """Whether this end keeps what it is about to hold: not a new sample while the disk refuses writes."""
         return self._held[sample] is not None or self._store.keeps_new()
 
-    def put(self, sample: int, version: int, m_nH: Tensor) -> None:
-        """Hold this of a sample."""
-        self._set(sample, CachedActivation(version, m_nH))
-
-    def drop(self, sample: int) -> None:
-        """Hold nothing of a sample."""
-        self._set(sample, None)
-
-    def _set(self, sample: int, message: CachedActivation | None) -> None:
-        self._new[sample] = message
+    def hold(self, sample: int, cached: CachedActivation | None) -> None:
+        """Hold this of a sample, None for nothing."""
+        self._new[sample] = cached
         self._to_come[sample] -= 1
         if self._to_come[sample]:
-            self._held[sample] = message and CachedActivation(message.version, self._store.rounded(message.m_nH))
+            self._held[sample] = cached and CachedActivation(cached.version, self._store.rounded(cached.m_nH))
 
     def make(self, put: Callable[[int, int, Tensor], None]) -> None:
         """Change the store; `put(sample, version, m)` keeps one sample."""
-        for sample, message in self._new.items():
-            if message is None:
+        for sample, cached in self._new.items():
+            if cached is None:
                 self._store.drop([sample])
             else:
-                put(sample, *message)
+                put(sample, *cached)

@@ -4,7 +4,7 @@ A delta names the version that it builds on, so a wrong base is refused; but two
 one version, if memory, a disk or arithmetic fails at one of them, and then nothing but the loss would tell. Here each
 end hashes sample, version and the stored value's CRC-32, which packing has made anyway, of every one that it has
 put since the last check: 16 bytes cross the link each way. If they differ, both send the lines themselves, forget the
-samples that differ, and send them whole next time.
+samples that differ, and send them uncompressed next time.
 """
 
 from __future__ import annotations

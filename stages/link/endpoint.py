@@ -17,6 +17,7 @@ Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micr
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,29 +76,24 @@ class Endpoint:
         self.stats = LinkStats()
         self.changed: set[int] = set()  # samples put since the last drift check
         self.drifted = False  # whether that found a difference
-        self._remember = config.store.drift_check is not None
+        # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
+        # may not keep, at the receiver those that it has not kept.
+        self._unsettled: dict[Position, set[int]] = {}
         self._goes_on = store is not None and config.store.on_write_error == "continue"
-        self._checksum = config.transport.checksum
-        self._seed, self._replica = config.seed, replica
+        self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
-        self._group_size = a.group_size
         self._codecs = LinkCodecs(a, index)
 
     def _keep(self, sample: int, version: int, m_nH: Tensor) -> None:
         assert self.store is not None
         self.store.put(sample, version, m_nH)
-        if self._remember:
+        if self._config.store.drift_check is not None:
             self.changed.add(sample)
 
     # -- sending and receiving packets
 
-    @property
-    def _first_bits(self) -> int:
-        """Bits of first visits; 0 where they are uncompressed."""
-        return 0 if self._codecs.first is None else self._codecs.first.bits
-
     def _draw(self, direction: int, at: Position, part: int = 0) -> int:
-        return ops.mix_seed(self._seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
+        return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
 
     def _header(
         self, kind: Kind, codec: Codec, x: Tensor, samples: list[Sample], layout: Layout, at: Position
@@ -111,22 +107,22 @@ class Endpoint:
             dtype=wire_dtype(x.dtype),
             payload_dtype=codec.payload_dtype,
             bits=codec.bits,
-            first_bits=self._first_bits if kind is Kind.ACTIVATION else 0,
+            first_bits=self._codecs.first_bits if kind is Kind.ACTIVATION else 0,
             tokens=layout.tokens,
             hidden=x.shape[-1],
-            group_size=self._group_size or 0,
+            group_size=self._config.activations.group_size or 0,
             samples=tuple(samples),
         )
 
     def _send(self, header: Header, parts: list[np.ndarray]) -> int:
-        packet = encode(header, parts, checksum=self._checksum)
+        packet = encode(header, parts, checksum=self._config.transport.checksum)
         self.transport.send(packet)
         return packet.size
 
     def _recv(self, kind: Kind, at: Position) -> tuple[Header, np.ndarray, int]:
-        before = self.transport.traffic().wait_seconds
+        began = time.perf_counter()
         packet = self.transport.recv()
-        self.stats.wait_seconds += self.transport.traffic().wait_seconds - before
+        self.stats.wait_seconds += time.perf_counter() - began
         try:
             header, payload = decode(packet)
         except WireError as error:
@@ -145,10 +141,10 @@ class Endpoint:
                 f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}, of {len(header.samples)} "
                 f"samples with {rows} rows of {header.hidden} values: above the limit of {MAX_TENSOR_BYTES} bytes"
             )
-        if header.group_size != (self._group_size or 0):
+        if header.group_size != (self._config.activations.group_size or 0):
             raise LinkError(
                 f"link {self.index}: rank {self.transport.peer} uses group_size {header.group_size or None}, "
-                f"this rank {self._group_size}"
+                f"this rank {self._config.activations.group_size}"
             )
         return header, payload, packet.size
 
@@ -162,7 +158,7 @@ class Endpoint:
             )
 
     def _cached_shape(self, count: int, hidden: int) -> tuple[int, int]:
-        """The shape of m for a sample of [count, hidden]."""
+        """Give the shape of m for a sample of [count, hidden]."""
         if self.canvas is None:
             return count, hidden
         return self.canvas.canvas_lines, hidden // self.canvas.columns * self.canvas.canvas_columns
@@ -172,5 +168,6 @@ class Endpoint:
 
 
 def plain_samples(layout: Layout) -> list[Sample]:
+    """Describe samples that no cached activation stands behind."""
     rows = zip(layout.ids, layout.starts, layout.counts, strict=True)
     return [Sample(i, Form.PLAIN, start, count) for i, start, count in rows]

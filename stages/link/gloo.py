@@ -13,7 +13,6 @@ Without the CRC a changed kind or length would leave a packet unfinished, and it
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import re
@@ -30,11 +29,12 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.transport import Pacer, Traffic
+from pipecomp.stages.link.transport import Moved, Pacer
 
 FRAME_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 34
 _RING = 16  # receives posted ahead
+_TAG = 0
 _SENDS = 2  # frames handed to gloo and not yet finished
 _FIELDS = struct.Struct("<BxxxIQ")
 _CRC = struct.Struct("<I")
@@ -48,29 +48,24 @@ class GlooTransport:
     """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
 
     group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
-    counts as lost. channel: distinguishes transports that share a group. pacer: slows down what is sent.
+    counts as lost. pacer: slows down what is sent.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, timeout_s: float, channel: int = 0, pacer: Pacer | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, pacer: Pacer | None = None) -> None:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) != 2 or dist.get_rank() not in ranks:
             raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
-        self._group, self._tag = group, channel
+        self._group = group
         self._to = 1 - ranks.index(dist.get_rank())
         self.peer = ranks[self._to]
         self._timeout = timedelta(seconds=timeout_s)
-        self._timeout_s = timeout_s
-        self._callback: Callable[[np.ndarray], None] | None = None
+        self.on_arrival: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
         self._pacer = pacer
-        self._record: Callable[[str, float, float, int | None, int], None] | None = None
+        self.on_moved: Moved | None = None
         self._failure: Exception | None = None
         self._closing = False
-        self._sent = self._received = 0
-        self._send_s = self._wait_s = 0.0
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
@@ -79,32 +74,23 @@ class GlooTransport:
     # -- what links call
 
     def send(self, packet: np.ndarray) -> None:
-        self._raise_failure()
+        """Queue a packet; see Transport."""
+        if self._failure is not None:
+            raise self._failure
         if self._closing:
             raise LinkError(f"the connection to rank {self.peer} is closed")
         self._outbox.put((_DATA, packet, time.monotonic()))
 
     def recv(self) -> np.ndarray:
-        began = time.perf_counter()
+        """Wait for the next packet; see Transport."""
         item = self._inbox.get()
-        self._wait_s += time.perf_counter() - began
         if isinstance(item, Exception):
             self._inbox.put(item)
             raise item
         return item
 
-    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        self._callback = callback
-
-    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        self._record = record
-
-    def flush(self) -> None:
-        while self._outbox.unfinished_tasks and self._sender.is_alive():
-            time.sleep(0.001)
-        self._raise_failure()
-
     def abort(self, lost_rank: int, reason: str) -> None:
+        """Tell the peer that a rank is gone; see Transport."""
         if self._sender.is_alive():
             note = struct.pack("<i", lost_rank) + reason.encode()[:4096]
             self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8), time.monotonic()))
@@ -113,14 +99,13 @@ class GlooTransport:
                 time.sleep(0.005)
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
+        """Find what ended the connection; see Transport."""
         if self._failure is None:
             self._receiver.join(wait_s)
         return self._failure
 
-    def traffic(self) -> Traffic:
-        return Traffic(self._sent, self._received, self._send_s, self._wait_s)
-
     def close(self) -> None:
+        """End the connection in order; see Transport."""
         if self._closing:
             return
         self._closing = True
@@ -149,13 +134,12 @@ class GlooTransport:
             view[_PREFIX_BYTES:size] = content
             if self._pacer is not None:
                 self._pacer.hold(size, queued)
-            under_way.append((self._group.send([frame[:size]], self._to, self._tag), frame))
-            self._sent += size
+            under_way.append((self._group.send([frame[:size]], self._to, _TAG), frame))
 
         try:
             while True:
                 try:
-                    kind, packet, queued = self._outbox.get(timeout=self._timeout_s / 4)
+                    kind, packet, queued = self._outbox.get(timeout=self._timeout.total_seconds() / 4)
                 except queue.Empty:
                     post(_ALIVE, np.empty(0, dtype=np.uint8), 0, time.monotonic())
                     while under_way:
@@ -167,10 +151,8 @@ class GlooTransport:
                         post(kind, packet[at : at + _CONTENT], packet.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
-                ended = time.perf_counter()
-                self._send_s += ended - began
-                if self._record is not None and kind == _DATA:
-                    self._record("send", began, ended, None, packet.size)
+                if self.on_moved is not None and kind == _DATA:
+                    self.on_moved("send", began, time.perf_counter(), None, packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -185,7 +167,7 @@ class GlooTransport:
         posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
         def post(frame: torch.Tensor) -> None:
-            posted.append((self._group.recv([frame], self._to, self._tag), frame))
+            posted.append((self._group.recv([frame], self._to, _TAG), frame))
 
         try:
             for _ in range(_RING):
@@ -196,7 +178,6 @@ class GlooTransport:
                 work.wait(self._timeout)
                 view = frame.numpy()
                 kind, size, total = read_prefix(view, self.peer)
-                self._received += _PREFIX_BYTES + size
                 content = view[_PREFIX_BYTES : _PREFIX_BYTES + size]
                 if kind == _DATA:
                     if filled == 0:
@@ -210,8 +191,8 @@ class GlooTransport:
                     filled += size
                     if filled == total:
                         filled = 0
-                        if self._record is not None:
-                            self._record("receive", began, time.perf_counter(), None, packet.size)
+                        if self.on_moved is not None:
+                            self.on_moved("receive", began, time.perf_counter(), None, packet.size)
                         self._deliver(packet)
                 elif kind == _ABORT:
                     (rank,) = struct.unpack_from("<i", content)
@@ -230,9 +211,9 @@ class GlooTransport:
             self._fail(self._explain(error))
 
     def _deliver(self, packet: np.ndarray) -> None:
-        if self._callback is not None:
+        if self.on_arrival is not None:
             try:
-                self._callback(packet)
+                self.on_arrival(packet)
             except Exception as error:  # the packet itself decides later, on the thread that asks for it
                 self._fail(error)
                 return
@@ -244,7 +225,8 @@ class GlooTransport:
         text = re.sub(r"^\[[^]]*\] |\. This is typically.*$", "", str(error).split("\n")[0])
         if "imed out" in text:
             return LinkTimeoutError(
-                f"nothing from rank {self.peer} for {self._timeout_s:g} s: it is stopped, or the link to it is down"
+                f"nothing from rank {self.peer} for {self._timeout.total_seconds():g} s: it is stopped, or the link to "
+                "it is down"
             )
         return PeerLostError(f"lost rank {self.peer}: its connection was closed ({text})", self.peer)
 
@@ -252,10 +234,6 @@ class GlooTransport:
         if self._failure is None:
             self._failure = error
         self._inbox.put(self._failure)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
 
 def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:
@@ -273,21 +251,14 @@ def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
 
 
 def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
+    """Make a gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
 
     pipelines: for each replica the global ranks of its stages in order.
     """
-    me = dist.get_rank()
     mine = {}
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
             group = dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
-            if me in pair:
+            if dist.get_rank() in pair:
                 mine[pair] = group
     return mine
-
-
-def close_quietly(transport: GlooTransport) -> None:
-    """For exit handlers: nothing more can be done about a failing end."""
-    with contextlib.suppress(Exception):
-        transport.close()

@@ -10,7 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,16 +24,8 @@ _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of th
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])
 
 
-class Summary(NamedTuple):
-    """What a store holds: the number of samples, their highest version (0: none), and the SHA-256 of all of it."""
-
-    samples: int
-    version: int
-    digest: bytes
-
-
-def summarize(store: MessageStore) -> Summary:
-    """Equal summaries are equal stores: the digest is over every sample's version and CRC-32."""
+def summarize(store: MessageStore) -> tuple[int, int, bytes]:
+    """Count what a store holds: samples, their highest version (0: none), and a SHA-256 of all versions and CRC-32s."""
     return _summary(as_table(store.inventory()))
 
 
@@ -62,12 +54,10 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
             f"{described.decode()}: give all ranks the same configuration and the same version of pipecomp"
         )
     if isinstance(end, LinkSender):
-        end.resume_versions(max(mine[1], theirs[1]))
+        end.next_version = max(mine[1], theirs[1]) + 1
     if theirs[:3] == mine[:3]:
         return 0
-    other = exchange_tables(end, 0, 1, table, rows=theirs[0])
-    keep = np.intersect1d(table, other)["sample"]
-    drop = np.setdiff1d(table["sample"], keep).tolist()
+    drop = np.setdiff1d(table, exchange_tables(end, 0, 1, table, rows=theirs[0]))["sample"].tolist()
     if drop:
         assert store is not None
         store.drop(drop)
@@ -94,13 +84,13 @@ def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.
 
 
 def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarray:
-    """The payload of the same part from the peer. LinkError if it is anything else that comes."""
+    """Receive the payload of the same part from the peer. LinkError if it is anything else that comes."""
     header, payload = decode(end.transport.recv())
     if (header.kind, header.link, header.step, header.micro_batch) != (Kind.INVENTORY, end.index, step, part):
         raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()}, not its inventory")
     return payload
 
 
-def _summary(table: np.ndarray) -> Summary:
+def _summary(table: np.ndarray) -> tuple[int, int, bytes]:
     highest = int(table["version"].max()) if len(table) else 0
-    return Summary(len(table), highest, hashlib.sha256(table.tobytes()).digest())
+    return len(table), highest, hashlib.sha256(table.tobytes()).digest()

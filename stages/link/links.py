@@ -56,12 +56,8 @@ class Links:
             check_drift(end, step)
 
     def failure(self, wait_s: float) -> Exception | None:
-        """What ended one of the connections, if anything shows within `wait_s` seconds each."""
-        for end in self:
-            failure = end.transport.failure(wait_s)
-            if failure is not None:
-                return failure
-        return None
+        """Find what ended one of the connections, if anything shows within `wait_s` seconds each."""
+        return next((failure for end in self if (failure := end.transport.failure(wait_s)) is not None), None)
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell both neighbours that this rank's training is over, and why."""

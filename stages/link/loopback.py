@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.stages.link.transport import Traffic
+from pipecomp.stages.link.transport import Moved
 
 
 class LoopbackTransport:
@@ -18,53 +17,39 @@ class LoopbackTransport:
     def __init__(self, peer: int, outbox: queue.SimpleQueue, inbox: queue.SimpleQueue, timeout_s: float) -> None:
         self.peer = peer
         self._outbox, self._inbox, self._timeout_s = outbox, inbox, timeout_s
-        self._callback: Callable[[np.ndarray], None] | None = None
-        self._sent = self._received = 0
-        self._wait_s = 0.0
+        self.on_arrival: Callable[[np.ndarray], None] | None = None
+        self.on_moved: Moved | None = None  # packets take no time here: nothing is told
         self._closed = False
 
     def send(self, packet: np.ndarray) -> None:
+        """Queue a packet; see Transport."""
         if self._closed:
             raise PeerLostError(f"the connection to rank {self.peer} is closed", self.peer)
-        self._sent += packet.size
         self._outbox.put(packet.copy())
 
     def recv(self) -> np.ndarray:
-        began = time.perf_counter()
+        """Wait for the next packet; see Transport."""
         try:
             item = self._inbox.get(timeout=self._timeout_s)
         except queue.Empty:
             raise LinkTimeoutError(f"nothing from rank {self.peer} for {self._timeout_s:g} s") from None
-        finally:
-            self._wait_s += time.perf_counter() - began
         if isinstance(item, PeerLostError):
             self._inbox.put(item)
             raise item
-        self._received += item.size
-        if self._callback is not None:
-            self._callback(item)
+        if self.on_arrival is not None:
+            self.on_arrival(item)
         return item
 
-    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        self._callback = callback
-
-    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        """Packets take no time here: there is nothing to record."""
-
-    def flush(self) -> None:
-        """Nothing is ever under way."""
-
     def abort(self, lost_rank: int, reason: str) -> None:
+        """Tell the peer that a rank is gone; see Transport."""
         self._outbox.put(PeerLostError(reason, lost_rank))
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
         """Nothing but a closed end can fail, and `recv` says that."""
         return None
 
-    def traffic(self) -> Traffic:
-        return Traffic(self._sent, self._received, 0.0, self._wait_s)
-
     def close(self) -> None:
+        """End the connection in order; see Transport."""
         if not self._closed:
             self._closed = True
             self._outbox.put(PeerLostError(f"the peer of rank {self.peer} closed the connection", self.peer))

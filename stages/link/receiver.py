@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +20,12 @@ from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Position, plain_sa
 class LinkReceiver(Endpoint):
     """Stage k + 1's end of the link from stage k."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._not_kept: dict[Position, set[int]] = {}  # what the gradient of a micro-batch is to say
-
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
-        """The activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
+        """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
 
         Raises BaseMismatchError if a delta builds on what this end does not hold.
         """
-        kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
-        header, payload, size = self._recv(kind, at)
+        header, payload, size = self._recv(Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION, at)
         layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
         if training and self.store is not None:
@@ -41,16 +35,17 @@ class LinkReceiver(Endpoint):
             codec = self._codecs.activation(dtype) if training else self._codecs.evaluation(dtype)
             self._check_codec(header, codec)
             x_TH = codec.decode(payload, layout.total, header.hidden, self.device).to(dtype)
-        counters = self.stats.forward if training else self.stats.evaluation
-        counters.add(x_TH.numel() * x_TH.element_size(), size)
+        (self.stats.forward if training else self.stats.evaluation).add(x_TH.numel() * x_TH.element_size(), size)
         return scatter(x_TH, layout), layout
 
     def _decode_deltas(self, header: Header, payload: np.ndarray, layout: Layout, at: Position) -> Tensor:
         assert self.store is not None
-        if header.first_bits != self._first_bits:
+        if header.first_bits != self._codecs.first_bits:
             got = header.first_bits or "full"
             raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
-        sizes = [self._sample_bytes(s, header) for s in header.samples]
+        first_visit = self._codecs.first_visit(torch_dtype(header.dtype))
+        codecs = (self._codecs.forward if s.form is Form.DELTA else first_visit for s in header.samples)
+        sizes = [c.payload_bytes(s.count, header.hidden) for c, s in zip(codecs, header.samples, strict=True)]
         if sum(sizes) != payload.size:
             raise WireError(self._where(at, f"payload of {payload.size} bytes where its samples need {sum(sizes)}"))
         x_TH = torch.empty(layout.total, header.hidden, device=self.device)
@@ -67,8 +62,7 @@ class LinkReceiver(Endpoint):
                     self.canvas.put_(held_nH, sample.start, m_nH)
                 self.stats.delta_samples += 1
             elif sample.form in (Form.FULL, Form.NOT_KEPT):
-                codec = self._codecs.first_visit(torch_dtype(header.dtype))
-                m_nH = codec.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
+                m_nH = first_visit.decode(data, sample.count, header.hidden, self.device).to(torch.float32)
                 held_nH = m_nH if self.canvas is None else self.canvas.spread(m_nH, sample.start)
                 self.stats.full_samples += 1
             else:
@@ -76,18 +70,12 @@ class LinkReceiver(Endpoint):
             x_TH[rows] = m_nH
             if sample.form is Form.NOT_KEPT or (sample.form is Form.FULL and not changes.may_keep(sample.id)):
                 self.stats.unstored_samples += 1
-                changes.drop(sample.id)
-                self._not_kept.setdefault(at, set()).add(sample.id)
+                changes.hold(sample.id, None)
+                self._unsettled.setdefault(at, set()).add(sample.id)
             else:
-                changes.put(sample.id, sample.version, held_nH)
+                changes.hold(sample.id, CachedActivation(sample.version, held_nH))
         changes.make(self._keep)
         return x_TH
-
-    def _sample_bytes(self, sample: Sample, header: Header) -> int:
-        if sample.form is Form.DELTA:
-            return self._codecs.forward.payload_bytes(sample.count, header.hidden)
-        codec = self._codecs.first_visit(torch_dtype(header.dtype))
-        return codec.payload_bytes(sample.count, header.hidden)
 
     def _checked_base(self, sample: Sample, cached: CachedActivation | None, hidden: int, at: Position) -> Tensor:
         if cached is None or cached.version != sample.base:
@@ -116,7 +104,7 @@ class LinkReceiver(Endpoint):
                 raise NonFiniteError(self._where(at, f"gradients: {error}")) from error
             codec = Cast(g_TH.dtype)  # so that loss scaling sees the overflow and skips the step
             parts = codec.encode(g_TH)
-        not_kept = self._not_kept.pop(at, set())
+        not_kept = self._unsettled.pop(at, set())
         samples = [replace(s, form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
         header = self._header(Kind.GRADIENT, codec, g_TH, samples, layout, at)
         self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(header, parts))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,16 +18,7 @@ from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Position, plain_sam
 class LinkSender(Endpoint):
     """Stage k's end of the link to stage k + 1."""
 
-    _next_version = 1
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # First visits whose gradient, which says whether the other end kept them, is to come.
-        self._unanswered: dict[Position, set[int]] = {}
-
-    def resume_versions(self, highest: int) -> None:
-        """Number cached activations from above `highest`, the highest version that either end still holds."""
-        self._next_version = highest + 1
+    next_version = 1  # of a cached activation; above the highest that either end still holds
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of x [B, S, H]; returns once the packet is queued.
@@ -37,22 +26,18 @@ class LinkSender(Endpoint):
         Raises NonFiniteError for values that cannot be quantized, before anything cached is changed.
         """
         x_TH = gather(x_BSH.detach(), layout)
-        raw = x_TH.numel() * x_TH.element_size()
-        if not training:
-            codec = self._codecs.evaluation(x_TH.dtype)
-            header = self._header(Kind.EVAL_ACTIVATION, codec, x_TH, plain_samples(layout), layout, at)
-            self.stats.evaluation.add(raw, self._send(header, codec.encode(x_TH, self._draw(FORWARD, at))))
-            return
         try:
-            if self.store is not None:
+            if training and self.store is not None:
                 header, parts = self._encode_deltas(x_TH, layout, at)
             else:
-                codec = self._codecs.activation(x_TH.dtype)
-                header = self._header(Kind.ACTIVATION, codec, x_TH, plain_samples(layout), layout, at)
+                codec = self._codecs.activation(x_TH.dtype) if training else self._codecs.evaluation(x_TH.dtype)
+                kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
+                header = self._header(kind, codec, x_TH, plain_samples(layout), layout, at)
                 parts = codec.encode(x_TH, self._draw(FORWARD, at))
         except NonFiniteError as error:
             raise NonFiniteError(self._where(at, f"activations: {error}")) from error
-        self.stats.forward.add(raw, self._send(header, parts))
+        counters = self.stats.forward if training else self.stats.evaluation
+        counters.add(x_TH.numel() * x_TH.element_size(), self._send(header, parts))
 
     def _encode_deltas(self, x_TH: Tensor, layout: Layout, at: Position) -> tuple[Header, list[np.ndarray]]:
         assert self.store is not None
@@ -64,10 +49,10 @@ class LinkSender(Endpoint):
             cached = changes.held(sample)
             if cached is not None and cached.m_nH.shape != self._cached_shape(*x_nH.shape):
                 cached = None  # the sample changed its length: a first visit again
-            if any(sample in ids for ids in self._unanswered.values()):
+            if any(sample in ids for ids in self._unsettled.values()):
                 cached = None  # the other end may not keep the first visit that is under way
-            version = self._next_version
-            self._next_version += 1
+            version = self.next_version
+            self.next_version += 1
             form, base = (Form.FULL, 0) if cached is None else (Form.DELTA, cached.version)
             if form is Form.FULL and not changes.may_keep(sample):
                 form = Form.NOT_KEPT
@@ -77,7 +62,7 @@ class LinkSender(Endpoint):
             if form is Form.NOT_KEPT:
                 self.stats.unstored_samples += 1
             else:
-                changes.put(sample, version, held_nH)
+                changes.hold(sample, CachedActivation(version, held_nH))
             if form is Form.DELTA:
                 self.stats.delta_samples += 1
             else:
@@ -86,13 +71,13 @@ class LinkSender(Endpoint):
                 self._sample_error(x_nH, m_nH)
         changes.make(self._keep)
         if self._goes_on:
-            self._unanswered[at] = {s.id for s in samples if s.form is Form.FULL}
+            self._unsettled[at] = {s.id for s in samples if s.form is Form.FULL}
         return self._header(Kind.ACTIVATION, self._codecs.forward, x_TH, samples, layout, at), parts
 
     def _encode_sample(
         self, x_nH: Tensor, cached: CachedActivation | None, start: int, seed: int
     ) -> tuple[Tensor, Tensor, list[np.ndarray]]:
-        """What the other end computes with, what both ends hold afterwards, and the payload that says so."""
+        """Encode a sample: what the other end computes with, what both hold afterwards, the payload that says so."""
         if cached is not None:
             held_nH = cached.m_nH.to(x_nH.device)
             m_nH = held_nH if self.canvas is None else self.canvas.take(held_nH, start)
@@ -116,11 +101,11 @@ class LinkSender(Endpoint):
             self.stats.error_count += 1
 
     def recv_gradient(self, layout: Layout, at: Position) -> Tensor:
-        """The gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
+        """Receive the gradient [B, S, H] of what was sent at `at`, in the training dtype; zeros at padding."""
         header, payload, size = self._recv(Kind.GRADIENT, at)
         if Layout.of_header(header, self.canvas) != layout:
             raise LinkError(self._where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
-        first_visits = self._unanswered.pop(at, set())
+        first_visits = self._unsettled.pop(at, set())
         if self.store is not None:
             not_kept = {s.id for s in header.samples if s.form is Form.NOT_KEPT}
             self.stats.unstored_samples += len(not_kept & first_visits)

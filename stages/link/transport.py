@@ -6,18 +6,9 @@ A transport joins two ranks. `send` never blocks on the network, `recv` waits; b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-
-
-class Traffic(NamedTuple):
-    """Counters of one end since it was opened."""
-
-    bytes_sent: int
-    bytes_received: int
-    send_seconds: float  # time in which something was being sent
-    wait_seconds: float  # time in which `recv` had to wait
 
 
 class Pacer(Protocol):
@@ -25,56 +16,41 @@ class Pacer(Protocol):
 
     def hold(self, size: int, ready: float) -> None:
         """Return when `size` bytes, ready to leave at the monotonic time `ready`, would have arrived."""
-        ...
 
 
 PacerTo = Callable[[int], Pacer | None]  # from a rank to what slows down the link to it
 
 
 def unpaced(rank: int) -> None:
-    """A PacerTo that slows nothing down."""
+    """Slow nothing down: a PacerTo."""
+
+
+Moved = Callable[[str, float, float, int | None, int], None]
 
 
 class Transport(Protocol):
     """One end of a connection between two ranks."""
 
     peer: int  # global rank at the other end
+    # Called with every packet as it arrives, before `recv` hands it out, on another thread.
+    on_arrival: Callable[[np.ndarray], None] | None
+    # Called as `on_moved("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter.
+    on_moved: Moved | None
 
     def send(self, packet: np.ndarray) -> None:
         """Queue uint8 [n] for sending and return; the caller must not change it any more."""
-        ...
 
     def recv(self) -> np.ndarray:
-        """The next packet, uint8 [n].
+        """Wait for the next packet, uint8 [n].
 
         Raises LinkTimeoutError after the transport's time of silence, PeerLostError if the peer is gone.
         """
-        ...
-
-    def on_arrival(self, callback: Callable[[np.ndarray], None]) -> None:
-        """Call `callback` with every packet as it arrives, before `recv` hands it out, on another thread."""
-        ...
-
-    def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
-        """Call `record("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter."""
-        ...
-
-    def flush(self) -> None:
-        """Wait until everything queued has been handed to the network."""
-        ...
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""
-        ...
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
-        """What ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
-        ...
-
-    def traffic(self) -> Traffic:
-        """Counters so far."""
-        ...
+        """Find what ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
 
     def close(self) -> None:
         """End the connection in order; safe to call twice."""
-        ...

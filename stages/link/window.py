@@ -1,5 +1,4 @@
-"""Cached activations of images that random crops move: m covers more than one visit shows, and a visit changes its part
-of it.
+"""Cached activations of images that random crops move: m covers more than one visit shows.
 
 A random crop shows an image moved by a few pixels, and what crosses a link is moved with it. So m lies in a canvas: the
 map that crosses the link with a margin on every side, in which the unmoved image has its fixed place. A visit takes
@@ -12,7 +11,7 @@ Shapes: lines h and columns w of the map that crosses the link, C channels; a ro
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,16 +33,21 @@ class CropCanvas:
     input_columns: int
     margin: int
 
-    margins: tuple[int, int] = field(init=False)  # lines above and below the map, columns on its left and right
-    canvas_lines: int = field(init=False)
-    canvas_columns: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Lines above and below the map, columns on its left and right."""
         down = -(-self.margin * self.lines // self.input_lines)
-        right = -(-self.margin * self.columns // self.input_columns)
-        object.__setattr__(self, "margins", (down, right))
-        object.__setattr__(self, "canvas_lines", self.lines + 2 * down)
-        object.__setattr__(self, "canvas_columns", self.columns + 2 * right)
+        return down, -(-self.margin * self.columns // self.input_columns)
+
+    @property
+    def canvas_lines(self) -> int:
+        """Lines of the map and its margins."""
+        return self.lines + 2 * self.margins[0]
+
+    @property
+    def canvas_columns(self) -> int:
+        """Columns of the map and its margins."""
+        return self.columns + 2 * self.margins[1]
 
     @property
     def places(self) -> int:
@@ -51,7 +55,7 @@ class CropCanvas:
         return self.canvas_lines * self.canvas_columns
 
     def start(self, down: int, right: int, sample: int) -> int:
-        """The place of the window's first value for a crop that begins `down`, `right` pixels from the unmoved image.
+        """Find the window's first place for a crop that begins `down`, `right` pixels from the unmoved image.
 
         Pixels are rounded to whole places. Raises DataError naming `sample` beyond the margin.
         """
@@ -62,7 +66,7 @@ class CropCanvas:
         return line * self.canvas_columns + column
 
     def shift(self, start: int) -> tuple[int, int]:
-        """The pixels, down and right, that `start` stands for."""
+        """Give the pixels, down and right, that `start` stands for."""
         line, column = divmod(start, self.canvas_columns)
         down, right = line - self.margins[0], column - self.margins[1]
         return _rounded(down * self.input_lines, self.lines), _rounded(right * self.input_columns, self.columns)
@@ -73,7 +77,7 @@ class CropCanvas:
         return line + self.lines <= self.canvas_lines and column + self.columns <= self.canvas_columns
 
     def take(self, m: Tensor, start: int) -> Tensor:
-        """The window [h, w C], a copy, of m [canvas lines, canvas columns × C]."""
+        """Copy the window [h, w C] of m [canvas lines, canvas columns × C]."""
         return self._window(m, start).clone(memory_format=torch.contiguous_format).view(self.lines, -1)
 
     def put_(self, m: Tensor, start: int, window: Tensor) -> None:
@@ -87,8 +91,7 @@ class CropCanvas:
         A later visit that shows more than the first sends the difference to that.
         """
         map_placesC = window.reshape(self.lines * self.columns, -1)
-        nearest = _nearest(self, start)
-        return map_placesC[nearest.to(window.device)].view(self.canvas_lines, -1)
+        return map_placesC[_nearest(self, start).to(window.device)].view(self.canvas_lines, -1)
 
     def _window(self, m: Tensor, start: int) -> Tensor:
         line, column = divmod(start, self.canvas_columns)
@@ -106,5 +109,5 @@ def _nearest(canvas: CropCanvas, start: int) -> Tensor:
 
 
 def _rounded(numerator: int, denominator: int) -> int:
-    """The nearest whole number, halves up; whole-number arithmetic, so that all ranks agree."""
+    """Round to the nearest whole number, halves up; whole-number arithmetic, so that all ranks agree."""
     return (2 * numerator + denominator) // (2 * denominator)

@@ -39,13 +39,12 @@ class Adapter:
 
 
 def without_peft(model: Any) -> Any:
-    """The Hugging Face model inside a PeftModel, with its adapters; any other model as it is."""
-    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return model.get_base_model() if is_peft else model
+    """Take the Hugging Face model out of a PeftModel, with its adapters; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """The adapter of a model, None without. SplitError for several, or for another method than LoRA."""
+    """Find the adapter of a model, None without. SplitError for several, or for another method than LoRA."""
     found = getattr(model, "peft_config", None)
     if not found:
         return None
@@ -65,7 +64,7 @@ def _check(config: Any) -> None:
 
 
 def from_folder(path: str) -> tuple[Adapter, str] | None:
-    """A saved adapter, to be trained on, and where its base model is; None if `path` is no adapter folder."""
+    """Read a saved adapter, to be trained on, and where its base model is; None if `path` is no adapter folder."""
     file = Path(path) / CONFIG_FILE
     if not file.is_file():
         return None
@@ -76,7 +75,7 @@ def from_folder(path: str) -> tuple[Adapter, str] | None:
 
 
 def read(path: str) -> Adapter:
-    """A saved adapter, to be trained on. SplitError if the folder has none."""
+    """Read a saved adapter, to be trained on. SplitError if the folder has none."""
     config_class = _peft().PeftConfig
     if not (Path(path) / WEIGHTS_FILE).is_file():
         raise SplitError(f"{path}: no adapter there, looked for {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -87,7 +86,7 @@ def read(path: str) -> Adapter:
 
 
 def as_adapter(lora: Any) -> Adapter:
-    """An adapter from what users give: a LoraConfig, or a folder that peft or this project has saved."""
+    """Make an adapter of what users give: a LoraConfig, or a folder that peft or this project has saved."""
     if isinstance(lora, str) or hasattr(lora, "__fspath__"):
         return read(str(lora))
     _check(lora)
@@ -100,7 +99,7 @@ def as_adapter(lora: Any) -> Adapter:
 
 
 def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
-    """The model with the adapter in it and all else frozen, as peft does it; on the meta device without values.
+    """Put the adapter in the model and freeze all else, as peft does it; on the meta device without values.
 
     base: the model's folder or hub name, which the adapter's configuration notes; default: what is noted there.
     """
@@ -110,7 +109,7 @@ def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
 
 
 def name_in_the_base(name: str) -> str:
-    """What a parameter of the base model is called in its checkpoint: peft puts a module around it."""
+    """Give a base model's parameter its name in the checkpoint: peft puts a module around it."""
     return _INSIDE.sub("", name)
 
 

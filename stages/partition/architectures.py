@@ -18,7 +18,7 @@ from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.losses import LossFn
 
 
-def _nothing(config: Any) -> tuple[str, ...]:
+def _nothing(config: Any) -> tuple[str, ...]:  # named, so that a stage can be pickled
     return ()
 
 
@@ -87,6 +87,7 @@ class SkippedBlock(nn.Module):
         self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what it gets, as a block would."""
         return (hidden_states, None) if self.returns_tuple else hidden_states
 
 
@@ -94,6 +95,7 @@ class NoPositions(nn.Module):
     """Replaces GPT-2's `wpe` past the first stage: the model adds what it returns."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
+        """Make what changes nothing when it is added."""
         # x + (-0.0) is x for every x, -0.0 included; without dimensions it leaves the dtype of x alone.
         return torch.full((), -0.0, device=position_ids.device)
 
@@ -106,6 +108,7 @@ class PassedEmbeddings(nn.Module):
         self.word_embeddings = nn.Identity()  # get_input_embeddings(), which activation checkpointing calls
 
     def forward(self, *, inputs_embeds: Tensor, **kwargs: Any) -> Tensor:
+        """Return what it gets."""
         return inputs_embeds
 
 
@@ -179,10 +182,10 @@ def default_loss(config: Any) -> LossFn:
     return architecture.heads[names[0]].loss(config)
 
 
-def _decoder(model_type: str, name: str) -> Architecture:
+def _decoder(name: str) -> Architecture:
     """Llama and its kin: one embedding, rotary positions made anew by every stage, a final norm."""
     return Architecture(
-        model_type=model_type,
+        model_type=name.lower(),
         heads={
             f"{name}ForCausalLM": Head(loss=losses.causal_lm, per_token=True),
             f"{name}ForSequenceClassification": Head(loss=losses.classification, pools_last_token=True),
@@ -194,10 +197,10 @@ def _decoder(model_type: str, name: str) -> Architecture:
     )
 
 
-def _encoder(model_type: str, name: str) -> Architecture:
+def _encoder(name: str) -> Architecture:
     """BERT and its kin; only the pooler and the head come after the blocks."""
     return Architecture(
-        model_type=model_type,
+        model_type=name.lower(),
         heads={
             f"{name}ForSequenceClassification": Head(loss=losses.classification),
             f"{name}ForMaskedLM": Head(loss=losses.masked_lm, per_token=True),
@@ -212,7 +215,7 @@ def _encoder(model_type: str, name: str) -> Architecture:
 
 
 def _read_by_deberta(config: Any) -> tuple[str, ...]:
-    """The legacy head has a matrix of its own name, tied as BERT's is; the other is called with the embeddings."""
+    """Name what the head reads: the legacy one has a matrix of its own, tied as BERT's is; the other the embeddings."""
     return () if config.legacy else ("embeddings.word_embeddings",)
 
 
@@ -230,12 +233,10 @@ register(
         extra_inputs=("token_type_ids",),
     )
 )
-register(_decoder("llama", "Llama"))
-register(_decoder("qwen2", "Qwen2"))
-register(_decoder("qwen3", "Qwen3"))
-register(_decoder("mistral", "Mistral"))
-register(_encoder("bert", "Bert"))
-register(_encoder("roberta", "Roberta"))
+for name in ("Llama", "Qwen2", "Qwen3", "Mistral"):
+    register(_decoder(name))
+for name in ("Bert", "Roberta"):
+    register(_encoder(name))
 register(
     Architecture(
         model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code

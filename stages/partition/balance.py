@@ -5,7 +5,7 @@ n blocks, K stages. Costs are in multiply-adds per token, or in seconds where th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from pipecomp.errors import SplitError
@@ -64,8 +64,10 @@ def balance(
     return best(smallest_maximum * (1 + 1e-9), squares=True)[1]
 
 
-def check_cuts(blocks: int, num_stages: int | None, cuts: Sequence[int] | None) -> list[int] | None:
-    """`cuts` with both ends, [0, ..., blocks], or None where only `num_stages` is given. Raises SplitError."""
+def settle_cuts(
+    blocks: int, num_stages: int | None, cuts: Sequence[int] | None, choose: Callable[[int], list[int]]
+) -> list[int]:
+    """Complete `cuts` with both ends, [0, ..., blocks]; without any, `choose(num_stages)` says. Raises SplitError."""
     if num_stages is not None and (isinstance(num_stages, bool) or not isinstance(num_stages, int)):
         raise SplitError(f"num_stages: got {num_stages!r}, allowed: a whole number from 1 to {blocks}")
     if num_stages is not None and not 1 <= num_stages <= blocks:
@@ -73,7 +75,7 @@ def check_cuts(blocks: int, num_stages: int | None, cuts: Sequence[int] | None) 
     if cuts is None:
         if num_stages is None:
             raise SplitError("say where to cut: num_stages=K, or cuts=[0, ..., number of blocks]")
-        return None
+        return choose(num_stages)
     bounds = list(cuts)
     if any(isinstance(c, bool) or not isinstance(c, int) for c in bounds):
         raise SplitError(f"cuts: got {cuts!r}, allowed: whole numbers, each the first block of a stage")

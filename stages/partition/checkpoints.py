@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,15 @@ OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerN
 IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")  # buffers that older versions saved
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """The tensors of a `from_pretrained` folder or hub name; each is read on its own, and only when asked for.
 
     `files` maps each tensor's name, as the checkpoint has it, to its file. Opened files are kept; use it as a context
-    manager. `bytes_read` counts what was read of tensors.
+    manager.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.bytes_read = 0
         self._open: dict[str, Any] = {}
         for name, is_index in SINGLE_AND_INDEX:
             path = find_file(source, name)
@@ -42,13 +42,10 @@ class Checkpoint:
             if is_index:
                 self.files: dict[str, str] = dict(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
             else:
-                self.files = dict.fromkeys(self._names_in(name), name)
+                self.files = dict.fromkeys(self._file(name).keys(), name)
             return
         allowed = ", ".join(name for name, _ in SINGLE_AND_INDEX)
         raise SplitError(f"{source}: no weights found, looked for {allowed}")
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._open.values():
@@ -57,15 +54,14 @@ class Checkpoint:
         self._open.clear()
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Read a tensor's shape."""
         file = self._file_of(name)
         return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """A tensor in memory of its own, in the checkpoint's dtype."""
+        """Read a tensor into memory of its own, in the checkpoint's dtype."""
         file = self._file_of(name)
-        tensor: Tensor = file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
-        self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor
+        return file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
 
     def dtype(self) -> torch.dtype:
         """Of the first floating-point tensor: the checkpoint's dtype where the config names none."""
@@ -76,14 +72,9 @@ class Checkpoint:
                 return sample.dtype
         return torch.float32
 
-    def _names_in(self, file_name: str) -> list[str]:
-        file = self._file(file_name)
-        return list(file) if isinstance(file, dict) else list(file.keys())
-
     def _file_of(self, name: str) -> Any:
         file = self._file(self.files[name])
-        names = file if isinstance(file, dict) else file.keys()
-        if name not in names:
+        if name not in file.keys():  # noqa: SIM118 (safetensors' files are no dicts)
             raise SplitError(f"{name}: the index of {self.source} says {self.files[name]}, which does not hold it")
         return file
 
@@ -97,7 +88,7 @@ class Checkpoint:
 
 
 def _open(path: str) -> Any:
-    """A safetensors reader, or for a PyTorch file the dictionary of its (memory-mapped) tensors."""
+    """Open a safetensors file to read, or a PyTorch file as the dictionary of its (memory-mapped) tensors."""
     try:
         if path.endswith(".safetensors"):
             from safetensors import safe_open
@@ -116,10 +107,9 @@ def find_file(source: str, name: str) -> str | None:
         return str(path) if path.is_file() else None
     from transformers.utils import cached_file
 
-    found: str | None = cached_file(
+    return cached_file(
         source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-    return found
 
 
 def match_names(
@@ -150,8 +140,11 @@ def match_names(
         SplitError: the base model has no place for a tensor: the checkpoint is of another model or size.
     """
     known = set(known)
+    patterns = [*IGNORED, *ignored]
+    inner = tuple(f"{base}.{path}." for path in optional)
+    is_bare = not any(raw.startswith(base + ".") for raw in files)
     found: dict[str, str] = {}
-    strange: dict[str, str] = {}
+    others: list[str] = []
     for raw in files:
         name = raw
         for old, new in OLD_NAMES:
@@ -159,20 +152,11 @@ def match_names(
         for old, new in (renamed or {}).items():
             name = new + name[len(old) :] if name.startswith(f"{old}.") else name
         match = next((n for n in (name, f"{base}.{name}") if n in known), None)
-        if match is None:
-            strange[raw] = name
-        else:
-            found[match] = raw
-
-    is_bare = not any(raw.startswith(base + ".") for raw in files)
-    patterns = [*IGNORED, *ignored]
-    inner = tuple(f"{base}.{path}." for path in optional)
-    others: list[str] = []
-    for raw, name in strange.items():
         full = f"{base}.{name}" if is_bare else name
-        if any(re.search(pattern, full) for pattern in patterns):
-            continue
-        if full.startswith(base + ".") and not full.startswith(inner or ("\0",)):
-            raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
-        others.append(raw)
+        if match is not None:
+            found[match] = raw
+        elif not any(re.search(pattern, full) for pattern in patterns):
+            if full.startswith(base + ".") and not full.startswith(inner or ("\0",)):
+                raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
+            others.append(raw)
     return found, tuple(others)

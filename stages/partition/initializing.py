@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -74,10 +73,9 @@ def initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str],
 
 
 def _seeded(stage: Stage, name: str, module: nn.Module, seed: int) -> None:
-    if stage.adapter is not None and adapters.is_layer(module):
-        draw = functools.partial(adapters.initialize, module, stage.adapter)
-    else:
-        draw = functools.partial(stage._model._init_weights, module)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-    draw()
+    if stage.adapter is not None and adapters.is_layer(module):
+        adapters.initialize(module, stage.adapter)
+    else:
+        stage._model._init_weights(module)

@@ -17,7 +17,7 @@ from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
 from pipecomp.stages.partition.initializing import initialize, put
-from pipecomp.stages.partition.modules import Modules, ModuleStage, build_module_stage, plan_modules
+from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
 from pipecomp.stages.partition.splitting import Stage, replace_parameter, take_stage
 
@@ -163,7 +163,8 @@ def build_stage(
         plan = replace(plan, tied=(), tie=False)
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(source, Modules):
-        return build_module_stage(source, plan, index, dtype=wanted)
+        blocks = ModuleStage(source, plan, index)  # the model's own, not copies
+        return blocks if wanted is None else blocks.to(wanted)
     found = resolve(source)
     if found.model is not None:
         stage = take_stage(found.model, plan, index)
@@ -236,9 +237,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
         renamed=architecture.renamed,
     )
     found = {name: matched[plain] for name, plain in in_the_base.items() if plain in matched}
-    adapted: dict[str, str] = {}
-    if adapter is not None:
-        adapted = adapters.saved_names(stage._model, adapter, stage.state_dict())
+    adapted = {} if adapter is None else adapters.saved_names(stage._model, adapter, stage.state_dict())
     tuned = {} if adapter is None else adapters.read_weights(adapter, adapted)
     groups = aliases(whole)
     same = {name: names for names in groups for name in names}
@@ -288,7 +287,7 @@ def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
 
 
 def _allow_new(whole: Any, architecture: Architecture, name: str, found: dict[str, str], source: Checkpoint) -> None:
-    """A head may be new as a whole; anything else that is missing is an error."""
+    """Allow a head to be new as a whole; anything else that is missing is an error."""
     base = whole.base_model_prefix
     module = name.rpartition(".")[0]
     beside = [n for n in found if n.rpartition(".")[0] == module]

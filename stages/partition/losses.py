@@ -71,7 +71,7 @@ def classification(config: Any) -> LossFn:
 
 
 def deberta_classification(config: Any) -> LossFn:
-    """The same for DeBERTa, which with `problem_type` unset ignores labels below 0 and takes soft labels [B, C]."""
+    """Do the same for DeBERTa, which with `problem_type` unset ignores labels below 0 and takes soft labels [B, C]."""
     classes = int(config.num_labels)
     common = classification(config)
 

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.link.window import CropCanvas
-from pipecomp.stages.partition.balance import balance, check_cuts
-from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
+from pipecomp.stages.partition.balance import balance, settle_cuts
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.stage import PipelineStage
 
 INPUT = "pixel_values"
 SHIFTS = "shifts"
@@ -76,11 +77,8 @@ def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0
 def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | None) -> SplitPlan:
     """Where to cut: as told, or so that the stage with the most parameters has as few as possible."""
     blocks = list(source.model)
-    bounds = check_cuts(len(blocks), num_stages, cuts)
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    if bounds is None:
-        assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(sizes, num_stages)
+    bounds = settle_cuts(len(blocks), num_stages, cuts, lambda stages: balance(sizes, stages))
     for cut in bounds[1:-1]:
         if len(source.shapes[cut]) not in (1, 2, 3):
             raise SplitError(f"cut {cut}: samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")
@@ -106,39 +104,20 @@ def _check_not_shared(model: nn.Sequential, cut: int) -> None:
             raise SplitError(f"cut {cut}: {name} is also used before it; stages of plain modules cannot share weights")
 
 
-class ModuleStage(nn.Module):
+class ModuleStage(PipelineStage):
     """One stage of plain modules: the children [lo, hi) of the model, under their names there.
 
     The interface is `Stage`'s; hidden_size is the width of the rows that it receives, or sends if it is the first.
     """
 
     def __init__(self, source: Modules, plan: SplitPlan, index: int) -> None:
-        super().__init__()
-        self.plan, self.index, self.num_stages = plan, index, plan.num_stages
-        self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
+        super().__init__(plan, index)
         for name, block in list(source.model.named_children())[self.lo : self.hi]:
             self.add_module(name, block)
         self._shapes, self._margin = source.shapes, source.margin
         self._recompute: dict[str, Any] = {}
         self.config = self.adapter = None
         self.hidden_size = _rows(source.shapes[self.hi if index == 0 else self.lo])[1]
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
-
-    @property
-    def tied_groups(self) -> tuple[TiedGroup, ...]:
-        """Empty: plain modules share no weights over stages."""
-        return ()
-
-    def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """Return nothing, for the same reason."""
-        return {}
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's blocks.
@@ -184,15 +163,14 @@ class ModuleStage(nn.Module):
 
     def _layout(self, ids: tuple[int, ...], shifts_B2: Tensor | None) -> Layout:
         if self.is_last:  # and the first: nothing crosses a link
-            return Layout(ids, (0,) * len(ids), (1,) * len(ids), 1)
+            return Layout.of_mask(ids, None, 1)
         canvas = self.crossing(self.index).canvas
         if canvas is not None:
             return Layout.of_shifts(ids, shifts_B2, canvas)
-        n = _rows(self._shapes[self.hi])[0]
-        return Layout(ids, (0,) * len(ids), (n,) * len(ids), n)
+        return Layout.of_mask(ids, None, _rows(self._shapes[self.hi])[0])
 
     def crossing(self, link: int) -> Crossing:
-        """What crosses a link, counted from the first stage."""
+        """Describe what crosses a link, counted from the first stage."""
         cut = self.plan.cuts[link + 1]
         shape, canvas = self._shapes[cut], None
         if self._margin and len(shape) == 3:
@@ -210,7 +188,7 @@ def to_rows(x: Tensor) -> Tensor:
 
 
 def from_rows(x_BnH: Tensor, shape: Sequence[int]) -> Tensor:
-    """What `to_rows` made rows of; shape: of one sample."""
+    """Undo `to_rows`; shape: of one sample."""
     if len(shape) == 3:
         channels, lines, columns = shape
         return x_BnH.reshape(-1, lines, columns, channels).permute(0, 3, 1, 2).contiguous()
@@ -222,9 +200,3 @@ def _rows(shape: Sequence[int]) -> tuple[int, int]:
     if len(shape) == 3:
         return shape[1], shape[2] * shape[0]
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
-
-
-def build_module_stage(source: Modules, plan: SplitPlan, index: int, *, dtype: Any = None) -> ModuleStage:
-    """Stage `index` of a plan: the model's own blocks, not copies."""
-    stage = ModuleStage(source, plan, index)
-    return stage if dtype is None else stage.to(dtype)

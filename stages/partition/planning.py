@@ -5,8 +5,10 @@ n blocks, K stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
-from pipecomp.stages.partition.balance import UPDATE_COST, balance, check_cuts
+from pipecomp.stages.partition.balance import UPDATE_COST, balance, settle_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,7 @@ class SplitPlan:
 
     @property
     def num_stages(self) -> int:
+        """K."""
         return len(self.cuts) - 1
 
     @property
@@ -87,10 +90,8 @@ def plan_model(
     head = head_name(architecture, type(model))
     named = dict(model.named_parameters(remove_duplicate=False))
     costs = _costs(model, architecture, block_seconds)
-    bounds = check_cuts(len(costs.blocks), num_stages, cuts)
-    if bounds is None:
-        assert num_stages is not None, "check_cuts allows only one of them to be missing"
-        bounds = balance(costs.blocks, num_stages, first=costs.first, last=costs.last, slowdowns=slowdowns)
+    balanced = partial(balance, costs.blocks, first=costs.first, last=costs.last, slowdowns=slowdowns)
+    bounds = settle_cuts(len(costs.blocks), num_stages, cuts, balanced)
     tied, held = _tied_groups(model, architecture, bounds)
     if not tie:
         one_name = [group.name for group in tied if len(set(group.parameters)) < len(group.stages)]
@@ -154,8 +155,7 @@ def _costs(model: Any, architecture: Architecture, block_seconds: Sequence[float
 def block_count(model: Any, architecture: Architecture) -> int:
     """How many blocks the model has. SplitError if there is no list at the architecture's path."""
     try:
-        blocks = getattr(model, model.base_model_prefix).get_submodule(architecture.blocks)
-        return len(blocks)
+        return len(getattr(model, model.base_model_prefix).get_submodule(architecture.blocks))
     except (AttributeError, TypeError) as error:
         raise SplitError(
             f"{architecture.model_type}: {type(model).__name__} has no list of blocks at "
@@ -164,7 +164,7 @@ def block_count(model: Any, architecture: Architecture) -> int:
 
 
 def block_of(architecture: Architecture, base: str, name: str) -> int | None:
-    """The number of the block that a parameter belongs to, or None."""
+    """Find the number of the block that a parameter belongs to, or None."""
     prefix = f"{base}.{architecture.blocks}."
     return int(name[len(prefix) :].split(".", 1)[0]) if name.startswith(prefix) else None
 
@@ -174,23 +174,19 @@ def part_of(architecture: Architecture, base: str, name: str) -> str:
     if not name.startswith(base + "."):
         return "head"
     inner = name[len(base) + 1 :]
-
-    def under(*paths: str) -> bool:
-        return any(inner == path or inner.startswith(path + ".") for path in paths)
-
-    if under(architecture.blocks):
-        return "block"
-    if under(*architecture.before):
-        return "before"
-    if under(*architecture.after):
-        return "after"
-    if under(*architecture.shared):
-        return "shared"
+    for part, paths in (
+        ("block", (architecture.blocks,)),
+        ("before", architecture.before),
+        ("after", architecture.after),
+        ("shared", architecture.shared),
+    ):
+        if _is_under(inner, paths):
+            return part
     raise SplitError(f"{architecture.model_type}: the architecture's entry does not say which stages have {name}")
 
 
 def aliases(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter, in the model's order; more than one where a weight is tied."""
+    """List the names of each parameter, in the model's order; more than one where a weight is tied."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -203,14 +199,13 @@ def modules_read(model: Any, architecture: Architecture) -> tuple[str, ...]:
     return tuple(f"{model.base_model_prefix}.{path}" for path in head.reads(model.config))
 
 
-def _is_under(name: str, paths: Sequence[str]) -> bool:
-    return any(name.startswith(path + ".") for path in paths)
+def _is_under(name: str, paths: Iterable[str]) -> bool:
+    return any(name == path or name.startswith(path + ".") for path in paths)
 
 
 def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: str) -> Sequence[int]:
-    """The stages that hold a parameter of this name, rising."""
-    stages = len(cuts) - 1
-    base = str(model.base_model_prefix)
+    """Find the stages that hold a parameter of this name, rising."""
+    stages, base = len(cuts) - 1, str(model.base_model_prefix)
     part = part_of(architecture, base, name)
     if part == "shared":
         return range(stages)
@@ -219,15 +214,14 @@ def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: s
     if part == "block":
         block = block_of(architecture, base, name)
         assert block is not None, "part_of says that it is a block's"
-        stage = next(i for i in range(stages) if block < cuts[i + 1])
-        return range(stage, stage + 1)
+        return [bisect_right(cuts, block) - 1]
     return range(stages - 1, stages)
 
 
 def _tied_groups(
     model: Any, architecture: Architecture, cuts: Sequence[int]
 ) -> tuple[list[TiedGroup], list[list[str]]]:
-    """The weights that several stages need, and per stage one name for each parameter that it holds."""
+    """Find the weights that several stages need, and per stage one name for each parameter that it holds."""
     groups: list[TiedGroup] = []
     held: list[list[str]] = [[] for _ in cuts[1:]]
     for names in aliases(model):

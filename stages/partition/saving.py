@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipecomp.errors import SplitError
-from pipecomp.files import write_whole
+from pipecomp.files import UNFINISHED, write_whole
 from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.loading import Source, skeleton
@@ -31,7 +31,6 @@ from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
 
 INDEX = "model.safetensors.index.json"
-PART = ".part"
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.part)?|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
@@ -66,7 +65,7 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
         wrong = f"it lacks {missing[0]}" if missing else f"the stage has no {unknown[0]}"
         raise SplitError(f"state for stage {stage.index}: {wrong}")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    path = Path(folder) / (shard_name(stage.index, stage.num_stages) + PART)
+    path = Path(folder) / (shard_name(stage.index, stage.num_stages) + UNFINISHED)
     tensors = {saved: values[name].detach().to("cpu").contiguous() for name, saved in names.items()}
     save_file(tensors, str(path), metadata={"format": "pt"})
     return path
@@ -92,8 +91,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     shards = [shard_name(index, stage.num_stages) for index in range(stage.num_stages)]
     weight_map, total_size, dtype = _read_headers(folder, shards)
     whole = skeleton(Source(config=stage.config, model_class=type(stage._model), adapter=stage.adapter))
-    again = {name for names in aliases(whole) for name in names[1:]}
-    wanted = set(whole.state_dict()) - again
+    wanted = set(whole.state_dict()) - {name for names in aliases(whole) for name in names[1:]}
     if stage.adapter is not None:
         wanted = set(adapters.saved_names(whole, stage.adapter, wanted).values())
     missing = sorted(wanted - set(weight_map))
@@ -104,7 +102,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
 
     (folder / INDEX).unlink(missing_ok=True)  # so that a crash from here on leaves no mixture that could be loaded
     for shard in shards:
-        os.replace(folder / (shard + PART), folder / shard)
+        os.replace(folder / (shard + UNFINISHED), folder / shard)
     for path in folder.iterdir():
         if _WEIGHTS.fullmatch(path.name) and path.name not in shards:
             path.unlink()
@@ -125,10 +123,10 @@ def _join_adapter(adapter: Adapter, folder: Path, shards: list[str]) -> Path:
 
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        tensors |= load_file(str(folder / (shard + PART)))
+        tensors |= load_file(str(folder / (shard + UNFINISHED)))
     path = adapters.write(folder, adapter, tensors)
     for shard in shards:
-        (folder / (shard + PART)).unlink()
+        (folder / (shard + UNFINISHED)).unlink()
     return path
 
 
@@ -145,24 +143,13 @@ def shard_name(index: int, num_stages: int) -> str:
 
 
 def _names_to_write(stage: Stage) -> dict[str, str]:
-    """The stage's names, each weight once, without the tied ones that an earlier stage writes -> themselves."""
-    held = dict(stage.named_parameters(remove_duplicate=False))
-    elsewhere = {
-        id(parameter)
-        for group in stage.tied_groups
-        for parameter in [stage.tied_parameters()[group.name]]
-        if group.stages[0] != stage.index
-    }
-    seen: set[int] = set()
-    names: list[str] = []
-    for name in stage.state_dict():
-        parameter = held.get(name)
-        if parameter is not None and (id(parameter) in elsewhere or id(parameter) in seen):
-            continue
-        if parameter is not None:
-            seen.add(id(parameter))
-        names.append(name)
-    return dict(zip(names, names, strict=True))
+    """List the stage's names, each weight once, without tied ones that an earlier stage writes -> themselves."""
+    own = stage.tied_parameters()
+    elsewhere = {id(own[group.name]) for group in stage.tied_groups if group.stages[0] != stage.index}
+    names: dict[int | str, str] = {}
+    for name, value in stage.state_dict(keep_vars=True).items():
+        names.setdefault(id(value) if isinstance(value, nn.Parameter) else name, name)
+    return {name: name for key, name in names.items() if key not in elsewhere}
 
 
 def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, str], int, torch.dtype]:
@@ -173,7 +160,7 @@ def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, str], int,
     total_size = 0
     dtype: torch.dtype | None = None
     for shard in shards:
-        path = folder / (shard + PART)
+        path = folder / (shard + UNFINISHED)
         if not path.is_file():
             raise SplitError(f"{path} is missing: each stage's write_shard comes before write_index, in one folder")
         with safe_open(str(path), framework="pt") as file:

@@ -17,78 +17,50 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.partition.adapters import adapter_of, without_peft
 from pipecomp.stages.partition.architectures import Architecture, SkippedBlock, architecture_of, head_name
-from pipecomp.stages.partition.planning import SplitPlan, TiedGroup, aliases, block_count, modules_read, plan_model
+from pipecomp.stages.partition.planning import SplitPlan, aliases, block_count, modules_read, plan_model
+from pipecomp.stages.partition.stage import PipelineStage
 
 
-class Stage(nn.Module):
+class Stage(PipelineStage):
     """One stage of a split model; make it with `split` or `build_stage`.
 
     Its parameters, buffers and state_dict have Hugging Face's names, without a prefix.
 
-    Attributes:
-        index, num_stages: its place.
-        lo, hi: its blocks are lo to hi - 1.
+    Attributes, beside those of every stage:
         hidden_size: H.
         config: the unsplit model's config, a copy of its own.
-        plan: the partition that it is part of.
         adapter: its LoRA adapter, None without.
         newly_initialized: parameters that its checkpoint lacked (a new classification head).
     """
 
     _model: Any
-    plan: SplitPlan
     config: Any
 
     def __init__(self, model: Any, plan: SplitPlan, index: int) -> None:
         """model: already cut to this stage (see `cut`). The stage takes over its children."""
-        super().__init__()
-        architecture = architecture_of(model.config)
+        super().__init__(plan, index)
         # The same dictionaries, so that both see a parameter that .to() or an optimizer wrapper replaces; not a
         # child, because a child's name would become a prefix of every parameter's.
         for shared in ("_modules", "_parameters", "_buffers"):
             object.__setattr__(self, shared, getattr(model, shared))
         object.__setattr__(self, "_model", model)
         self.training = model.training
-        self.plan = plan
-        self.index = index
-        self.num_stages = plan.num_stages
-        self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
         self.config = model.config
         self.hidden_size = int(model.config.hidden_size)
         self.generation_config = getattr(model, "generation_config", None)
         self.adapter = adapter_of(model)
         self.newly_initialized: tuple[str, ...] = ()
-        self._head = architecture.heads[plan.model_class]
-        self._options = dict(architecture.forward_options)
-        self._extras = architecture.extra_inputs
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
-
-    @property
-    def tied_groups(self) -> tuple[TiedGroup, ...]:
-        """The plan's groups that this stage is part of."""
-        return tuple(group for group in self.plan.tied if self.index in group.stages)
-
-    def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """This stage's copy of each tied weight, by the group's name; none with one stage or `tie=False`."""
-        return {
-            group.name: self.get_parameter(group.parameters[group.stages.index(self.index)])
-            for group in self.tied_groups
-        }
+        self._architecture = architecture_of(model.config)
+        self._head = self._architecture.heads[plan.model_class]
 
     def train(self, mode: bool = True) -> Stage:
+        """Switch dropout and the like on or off; see nn.Module."""
         self.training = mode
         self._model.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
-        """Moves and casts (`.to`, `.bfloat16`) leave buffers that no checkpoint holds in their dtype.
+        """Move or cast (`.to`, `.bfloat16`), but leave buffers that no checkpoint holds in their dtype.
 
         Rotary frequencies rounded to bfloat16 would be wrong by up to 0.4 %, at every position.
         """
@@ -110,11 +82,11 @@ class Stage(nn.Module):
         return Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
 
     def next_layout(self, layout: Layout) -> Layout:
-        """The layout of what this stage sends, from that of what it received: the same tokens."""
+        """Give the layout of what this stage sends, from that of what it received: the same tokens."""
         return layout
 
     def crossing(self, link: int) -> Crossing:
-        """What crosses a link, counted from the first stage."""
+        """Describe what crosses a link, counted from the first stage."""
         return Crossing(width=self.hidden_size, settings={"cut": self.plan.cuts[link + 1]})
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
@@ -130,9 +102,9 @@ class Stage(nn.Module):
 
     def kept_to_recompute(self, samples: int, tokens: int) -> int:
         """Values that checkpointed blocks keep for the backward: their inputs [B, S, H]."""
-        blocks = self._model.base_model.get_submodule(architecture_of(self.config).blocks)
-        count = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)
-        return count * samples * tokens * self.hidden_size
+        blocks = self._model.base_model.get_submodule(self._architecture.blocks)
+        checkpointed = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)
+        return checkpointed * samples * tokens * self.hidden_size
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's part of the model.
@@ -159,26 +131,24 @@ class Stage(nn.Module):
             call = {"inputs_embeds": given["hidden_states"], "attention_mask": mask_BS}
 
         if not self.is_last:
-            hidden_BSH = self._model.base_model(**call, **self._options).last_hidden_state
+            hidden_BSH = self._model.base_model(**call, **self._architecture.forward_options).last_hidden_state
             return {"hidden_states": hidden_BSH, "attention_mask": mask_BS}
         if self._head.pools_last_token and not self.is_first:
-            hidden_BSH = self._model.base_model(**call, **self._options).last_hidden_state
+            hidden_BSH = self._model.base_model(**call, **self._architecture.forward_options).last_hidden_state
             logits_BSC = self._model.score(hidden_BSH)
             rows_B = torch.arange(logits_BSC.shape[0], device=logits_BSC.device)
             return logits_BSC[rows_B, self._last_token(logits_BSC, mask_BS)]
-        logits: Tensor = self._model(**call, **self._options).logits
-        return logits
+        return self._model(**call, **self._architecture.forward_options).logits
 
     def _checked(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         main = "input_ids" if self.is_first else "hidden_states"
-        allowed = (main, "attention_mask", *(self._extras if self.is_first else ()))
+        allowed = (main, "attention_mask", *(self._architecture.extra_inputs if self.is_first else ()))
         if not isinstance(inputs, Mapping):
             raise DataError(f"stage {self.index}: got {type(inputs).__name__}, needs a dict with {main}")
         for key in inputs:
             if key not in allowed:
                 raise DataError(f"stage {self.index}: input {key!r} is not supported, allowed: {', '.join(allowed)}")
-        tensor = inputs.get(main)
-        dims = 2 if self.is_first else 3
+        tensor, dims = inputs.get(main), 2 if self.is_first else 3
         if tensor is None or tensor.dim() != dims:
             got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise DataError(f"stage {self.index}: {main} needs {dims} dimensions, got {got}")
@@ -197,7 +167,7 @@ class Stage(nn.Module):
         return (places_S * (mask_BS != 0).to(like_BS.device, torch.int32)).argmax(-1)
 
     def _check_last_tokens(self, given: Mapping[str, Tensor | None]) -> None:
-        """The last stage pools by the mask, the unsplit model by `pad_token_id`: both must name the same token."""
+        """Check that the mask, by which the last stage pools, and `pad_token_id`, by which the model does, agree."""
         ids_BS, pad = given["input_ids"], self.config.pad_token_id
         assert ids_BS is not None, "checked before"
         if pad is None:
@@ -267,7 +237,7 @@ def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
 
 
 def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> Any:
-    """A model of the same class that has only what stage `index` needs, sharing modules and weights with `model`.
+    """Make a model of the same class with only what stage `index` needs, sharing modules and weights with `model`.
 
     Every module on the way to something that is taken out is copied without its contents, so `model` itself does not
     change. Tied weights whose original is another stage's become parameters of their own, with equal values.
@@ -322,7 +292,7 @@ def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A module of the same class with the same contents, whose tables can change without changing the original's."""
+    """Copy a module but not what it holds, so that its tables can change without changing the original's."""
     other = module.__class__.__new__(module.__class__)
     other.__dict__ = {
         key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
@@ -331,24 +301,27 @@ def shallow(module: nn.Module) -> nn.Module:
     return other
 
 
-def _graft(top: nn.Module, path: str, module: nn.Module | None) -> None:
-    """Put `module` at `path`, which the model may lack; the modules on the way are copied, not changed."""
-    *way, leaf = path.split(".")
+def _own_way(top: nn.Module, way: Sequence[str]) -> nn.Module | None:
+    """Copy the modules on a way, so that what lies there can be replaced in this model alone; None if it ends early."""
     for name in way:
-        if top._modules.get(name) is None:
-            return
-        inner = shallow(top._modules[name])  # type: ignore[arg-type]
-        top._modules[name] = inner
-        top = inner
-    if top._modules.get(leaf) is not None:
-        top._modules[leaf] = module
+        inner = top._modules.get(name)
+        if inner is None:
+            return None
+        top._modules[name] = top = shallow(inner)
+    return top
+
+
+def _graft(top: nn.Module, path: str, module: nn.Module | None) -> None:
+    """Put `module` at `path`, where the model has anything there."""
+    *way, leaf = path.split(".")
+    owner = _own_way(top, way)
+    if owner is not None and owner._modules.get(leaf) is not None:
+        owner._modules[leaf] = module
 
 
 def replace_parameter(top: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    """Put a parameter at `path`; the modules on the way are copied, so that the model they come from keeps its own."""
+    """Put a parameter at `path`; the model that its module comes from keeps its own."""
     *way, leaf = path.split(".")
-    for name in way:
-        inner = shallow(top._modules[name])  # type: ignore[arg-type]
-        top._modules[name] = inner
-        top = inner
-    top._parameters[leaf] = parameter
+    owner = _own_way(top, way)
+    assert owner is not None, "the path of a parameter that the model has"
+    owner._parameters[leaf] = parameter

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.package_copy import PackageCopy, named_files
+
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 FILE = '''
@@ -83,33 +80,21 @@ if __name__ == "__main__":
         except ConfigError as error:
             said[section["method"]] = str(error)
     for n in (2, 3):
-        torch.multiprocessing.spawn(rank, (n, sys.argv[1]), nprocs=n)
+        torch.multiprocessing.start_processes(rank, (n, sys.argv[1]), nprocs=n, start_method="fork")
     print(json.dumps(said))
 """
 
 
 def test_a_file_and_a_line_make_a_method(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "pipecomp", tmp_path / "pipecomp", symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+    copy = PackageCopy(tmp_path)
+    copy.add("pipecomp/allreduce/methods/every_nth.py", FILE)
+    copy.edit(
+        "pipecomp/allreduce/registry.py",
+        ("\nMETHODS", f"{IMPORT}\nMETHODS"),
+        ('    "qsgd": Qsgd,\n', f'    "qsgd": Qsgd,\n{LINE}'),
     )
-    for folder in ("kernels", "stages", "buffers"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "pipecomp" / "allreduce" / "methods" / "every_nth.py").write_text(FILE)
-    registry = tmp_path / "pipecomp" / "allreduce" / "registry.py"
-    before, line, after = registry.read_text().partition('    "qsgd": Qsgd,\n')
-    assert line
-    registry.write_text(before.replace("\nMETHODS", f"{IMPORT}\nMETHODS", 1) + line + LINE + after)
-    (tmp_path / "use.py").write_text(USE)
-    done = subprocess.run(
-        [sys.executable, "use.py", str(tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    folder, registry = named_files("a gradient method")
+    assert copy.edited == [f"{folder}every_nth.py", registry]
+    said = json.loads(copy.run(USE).splitlines()[-1])
     assert said["every_nth"] == "gradients.stride: got 0, allowed: a whole number of at least 1"
     assert said["qsgd"] == "gradients.stride: got 2, allowed: only with 'every_nth', not 'qsgd'"

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -234,3 +234,17 @@ def test_where_there_is_no_store(tmp_path):
             with pytest.raises(StoreError, match="no message store"):
                 call(path)
     assert not (tmp_path / "missing").exists()
+
+
+def test_one_ranks_store_is_forgotten(tmp_path):
+    for rank in (0, 1):
+        with closing(open_environment("lmdb", tmp_path, rank)) as environment:
+            environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
+            environment.commit()
+    admin.forget(tmp_path, 1)
+    admin.forget(tmp_path, 2)  # has none
+    held = []
+    for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
+        with closing(open_environment("lmdb", tmp_path, rank)) as environment:
+            held.append(len(environment.link("link-0", described).inventory()))
+    assert held == [1, 0]

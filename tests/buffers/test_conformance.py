@@ -274,7 +274,7 @@ def test_any_thread_may_call(make):
 
 
 class Compared(RuleBasedStateMachine):
-    """A store against a dict. Budgets are compared with their rule, written here a second time."""
+    """A store against a dict; a subclass says which: `make_environment`. The rule of budgets is written here again."""
 
     samples = st.integers(0, 9)
     lists = st.lists(samples, max_size=6)
@@ -300,9 +300,6 @@ class Compared(RuleBasedStateMachine):
     def open(self):
         self.environment = self.make_environment()
         self.store = self.environment.link("link-0", SETTINGS)
-
-    def make_environment(self):
-        raise NotImplementedError
 
     @rule(sample=samples, n=st.integers(0, 4))
     def put(self, sample, n):

@@ -104,8 +104,9 @@ class TestBudget:
 
     def test_a_stored_set_that_is_too_large_is_trimmed(self):
         sizes = {i: 10 for i in range(20)}
-        assert set(Budget(75).load(sizes)) == set(sizes) - greedy(sizes, 75)
-        assert Budget(None).load(sizes) == []
+        evicted, declined = Budget(75).settle(sizes)
+        assert {*evicted, *declined} == set(sizes) - greedy(sizes, 75)
+        assert Budget(None).settle(sizes) == ([], [])
 
     @pytest.mark.parametrize("wrong", [0, -5, 1.5, "1", True])
     def test_a_budget_is_a_number_of_bytes(self, wrong):
@@ -189,7 +190,7 @@ class TestPrefetch:
         assert taker.is_alive()
         source.let(1)
         taker.join(WAIT_S)
-        assert got[0].found
+        assert got[0][0]
         assert source.loads == [5]
 
     def test_what_has_not_begun_is_left_to_the_caller(self, source, ahead):
@@ -222,8 +223,8 @@ class TestPrefetch:
             prefetcher.request([first, 10 + first])
             prefetcher.request([first + 1, 11 + first])
             settle(prefetcher, 4)
-            assert prefetcher.take(first).found
-            assert prefetcher.take(10 + first).found
+            assert prefetcher.take(first)[0]
+            assert prefetcher.take(10 + first)[0]
         assert sorted(source.loads) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
     def test_batches_that_nobody_came_for_are_given_up(self, source, ahead):
@@ -232,7 +233,7 @@ class TestPrefetch:
         for sample in range(4):
             prefetcher.request([sample])
         settle(prefetcher, 2)
-        assert prefetcher.take(1).found  # 0 was skipped
+        assert prefetcher.take(1)[0]  # 0 was skipped
         settle(prefetcher, 2)
         assert source.loads == [0, 1, 2, 3]
         assert prefetcher.take(0) == (False, None)
@@ -271,7 +272,7 @@ class TestPrefetch:
         prefetcher.request([666, 3])
         settle(prefetcher, 1)
         assert prefetcher.take(666) == (False, None)
-        assert prefetcher.take(3).found
+        assert prefetcher.take(3)[0]
 
     def test_zero_loads_nothing(self, source, ahead):
         prefetcher = ahead(0)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.report.read import read_runs
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -31,17 +32,17 @@ DEMO_KEYS = {
 }
 
 
-def pipecomp(*arguments: str, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipecomp.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+def told(*arguments: str) -> str:
+    """What a command prints, in this process: imports take longer than what most commands do."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
-    done = pipecomp("demo", "--quick", "--methods", "none,aqsgd", "--bits", "3,6", "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out, done.stdout
+    return out, told("demo", "--quick", "--methods", "none,aqsgd", "--bits", "3,6", "--out", str(out))
 
 
 def test_demo_writes_what_it_shows(demo):
@@ -62,28 +63,26 @@ def test_demo_writes_what_it_shows(demo):
     assert aqsgd["store_bytes"] > aqsgd["forward_bytes_raw"] / 2
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert "AQ-SGD fw3 bw6" in text
+    assert (out / "report.html").stat().st_size > 1e6
+    assert [run.name for run in read_runs([out])] == ["FP32", "AQ-SGD"]
 
 
 def test_store_commands_on_the_demos_store(demo, tmp_path):
     folder = str(demo[0] / "messages" / "aqsgd")
-    info = pipecomp("store", "info", folder, "--json", str(tmp_path / "info.json"))
-    assert info.returncode == 0, info.stderr
-    assert "link-0" in info.stdout
+    assert "link-0" in told("store", "info", folder, "--json", str(tmp_path / "info.json"))
     lines = json.loads((tmp_path / "info.json").read_text())
     assert [(line["rank"], line["samples"], line["bits"]) for line in lines] == [(0, 64, 32), (1, 64, 32)]
-    verify = pipecomp("store", "verify", folder)
-    assert verify.returncode == 0, verify.stderr
-    assert "128 values checked, 0 damaged" in verify.stdout
-    prune = pipecomp("store", "prune", folder, "--ids-below", "10")
-    assert prune.returncode == 0, prune.stderr
-    assert "108 values removed (0 of them damaged), 20 kept" in prune.stdout
-    everything = CliRunner().invoke(app, ["store", "prune", folder, "--everything"])
-    assert everything.output.startswith("all values removed; ")
-    assert everything.output.endswith(" 0.00 MB now\n")
+    assert "128 values checked, 0 damaged" in told("store", "verify", folder)
+    assert "108 values removed (0 of them damaged), 20 kept" in told("store", "prune", folder, "--ids-below", "10")
+    everything = told("store", "prune", folder, "--everything")
+    assert everything.startswith("all values removed; ")
+    assert everything.endswith(" 0.00 MB now\n")
 
 
 def test_an_error_ends_the_command_with_one_line():
-    done = pipecomp("store", "info", "/no/such/folder", timeout_s=HANG_S)
+    """As a user sees it: a process of its own."""
+    command = [sys.executable, "-m", "pipecomp.cli", "store", "info", "/no/such/folder"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("pipecomp: ")
     assert "/no/such/folder" in done.stderr
@@ -104,3 +103,12 @@ def test_errors_name_what_was_wrong(arguments, message):
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def test_help_needs_no_large_package():
+    code = (
+        "import sys; from typer.testing import CliRunner; from pipecomp.cli import app\n"
+        "assert 'netlab' in CliRunner().invoke(app, ['--help']).output\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False).returncode == 0

@@ -67,7 +67,7 @@ def _transfer(transport: Any, rank: int, sizes: list[int], gap_s: float, note: A
         for size in sizes:
             transport.send(np.zeros(size, dtype=np.uint8))
             time.sleep(gap_s)
-        transport.flush()
+        transport._outbox.join()
         times.append(time.monotonic())
         transport.recv()
     else:

@@ -65,7 +65,7 @@ def memories(callback: Any) -> Any:
     """What a callback's state remembers."""
     state = callback._state
     hook = state._hook
-    torchs = {} if hook is None else {key: (m.error_dict, m.q_memory_dict) for key, m in hook._states.items()}
+    torchs = {key: (m.error_dict, m.q_memory_dict) for key, m in getattr(hook, "_states", {}).items()}
     return content((state.state_dict(), torchs))
 
 
@@ -145,6 +145,7 @@ def resuming(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         ("random", {"method": "global_qsgd", "seed": 5}),
         ("powersgd", {"method": "powersgd", "rank": 2}),
         ("adaptive", {**SQUEEZE, "adaptive": {"every": 2}}),
+        ("adaptive rank", {"method": "powersgd", "rank": 2, "adaptive": {"every": 2, "error": 0.5}}),
     ):
         where = f"{folder}/{name}"
         callback = CompressionCallback(**options)
@@ -377,7 +378,7 @@ def test_all_ranks_skip_a_step_that_overflows_in_float16(scaled: Ran) -> None:
 # -- resuming
 
 
-@pytest.mark.parametrize("method", ["squeeze", "casq", "random", "adaptive"])
+@pytest.mark.parametrize("method", ["squeeze", "casq", "random", "adaptive", "adaptive rank"])
 def test_a_resumed_training_is_the_same_training(resumed: Ran, method: str) -> None:
     _, ranks = resumed
     for out in ranks.values():

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.lab_ranks import run_in_lab
+
 from pipecomp.doctor import Finding
-from pipecomp.cluster.local_ranks import free_port, run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.network_interfaces import free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -84,7 +87,7 @@ def dies_while_measured(rank, world, note):
     from pipecomp.doctor import meeting
 
     if rank == 1:
-        meeting.follow = lambda other, limit_s: os._exit(7)
+        meeting.follow = lambda peer: os._exit(7)
     meeting._SILENCE_S = meeting._PAIR_S = 5.0
     return examined(rank, world, note, ("ok", "ok", "ok"))
 
@@ -173,39 +176,29 @@ def test_ranks_that_never_come(monkeypatch):
     assert os.environ["MASTER_PORT"] in finding.found
 
 
-IN_A_LAB = textwrap.dedent(
-    """
-    import json, os, sys
-    from pathlib import Path
+def on_a_node(rank, world, note, environ):
     from pipecomp.doctor import examination, meeting
+
     examination.machine_findings = lambda launch, store: []
     meeting._GLOO_S = 3.0
-    os.environ.update(json.loads(sys.argv[1]))
-    def report(findings):
-        Path(sys.argv[2]).write_text(json.dumps([finding._asdict() for finding in findings]))
-    examination.examine(report, store=Path("messages"), limit_s=60.0)
-    """
-)
+    os.environ.update(environ)
+    told: list[Finding] = []
+    examination.examine(told.extend, store=Path("messages"), limit_s=LIMIT_S)
+    return [finding._asdict() for finding in told]
 
 
-def in_a_lab(tmp_path, environ, **shape) -> dict[str, dict[str, str]]:
+def in_a_lab(environ, **shape) -> dict[str, dict[str, str]]:
     """What rank 0 of two nodes reports, by check."""
     from pipecomp.netlab import Lab, missing
 
     if problem := missing():
         pytest.skip(problem)
-    script, out = tmp_path / "doctor.py", tmp_path / "found.json"
-    script.write_text(IN_A_LAB)
     with Lab(nodes=2, **shape) as lab:
-        lab.run(
-            [sys.executable, str(script), json.dumps(environ), str(out)], timeout_s=HANG_S,
-            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}, on_line=lambda *line: None,
-        )
-    return {f["check"]: f for f in json.loads(out.read_text())}
+        return {f["check"]: f for f in run_in_lab(lab, on_a_node, environ, timeout_s=HANG_S)[0]}
 
 
-def test_the_rates_of_a_slow_link(tmp_path):
-    found = in_a_lab(tmp_path, {}, asymmetric=["1000mbit/4mbit", "1000mbit/40mbit"])
+def test_the_rates_of_a_slow_link():
+    found = in_a_lab({}, asymmetric=["1000mbit/4mbit", "1000mbit/40mbit"])
     words = found["ranks 0 and 1"]["found"].replace(",", "").split()
     units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
     up, down = (float(words[i - 1]) * units[word] for i, word in enumerate(words) if word in units)
@@ -214,8 +207,8 @@ def test_the_rates_of_a_slow_link(tmp_path):
     assert found["clocks"]["verdict"] == "ok"
 
 
-def test_loopback_between_two_machines(tmp_path):
-    found = in_a_lab(tmp_path, {"GLOO_SOCKET_IFNAME": "lo"})
+def test_loopback_between_two_machines():
+    found = in_a_lab({"GLOO_SOCKET_IFNAME": "lo"})
     line = found["gloo connections"]
     assert line["verdict"] == "problem"
     assert "GLOO_SOCKET_IFNAME" in line["advice"]

@@ -25,7 +25,8 @@ from tests.dist.leftovers import Sessions
 from pipecomp.checkpoint import manifest
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.cluster.failure import of_a_collective
-from pipecomp.cluster.local_ranks import free_port, run_ranks
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.network_interfaces import free_port
 
 pytestmark = pytest.mark.ranks
 

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "momentum": ({"method": "quantized_adam", "freeze_step": 2, "bits": 8, "group_size": 64}, {}),
     "clusters": ({"method": "casq", "interval": 2}, {}),
     "adaptive": ({**SQUEEZE, "adaptive": {"every": 2, "error": 0.5}}, {}),
+    "adaptive rank": ({"method": "powersgd", "rank": 8, "adaptive": {"every": 2, "error": 0.5}}, {}),
 }
 
 
@@ -114,7 +115,7 @@ def test_tied_weights_are_compressed_without_replicas():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("method", ["squeeze", "momentum", "adaptive"])
+@pytest.mark.parametrize("method", ["squeeze", "momentum", "adaptive", "adaptive rank"])
 def test_resumed_training_is_the_same(method, tmp_path):
     """Error-feedback residuals and momentum go on where they were, on every replica."""
     for rank, (straight, resumed) in run_ranks(2, stop_and_go, method, str(tmp_path), timeout_s=HANG_S).items():

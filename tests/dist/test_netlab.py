@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.lab_ranks import run_in_lab
 from tests.dist.netlab_work import place, plain_tcp, trains, transfer
 from tests.dist.small import ds_config
 
@@ -95,7 +96,7 @@ def test_a_message_takes_the_delay(software):
     with Lab(nodes=2, delay="150ms", software=software) as lab:
         assert lab.network.delay_by == ("netem" if not software and has_netem() else "software")
         assert len(lab.notes) == (0 if lab.network.delay_by == "netem" else 1)
-        found = lab.run(transfer, [1000] * 5, 0.05, timeout_s=HANG_S, on_line=quiet)
+        found = run_in_lab(lab, transfer, [1000] * 5, 0.05, timeout_s=HANG_S)
     (began, _), arrivals = found[0], found[1]
     for i, arrival in enumerate(arrivals):
         assert arrival - began >= 0.15 + 0.05 * i
@@ -111,7 +112,7 @@ def test_a_cut_ends(software):
             time.sleep(1.0)
             lab.join(1)
 
-        found = lab.run(transfer, [300_000] * 4, 0.0, True, timeout_s=HANG_S, on_line=quiet, on_note=on_note)
+        found = run_in_lab(lab, transfer, [300_000] * 4, 0.0, True, timeout_s=HANG_S, on_note=on_note)
     assert found[1][-1] - found[0][0] > 1.0
 
 
@@ -139,7 +140,7 @@ def test_training_in_software():
     """The engine's own links are throttled and counted."""
     config = ds_config({"activations": {"method": "direct", "forward_bits": 4, "backward_bits": 8}})
     with Lab(nodes=2, bandwidth="20mbit", delay="2ms", software=True) as lab:
-        stats = lab.run(trains, config, 2, timeout_s=HANG_S, on_line=quiet)
+        stats = run_in_lab(lab, trains, config, 2, timeout_s=HANG_S)
         counted = lab.bytes()
     for node, direction in ((0, "forward"), (1, "backward")):
         sent = stats[node][direction]["bytes_sent"]

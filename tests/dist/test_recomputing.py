@@ -15,7 +15,7 @@ from tests.dist.small import ds_config, gpt2, samples
 
 from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.engine.activation_checkpointing import take_setting
+from pipecomp.engine.agreed import take_checkpointing
 from pipecomp.stages import split
 
 INTERVAL = {"pipeline": {"activation_checkpoint_interval": 1}}
@@ -90,14 +90,14 @@ def test_less_memory_is_kept() -> None:
 )
 def test_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        take_setting(config)
+        take_checkpointing(config)
 
 
 def test_deepspeed_does_nothing_itself() -> None:
     config = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False, "seed_layers": False}}
-    assert take_setting(config)
+    assert take_checkpointing(config)
     assert config == {"pipeline": {"activation_checkpoint_interval": 0, "use_reentrant": False, "seed_layers": False}}
     for plain in ({}, {"pipeline": {}}, {"activation_checkpointing": {"cpu_checkpointing": False}}):
         before = dict(plain)
-        assert not take_setting(plain)
+        assert not take_checkpointing(plain)
         assert plain == before

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import tests.dist.trainer_work as work
+from pipecomp.report.measures import link_use, rank_times
+from pipecomp.report.read import read_runs
 from tests.dist.small import gpt2, samples
 
 from pipecomp.errors import ConfigError, PipecompError
@@ -372,7 +374,8 @@ def test_is_a_loop_over_the_engine(ran: Any) -> None:
             assert out["groups"][1][0] == out["norms"]
             for logged in out["logged"]:
                 assert logged >= {"loss", "grad_norm", "learning_rate", "epoch"}
-                assert logged >= {"link_compression", "link_wait_seconds"}
+                assert logged >= {"link_compression", "link_wait_seconds", "link_slowest_wait"}
+                assert logged >= {"link_forward_mb_per_s", "link_backward_mb_per_s"}
                 assert not logged & {"store_hit_rate", "grad_compression"}
     assert ranks[0]["loop"]["plain"]["ours"][0] != ranks[0]["loop"]["direct"]["ours"][0]
 
@@ -438,7 +441,20 @@ def test_early_stopping_best_model_and_curves(ran: Any) -> None:
     tags: set[str] = set()
     for events in (folder / "bert").rglob("events.out.tfevents.*"):
         tags |= set(accumulator.EventAccumulator(str(events)).Reload().Tags()["scalars"])
-    assert {"train/loss", "train/link_compression", "eval/one_accuracy"} <= tags
+    assert {"train/loss", "train/link_compression", "train/link_forward_mb_per_s", "eval/one_accuracy"} <= tags
+
+
+def test_a_training_leaves_what_a_report_shows(ran: Any) -> None:
+    folder, ranks = ran
+    (run,) = read_runs([folder / "bert"])
+    steps = ranks[0]["classified"]["steps"]
+    assert [line["step"] for line in run.steps] == list(range(1, steps + 1))
+    assert (run.facts["kind"], run.facts["status"], run.facts["hidden"]) == ("trainer", "finished", 16)
+    assert run.notes == []
+    (link,) = link_use(run)
+    assert 1 < link.raw / link.sent < 8
+    assert [rank.stage for rank in rank_times(run)] == [0, 1]
+    assert (folder / "bert" / "report.html").stat().st_size > 1e6
 
 
 def test_checkpoint_is_a_model_folder(ran: Any) -> None:

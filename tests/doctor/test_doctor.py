@@ -21,12 +21,11 @@ from typer.testing import CliRunner
 from pipecomp.cli import app
 from pipecomp.cluster.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
-from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.meeting import check_met
 from pipecomp.doctor.peers import Identity
-from pipecomp.doctor.report import print_report
 from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
@@ -414,14 +413,12 @@ def test_speed(tmp_path):
 
 
 def test_lmdb_verdicts():
-    expect(storage.check_lmdb(storage.Works(None, None, None)), OK)
-    expect(storage.check_lmdb(storage.Works("no", "no", "no")), PROBLEM, "cannot be mapped")
-    expect(storage.check_lmdb(storage.Works(None, "two got it", "no")), PROBLEM, "locks", "two got it")
-    expect(storage.check_lmdb(storage.Works(None, None, "torn")), PROBLEM, "torn", "store.path")
+    expect(storage.check_lmdb(None), OK)
+    expect(storage.check_lmdb("torn"), PROBLEM, "torn", "store.path")
 
 
 def test_lmdb_works_here(tmp_path):
-    assert storage.try_lmdb(tmp_path) == (None, None, None)
+    assert storage.try_lmdb(tmp_path) is None
 
 
 def test_a_folder_without_maps(tmp_path, monkeypatch):
@@ -429,7 +426,7 @@ def test_a_folder_without_maps(tmp_path, monkeypatch):
         raise OSError(errno.ENODEV, "No such device")
 
     monkeypatch.setattr(storage.mmap, "mmap", refuse)
-    assert storage.try_lmdb(tmp_path).mapping == "No such device"
+    assert "cannot be mapped into memory here (No such device)" in str(storage.try_lmdb(tmp_path))
 
 
 def test_a_folder_whose_maps_do_not_show_the_file(tmp_path, monkeypatch):
@@ -444,7 +441,7 @@ def test_a_folder_whose_maps_do_not_show_the_file(tmp_path, monkeypatch):
             return None
 
     monkeypatch.setattr(storage.mmap, "mmap", Stale)
-    assert "does not show" in str(storage.try_lmdb(tmp_path).mapping)
+    assert "does not show" in str(storage.try_lmdb(tmp_path))
 
 
 def test_a_folder_without_locks(tmp_path, monkeypatch):
@@ -458,6 +455,7 @@ def test_a_folder_without_locks(tmp_path, monkeypatch):
 def test_a_folder_whose_locks_do_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.fcntl, "lockf", lambda *a: None)
     assert "two ranks could write" in str(storage._lock(tmp_path))
+    assert "file locks do not work here: two processes" in str(storage.try_lmdb(tmp_path))
 
 
 def test_a_store_that_forgets(tmp_path, monkeypatch):
@@ -465,7 +463,7 @@ def test_a_store_that_forgets(tmp_path, monkeypatch):
 
     forgetful = buffers.MemoryEnvironment
     monkeypatch.setattr(buffers, "open_environment", lambda *a, **k: forgetful())
-    assert storage._store(tmp_path) == "what was read is not what was stored"
+    assert storage.try_lmdb(tmp_path) == "a message store does not work here: what was read is not what was stored"
 
 
 def test_a_store_that_cannot_be_opened(tmp_path):
@@ -554,9 +552,9 @@ def test_clocks():
 
 def test_versions_of_several_machines():
     expect(peers.check_same_versions([A, B]), OK)
-    other = B._replace(versions={"torch": "2.14.0"})
+    other = B._replace(versions={"torch": "2.14.0", "pipecomp": "not installed"})
     finding = peers.check_same_versions([A, other])
-    expect(finding, WARNING, "torch 2.13.0 on rank 0; 2.14.0 on rank 1", "not installed on rank 1")
+    expect(finding, WARNING, 'torch is "2.14.0" on rank 1, "2.13.0" on rank 0', '"not installed" on rank 1')
 
 
 def test_connections():
@@ -603,10 +601,10 @@ class FakePeer:
     def perf_counter(self) -> float:
         return self.now_s
 
-    def command(self, command: int, size: int = 0) -> None:
-        self.answer = (int(command), size)
-
     def send(self, data: torch.Tensor) -> None:
+        if data.dtype == torch.int64:  # a command
+            self.answer = tuple(data.tolist())
+            return
         self.transferred += data.numel()
         self.now_s += 8 * data.numel() / self.out_bit_s
 
@@ -630,7 +628,7 @@ def test_measuring_a_known_link(out, back, delay, ahead):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "time", peer)
         patch.setattr(measure, "_MOST_BYTES", 2**22)
-        measured = measure.lead_peer(peer)
+        measured = measure.lead(peer)
     assert measured.round_trip_s == pytest.approx(2 * delay, abs=1e-6)
     assert measured.clock_ahead_s == pytest.approx(ahead, abs=1e-6)
     assert measured.clock_error_s == pytest.approx(delay, abs=1e-6)

@@ -84,15 +84,15 @@ def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
     with pytest.raises(KernelError, match=r"_native\.so does not load"):
         native.Backend(broken)
     monkeypatch.setattr(native_library, "library_path", lambda: broken)
-    assert "does not load" in native._load.__wrapped__()
+    assert "does not load" in native.load.__wrapped__()
     monkeypatch.setattr(native_library, "library_path", lambda: None)
-    assert "not built" in native._load.__wrapped__()
+    assert "not built" in native.load.__wrapped__()
 
 
 @needs_native
 def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
     monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
-    assert "another version" in native._load.__wrapped__()
+    assert "another version" in native.load.__wrapped__()
     monkeypatch.undo()
     backend = native.Backend(native_library.library_path())
     native.self_check(backend)
@@ -191,6 +191,15 @@ def test_the_extension_is_optional(compiler, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "failed" in done.stdout + done.stderr
     assert not list((tmp_path / "lib").rglob("*.so"))
+
+
+def test_a_library_that_was_built_before_is_taken(tmp_path):
+    built = tmp_path / "built.so"
+    built.write_bytes(b"as it is")
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path]
+    subprocess.run(command, cwd=ROOT, env=environment(BUILT_KERNELS=str(built)), check=True, timeout=HANG_S)
+    (made,) = (tmp_path / "lib").rglob("_native*.so")
+    assert made.read_bytes() == b"as it is"
 
 
 def test_build_flags_forbid_contraction_and_are_the_extensions():

@@ -12,7 +12,8 @@ from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_auto
-from pipecomp.plan.probe import _Over, measure_links, network_of
+from pipecomp.plan.probe import TransportPeer, measure_links, network_of
+from pipecomp.plan.simulation import StageCosts
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
@@ -55,7 +56,7 @@ def test_foreign_bytes_while_measuring():
     a, b = loopback_pair()
     a.send(np.zeros(3, dtype=np.uint8))
     with pytest.raises(LinkError, match="3 bytes"):
-        _Over(b).receive(torch.empty(2, dtype=torch.int64))
+        TransportPeer(b).receive(torch.empty(2, dtype=torch.int64))
 
 
 def measured(out, back, trip=0.0):
@@ -118,8 +119,8 @@ class TestDecision:
         rows = []
         for _ in range(replicas):
             rows += [
-                Seen(0, C / 3, 2 * C / 3, 0.0, 0.0, measured(out, back)),
-                Seen(1, C / 3, 2 * C / 3, 0.0, 0.0, None),
+                Seen(0, StageCosts(forward_s=C / 3, backward_s=2 * C / 3), measured(out, back)),
+                Seen(1, StageCosts(forward_s=C / 3, backward_s=2 * C / 3), None),
             ]
         return rows
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,7 +27,6 @@ from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
-from tests.limits import HANG_S
 
 SECTIONS = [
     {"method": "none"},
@@ -321,11 +318,6 @@ def test_rates_of_the_command():
     assert len(networks_of(None, None)) == 5
 
 
-def pipecomp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipecomp.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "model").mkdir()
@@ -337,29 +329,11 @@ def folder(tmp_path):
 def test_the_command(folder):
     """Given numbers: tables, a recommendation, and the same as JSON."""
     out = folder / "plan.json"
-    done = pipecomp(
-        "plan",
-        "--model",
-        str(folder / "model"),
-        "--stages",
-        "4",
-        "--tokens",
-        "64",
-        "--micro-batch",
-        "1",
-        "--batch",
-        "8",
-        "--speed",
-        "0.05",
-        "--bandwidth",
-        "10mbit,1gbit",
-        "--delay",
-        "1ms",
-        "--json",
-        str(out),
-    )
-    assert done.returncode == 0, done.stderr
-    text = " ".join(done.stdout.split())
+    arguments = ["--stages", "4", "--tokens", "64", "--micro-batch", "1", "--batch", "8", "--speed", "0.05"]
+    arguments += ["--bandwidth", "10mbit,1gbit", "--delay", "1ms", "--json", str(out)]
+    done = CliRunner().invoke(app, ["plan", "--model", str(folder / "model"), *arguments])
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
     assert "Stages (estimated for 0.05 TFLOP/s)" in text
     assert "AQ-SGD fw2 bw4" in text
     assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text

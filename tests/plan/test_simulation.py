@@ -57,9 +57,9 @@ class TestByHand:
         assert played.seconds == pytest.approx(11)
         found = {(e.place, e.what, e.micro_batch): (e.start, e.end) for e in played.events}
         assert found[0, "forward", 1] == (1, 2)
-        assert found[0, "forward message", 1] == (2, 3)
+        assert found[0, "forward packet", 1] == (2, 3)
         assert found[1, "backward", 0] == (3, 5)
-        assert found[0, "backward message", 1] == (8, 9)
+        assert found[0, "backward packet", 1] == (8, 9)
         assert found[0, "wait", 0] == (2, 6)
         assert played.waits == pytest.approx((4 + 1, 2))
 

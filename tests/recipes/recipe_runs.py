@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from types import ModuleType
 
 import pytest
 
-from pipecomp.cluster.local_ranks import free_port
+from pipecomp.cluster.network_interfaces import free_port
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,15 +80,24 @@ def launch_each(folder: Path, recipe: str, *arguments: list[str]) -> Ended:
     """Run it with the variables and arguments that DeepSpeed's launcher gives, on processes forked from a server that
     has imported the large packages: half a minute of imports less than with a launcher. arguments: of each process.
     """
-    port, output, env = free_port(), folder / f"output-{recipe}.txt", environment()
-    output.write_text("")
-    context = multiprocessing.get_context("forkserver")
-    ranks = []
+    port, ranks = free_port(), []
     for rank, own in enumerate(arguments):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         place |= {name: str(len(arguments)) for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
-        command = [path_of(recipe), f"--local_rank={rank}", *own]
-        ranks.append(context.Process(target=_be_rank, args=(folder, env | place, command, output)))
+        ranks.append((environment() | place, [path_of(recipe), f"--local_rank={rank}", *own]))
+    return _run_forked(folder, ranks)
+
+
+def run_script(folder: Path, script: str | Path, *arguments: str) -> Ended:
+    """Run `python script …`, forked from that server."""
+    return _run_forked(folder, [(environment(), [str(script), *arguments])])
+
+
+def _run_forked(folder: Path, commands: list[tuple[dict[str, str], list[str]]]) -> Ended:
+    output = folder / "output.txt"
+    output.write_text("")
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_be_python, args=(folder, env, words, output)) for env, words in commands]
     try:
         for process in ranks:
             process.start()
@@ -105,9 +115,10 @@ def launch_each(folder: Path, recipe: str, *arguments: list[str]) -> Ended:
     return Ended(max(abs(process.exitcode or 0) for process in ranks), output.read_text())
 
 
-def _be_rank(folder: Path, env: dict[str, str], command: list[str], output: Path) -> None:
+def _be_python(folder: Path, env: dict[str, str], command: list[str], output: Path) -> None:
     """In a forked process: what `python train.py …` is, in a session of its own and with its output in a file."""
     os.setsid()
+    gc.freeze()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
@@ -147,12 +158,6 @@ def launch_nodes(folder: Path, recipe: str, *arguments: list[str]) -> Ended:
         starts += f"{command} & p{node}=$!\n"
         waits += f"wait $p{node} || s=1\n"
     return run(folder, "sh", "-c", f"{starts}s=0\n{waits}exit $s")
-
-
-def torchrun(folder: Path, recipe: str, *arguments: str) -> Ended:
-    """Run it on two processes with torchrun."""
-    where = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return run(folder, sys.executable, "-m", "torch.distributed.run", *where, path_of(recipe), *arguments)
 
 
 def script(recipe: str) -> ModuleType:

@@ -64,10 +64,9 @@ class TestRows:
             (tmp_path / name).write_text(f"x\t1\t\t{name}\n")
         args = arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
         classify.check_arguments(args)
-        assert [row.texts[0] for row in classify.training_rows(args, COLA)] == ["b", "a"]
-        assert classify.held_out_rows(args, COLA) is None
-        args = arguments("--train-file", "x", "--eval-file", str(tmp_path / "b"))
-        assert classify.held_out_rows(args, COLA) == [Row(("b",), 1)]
+        assert classify.read(args, COLA) == ([Row(("b",), 1), Row(("a",), 1)], None)
+        args = arguments("--train-file", str(tmp_path / "a"), "--eval-file", str(tmp_path / "b"))
+        assert classify.read(args, COLA)[1] == [Row(("b",), 1)]
 
     def test_a_dataset(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -76,11 +75,10 @@ class TestRows:
             line = json.dumps({"question": "q", "sentence": split, "label": label, "idx": 0})
             (tmp_path / "data" / f"{split}.jsonl").write_text(line + "\n")
         args = arguments("--dataset", str(tmp_path / "data"), task=QNLI)
-        assert classify.training_rows(args, QNLI) == [Row(("q", "train"), 1)]
-        assert classify.held_out_rows(args, QNLI) == [Row(("q", "validation"), 0)]
+        assert classify.read(args, QNLI) == ([Row(("q", "train"), 1)], [Row(("q", "validation"), 0)])
         other = classify.Task(texts=("premise",), labels=("a", "b"), max_tokens=9)
         with pytest.raises(DataError, match="needed: premise, label"):
-            classify.training_rows(args, other)
+            classify.read(args, other)
 
     @pytest.mark.skipif(not (DATA / "qnli/dev.tsv").is_file(), reason="needs ../shared/data/qnli and cola")
     def test_the_real_files(self) -> None:
@@ -200,7 +198,7 @@ class TestScores:
 class TestModels:
     def test_tokenizer_and_tiny_model_belong_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src, group: None)
         tokenizer = encoder.load_tokenizer("train:300", TEXTS)
         assert len(tokenizer) <= 300
         same = encoder.train_tokenizer(TEXTS, 300)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipecomp.buffers.admin import info
-from tests.recipes.recipe_runs import ROOT, launch, run, torchrun
+from tests.recipes.recipe_runs import ROOT, launch, run_script
 
 RECIPES = ROOT / "recipes"
 WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 4, 2, 2, 2
@@ -49,10 +48,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [f"{i}\twho {text[:9]} ?\t{text}\t{labels[label]}\n" for i, (text, label) in enumerate(rows)]
         (folder / f"qnli-{name}.tsv").write_text("".join(["index\tquestion\tsentence\tlabel\n", *lines]))
     (folder / "text.txt").write_text("".join(f"{text} .\n" for text, _ in sentences(200, 2)))
-    done = run(
+    done = run_script(
         folder,
-        sys.executable,
-        str(RECIPES / "pretrain_deberta.py"),
+        RECIPES / "pretrain_deberta.py",
         "--train-file",
         "text.txt",
         "--eval-file",
@@ -170,11 +168,11 @@ def test_only_real_tokens_are_on_the_wire_and_in_the_store(work: Path, cola: lis
         assert raw < link.stored_bytes < raw + 64 * SAMPLES
 
 
-def test_pairs_with_torchrun_cut_to_what_was_asked(work: Path) -> None:
+def test_pairs_are_cut_to_what_was_asked(work: Path) -> None:
     config = json.loads((work / "ds_config.json").read_text())
     config["pipecomp"]["store"]["path"] = "pairs"
     (work / "pairs.json").write_text(json.dumps(config))
-    ended = torchrun(
+    ended = launch(
         work,
         "deberta_qnli",
         *words(

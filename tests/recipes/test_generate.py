@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipecomp.errors import PipecompError
-from tests.recipes.recipe_runs import ROOT, Ended, run
+from tests.recipes.recipe_runs import ROOT, Ended, run_script
 
 SCRIPT = ROOT / "recipes" / "gpt2_wikitext2" / "generate.py"
 PROMPT, NEW, CASES = 6, 5, 3
@@ -47,10 +47,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(work: Path, *more: str) -> Ended:
-    return run(
+    return run_script(
         work,
-        sys.executable,
-        str(SCRIPT),
+        SCRIPT,
         "--model",
         "FP32=one",
         "--model",

@@ -11,7 +11,7 @@ import torch
 
 from pipecomp.errors import DataError
 from pipecomp.recipes import language, run, text
-from tests.recipes.recipe_runs import ROOT, torchrun
+from tests.recipes.recipe_runs import ROOT, launch
 
 TEXTS = ["We study links.", "A model\nof two   stages\n", "Messages are sent once."]
 
@@ -71,7 +71,7 @@ def test_documents_are_joined_with_an_end_between_them():
 
 
 @pytest.mark.ranks
-def test_the_recipe_with_torchrun(tmp_path: Path) -> None:
+def test_the_recipe(tmp_path: Path) -> None:
     abstracts = [f"In paper {n} we show that the method of paper {n + 1} sends fewer bytes ." for n in range(80)]
     lines = "".join(json.dumps({"abstract": text}) + "\n" for text in abstracts[:60])
     (tmp_path / "train.jsonl").write_text(lines)
@@ -80,7 +80,7 @@ def test_the_recipe_with_torchrun(tmp_path: Path) -> None:
     config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     config["pipecomp"]["store"]["path"] = str(tmp_path / "messages")
     (tmp_path / "c.json").write_text(json.dumps(config))
-    found = torchrun(
+    found = launch(
         tmp_path,
         "gpt2_arxiv",
         "--deepspeed_config",

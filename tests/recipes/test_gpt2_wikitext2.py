@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run
+from pipecomp.report.read import read_runs
+from pipecomp.report.record import FILES, PLAN
+from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2"
@@ -104,6 +106,22 @@ def test_ends_well_and_tells_what_it_did(work: Path, ended: Ended) -> None:
     assert list((work / "out" / "board").glob("events*"))
 
 
+def test_leaves_a_folder_with_a_report_and_says_what_the_links_do(work: Path, ended: Ended) -> None:
+    assert ended.status == 0, ended.output
+    said = re.search(r"^report    (.*)$", ended.output, re.MULTILINE)
+    assert said is not None
+    folder = (work / said[1]).parent
+    assert folder.name.startswith("gpt2_wikitext2-")
+    assert {path.name for path in folder.iterdir()} == set(FILES) - {PLAN}
+    (run,) = read_runs([folder])
+    assert run.notes == []
+    assert len(run.evaluations) == EPOCHS
+    assert re.search(
+        r"tokens/s  [\d.]+ .?B/s forward  [\d.]+ .?B/s back  .*link 0->1 waits \d+ %$", ended.output, re.MULTILINE
+    )
+    assert "\r" not in ended.output
+
+
 def test_metrics_have_every_step_and_every_epoch(work: Path, metrics: list[dict]) -> None:
     samples = len(token_blocks(work, "one.txt", "two.txt"))
     per_epoch = samples // MICRO
@@ -180,10 +198,9 @@ def test_an_error_is_one_line_and_ends_every_rank(work: Path) -> None:
     reason="needs ../shared/data/wikitext-2 and ../shared/data/gpt2-tokenizer",
 )
 def test_wikitext_with_gpt2s_tokenizer(work: Path) -> None:
-    found = run(
+    found = run_script(
         work,
-        sys.executable,
-        str(RECIPE / "train.py"),
+        RECIPE / "train.py",
         "--deepspeed_config",
         str(RECIPE / "ds_config_cpu_fp32.json"),
         "--model",

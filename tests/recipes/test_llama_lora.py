@@ -1,4 +1,4 @@
-"""The recipe as a user runs it: nodes of a hostfile without ssh, a small Llama in a folder, text files."""
+"""The recipe on two processes: a small Llama in a folder, text files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def arguments(**changed: str | None) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> Ended:
-    return launch_nodes(work, RECIPE, arguments(), arguments())
+    return launch(work, RECIPE, *arguments())
 
 
 @pytest.fixture
@@ -110,6 +110,15 @@ def test_saved_adapter_has_the_recorded_held_out_loss(work: Path, metrics: list[
     with torch.no_grad():
         losses = [model(input_ids=row[None], labels=row[None]).loss.item() for row in rows]
     assert metrics[-1]["eval"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.soak
+def test_nodes_of_a_hostfile_without_ssh(work: Path) -> None:
+    """With DeepSpeed's launcher; tests/dist/test_netlab.py starts it so in every run of the tests."""
+    changed = {"metrics": "nodes.jsonl", "save": "nodes", "max-steps": "2"}
+    found = launch_nodes(work, RECIPE, arguments(**changed), arguments(**changed))
+    assert found.status == 0, found.output
+    assert (work / "nodes" / "adapter_model.safetensors").is_file()
 
 
 def test_goes_on_with_the_adapter(work: Path, metrics: list[dict]) -> None:

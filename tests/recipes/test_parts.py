@@ -21,7 +21,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
-from pipecomp.recipes import fit, run, steps, text
+from pipecomp.recipes import run, steps, text
 from pipecomp.recipes.report import Report
 from pipecomp.stats import Traffic
 from tests.limits import HANG_S
@@ -275,26 +275,6 @@ class TestConfiguration:
         assert params["warmup_type"] == "linear"  # DeepSpeed's default is logarithmic
 
 
-def test_an_earlier_runs_messages_are_forgotten(tmp_path: Path) -> None:
-    from pipecomp.buffers import open_environment
-
-    section = {"activations": {"method": "aqsgd"}, "store": {"path": str(tmp_path / "messages")}}
-    settings = Config.from_dict(section)
-    for rank in (0, 1):
-        environment = open_environment("lmdb", settings.store.path, rank)
-        environment.link("link-0", {"of": "the last run"}).put(3, 1, torch.ones(2, 4))
-        environment.commit()
-        environment.close()
-    fit.forget_messages(settings, 1)
-    held = []
-    for rank, described in ((0, {"of": "the last run"}), (1, {"of": "this run"})):
-        environment = open_environment("lmdb", settings.store.path, rank)
-        held.append(len(environment.link("link-0", described).inventory()))
-        environment.close()
-    assert held == [1, 0]
-    fit.forget_messages(Config.from_dict({"activations": {"method": "none"}}), 0)
-
-
 def test_held_out_loss_counts_every_sample_alike() -> None:
     rows = [{"input_ids": torch.tensor([value, 0])} for value in (1, 2, 3, 4, 10)]
 
@@ -306,7 +286,7 @@ def test_held_out_loss_counts_every_sample_alike() -> None:
             return torch.stack(losses).mean()
 
     for micro_batch in (1, 2, 3, 5, 8):
-        assert run.evaluate(Engine(), eval_batches(rows, micro_batch)) == pytest.approx(4.0)
+        assert run.evaluate(Engine(), eval_batches(rows, micro_batch))["loss"] == pytest.approx(4.0)
 
 
 def test_only_real_tokens_are_counted() -> None:
@@ -348,8 +328,7 @@ class TestText:
         (tmp_path / "b").write_text("c\n")
         (tmp_path / "bad").write_bytes(b"ok\xff")
         args = text_arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
-        assert text.training_lines(args) == ["c\n", "ä\n", "b"]
-        assert text.held_out_lines(args) is None
+        assert text.read(args) == (["c\n", "ä\n", "b"], None)
         with pytest.raises(DataError, match="not UTF-8 text: byte 2 is 0xff"):
             text.read_lines(str(tmp_path / "bad"))
         with pytest.raises(DataError, match="cannot be read"):
@@ -363,10 +342,9 @@ class TestText:
         (data / "validation.txt").write_text("three\n")
         args = text_arguments("--dataset", str(data))
         text.check_arguments(args)
-        assert text.training_lines(args) == ["one\n", "two\n"]
-        assert text.held_out_lines(args) == ["three\n"]
+        assert text.read(args) == (["one\n", "two\n"], ["three\n"])
         with pytest.raises(ConfigError, match="--dataset"):
-            text.training_lines(text_arguments("--dataset", str(tmp_path / "nothing")))
+            text.read(text_arguments("--dataset", str(tmp_path / "nothing")))
 
 
 class TestModels:
@@ -420,7 +398,7 @@ class TestModels:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src: None)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src, group: None)
         rows = ["round and round it goes\n"] * 20
         tokenizer = text.load_tokenizer("train:300", rows)
         assert 257 <= len(tokenizer) <= 300

@@ -110,10 +110,10 @@ class Engine:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank."""
 
-    def gather(out: list, mine: object) -> None:
+    def gather(out: list, mine: object, group: object) -> None:
         out[:] = [mine]
 
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 1)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     monkeypatch.setenv("LOCAL_RANK", "0")
 
@@ -146,7 +146,7 @@ class TestResume:
             "passed over step 20: it was not finished"
         )
         engine = Engine(exact=True)
-        assert checkpoints.load(engine) == "with the messages of that step: losses will be as without a break"
+        assert checkpoints.load(engine) == "with the cached activations of that step: losses will be as without a break"
         assert engine.loaded == (str(tmp_path), "global_step10")
         assert "in common" in checkpoints.load(Engine(exact=False))
         assert checkpoints.load(Engine()) == "as it was"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import pickle
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import SplitError
 from pipecomp.stages import (
     Stage,
@@ -256,17 +258,44 @@ YARN = {
 }
 
 
+def peaks(rank: int, world: int, note: object, small: str, large: str) -> list[tuple[float, float]]:
+    """Of a stage built from a folder and from a config: the peak of memory over the stage's share, and that in KiB."""
+
+    def peak_kib() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    def measure(source: object) -> tuple[float, float]:
+        found = plan(source, num_stages=8)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is in use
+        before = peak_kib()
+        stage = build_stage(source, found, 3)
+        share = sum(p.numel() for p in stage.parameters()) * 4 / 1024
+        return (peak_kib() - before) / share, share
+
+    build_stage(small, plan(small, num_stages=2), 0)
+    return [measure(large), measure(transformers.AutoConfig.from_pretrained(large))]
+
+
 class TestOnlyItsOwn:
     @pytest.mark.parametrize("name", MODELS)
     def test_bytes_read(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(name).save_pretrained(tmp_path)
-        seen: list[Checkpoint] = []
-        entered = Checkpoint.__enter__
-        monkeypatch.setattr(Checkpoint, "__enter__", lambda self: seen.append(self) or entered(self))  # type: ignore[func-returns-value]
+        seen: list[int] = []
+        read = Checkpoint.read
+
+        def counted(self: Checkpoint, name: str) -> torch.Tensor:
+            tensor = read(self, name)
+            seen.append(tensor.nbytes)
+            return tensor
+
+        monkeypatch.setattr(Checkpoint, "read", counted)
         found = plan(tmp_path, cuts=[0, 1, 2])
         for index in range(3):
+            seen.clear()
             stage = build_stage(tmp_path, found, index)
-            assert seen[index].bytes_read == 4 * sum(p.numel() for p in stage.parameters())
+            assert sum(seen) == 4 * sum(p.numel() for p in stage.parameters())
 
     def test_peak_memory_is_near_the_stages_share(self, tmp_path: Path) -> None:
         """A model of 75 MB in 8 stages: building one takes its 9.5 MB and little more, from a folder or a config."""
@@ -279,32 +308,8 @@ class TestOnlyItsOwn:
         )
         make_model("llama").save_pretrained(tmp_path / "small")
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "large")
-        code = f"""
-            import gc, sys
-            from pipecomp.stages import build_stage, plan
-
-            def peak_kib():
-                return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
-
-            def measure(source):
-                found = plan(source, num_stages=8)
-                gc.collect()
-                open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew from what is in use
-                before = peak_kib()
-                stage = build_stage(source, found, 3)
-                share = sum(p.numel() for p in stage.parameters()) * 4 / 1024
-                return (peak_kib() - before) / share, share
-
-            build_stage({str(tmp_path / "small")!r}, plan({str(tmp_path / "small")!r}, num_stages=2), 0)
-            from transformers import AutoConfig
-            folder = {str(tmp_path / "large")!r}
-            print(*measure(folder), *measure(AutoConfig.from_pretrained(folder)))
-        """
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=HANG_S, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        from_folder, share, from_config, _ = (float(word) for word in done.stdout.split()[-4:])
+        found = run_ranks(1, peaks, str(tmp_path / "small"), str(tmp_path / "large"), timeout_s=HANG_S)[0]
+        (from_folder, share), (from_config, _) = found
         assert share > 9000
         assert from_folder < 2.5
         assert from_config < 2.5

@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 import pipecomp
 from pipecomp.buffers import open_environment
+from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
@@ -614,7 +615,7 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     assert held(environment) == saved
     environment.close()
     assert not message_stores.restore(str(tmp_path / "checkpoint-2"), store)
-    message_stores.forget(store)
+    forget(store, 0)
     environment = open_environment("lmdb", store, 0, bits=4)  # of other settings than before
     assert held(environment) == []
     environment.close()

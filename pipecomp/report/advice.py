@@ -1,0 +1,229 @@
+"""What to change next: settings tried one by one in the planner's simulation of the run's own step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
+
+import torch
+
+from pipecomp.config import Activations, Bits, Config, bits_text
+from pipecomp.errors import PipecompError
+from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
+from pipecomp.plan.network import Network
+from pipecomp.plan.prediction import best_in_flight
+from pipecomp.plan.search import ALMOST, PAYS, choose_bits
+from pipecomp.plan.simulation import play
+from pipecomp.plan.wanted import FIRST_VISIT
+from pipecomp.report.read import Run
+from pipecomp.report.simulated import Simulated, with_costs
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LEAST = (2, 4)  # forward and backward bits that training has been measured with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change and what it predicts.
+
+    Attributes:
+        what: The change, as a setting: "forward_bits 3 → 2".
+        step_s: Seconds of a step with it, for as many samples as now.
+        gain: How many times as fast as now.
+        why: What speaks for it, or against.
+        costs_nothing: Whether it is worth making though it is not faster, as more bits are.
+        setting: Whether it is one, and not another network.
+        assumes: Whether the prediction takes something for granted that a run may not have.
+    """
+
+    what: str
+    step_s: float
+    gain: float
+    why: str
+    costs_nothing: bool = False
+    setting: bool = True
+    assumes: bool = False
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is to be recommended."""
+        return self.setting and (self.gain >= PAYS or (self.costs_nothing and self.gain * ALMOST >= 1))
+
+
+def changes(run: Run, now: Simulated) -> list[Change]:
+    """Try changes in the simulation, those that pay first, by what they gain."""
+    found = [
+        Change(
+            what=what,
+            step_s=seconds,
+            gain=now.seconds / seconds,
+            why=why,
+            costs_nothing=kind == _FREE,
+            assumes=kind == _ASSUMES,
+        )
+        for what, seconds, why, kind in [*_bits(run, now), *_others(run, now)]
+    ]
+    if now.limited:
+        seconds, why = play(now.step, _faster(now.network)).seconds, "what a faster line is worth"
+        found.append(
+            Change(what="links of twice the rate", step_s=seconds, gain=now.seconds / seconds, why=why, setting=False)
+        )
+    return sorted(found, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
+
+
+_FASTER, _FREE, _ASSUMES = range(3)
+_Tried = tuple[str, float, str, int]
+
+
+def _bits(run: Run, now: Simulated) -> Iterator[_Tried]:
+    """Other methods and bits of activations."""
+    packets = _Packets.of(run, now)
+    if packets is None:
+        return
+    config, a = packets.config, packets.config.activations
+    if a.method not in a.QUANTIZED:
+        if now.limited:
+            yield from _compressed(packets)
+        return
+    f, b = a.forward_bits, a.backward_bits
+    fewer = [("forward_bits", f, max(_LEAST[0], f - 1), "forward")] if isinstance(f, int) else []
+    fewer += [("backward_bits", b, max(_LEAST[1], b - 2), "back")] if isinstance(b, int) else []
+    for key, old, new, name in fewer:
+        if new < old:
+            made = with_bits(config, new, b) if key == "forward_bits" else with_bits(config, f, new)
+            yield f"{key} {old} → {new}", packets.seconds(made), f"fewer bytes {name}; the loss may end higher", _FASTER
+    if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
+        why = "the fewest that training was measured with; the loss may end higher"
+        yield _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why, _FASTER
+    pair = _chosen(packets, config)
+    if pair != (f, b) and _sum(pair) > _sum((f, b)):
+        yield _in_words(pair), packets.seconds(with_bits(config, *pair)), "the most bits that cost no time", _FREE
+    yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE
+
+
+def _compressed(packets: _Packets) -> Iterator[_Tried]:
+    config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8}})
+    pair = _chosen(packets, config)
+    why = "after the first epoch; the time of quantizing is not in it"
+    yield f"method aqsgd, {_in_words(pair)}", packets.seconds(with_bits(config, *pair)), why, _FASTER
+
+
+def _others(run: Run, now: Simulated) -> Iterator[_Tried]:
+    step, K = now.step, len(now.step.stages)
+    packets = _Packets.of(run, now)
+    if packets is not None and packets.config.activations.method == "aqsgd":
+        yield from _first_visits(packets, now)
+    samples = run.facts.get("micro_batch")
+    if isinstance(samples, int) and samples % 2 == 0:
+        halves = with_costs(step, forward_s=0.5, backward_s=0.5, encode_s=0.5, decode_s=0.5)
+        smaller = replace(
+            halves,
+            micro_batches=2 * step.micro_batches,
+            forward_bytes=[size / 2 for size in step.forward_bytes],
+            backward_bytes=[size / 2 for size in step.backward_bytes],
+            in_flight=None,
+        )
+        words = f"micro-batches of {samples // 2} instead of {samples}, twice as many"
+        why = "stages wait less at both ends of a step; taken as if small ones computed as fast"
+        yield words, best_in_flight(smaller, now.network)[1].seconds, why, _ASSUMES
+    if isinstance(run.facts.get("settings", {}).get("in_flight"), int):
+        seconds = best_in_flight(step, now.network)[1].seconds
+        yield "in_flight auto", seconds, "stages run further ahead; takes memory", _FASTER
+    spent = [c.forward_s + c.backward_s for c in step.stages]
+    if max(spent) > 1.1 * sum(spent) / K:
+        slowest = spent.index(max(spent))
+        factors = sum(spent) / K
+        even = [
+            replace(c, forward_s=c.forward_s * factors / s, backward_s=c.backward_s * factors / s)
+            for c, s in zip(step.stages, spent, strict=True)
+        ]
+        why = (
+            f"stage {slowest} computes {max(spent) * K / sum(spent):.2g} times as long as the mean; see `pipecomp plan`"
+        )
+        yield "other cuts", play(replace(step, stages=even), now.network).seconds, why, _FASTER
+
+
+def _first_visits(packets: _Packets, now: Simulated) -> Iterator[_Tried]:
+    a = packets.config.activations
+    if a.first_visit == "full" and max(now.new_share) > 0.02:
+        made = replace(packets.config, activations=replace(a, first_visit=FIRST_VISIT))
+        seconds = packets.seconds(made)
+        yield (
+            f"first_visit {FIRST_VISIT}",
+            seconds,
+            f"{max(now.new_share):.0%} of the samples were new to a link",
+            _FASTER,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packets:
+    """Packets of other settings: the run's own bytes, scaled as the planner's formulas say."""
+
+    config: Config
+    counts: list[list[int]]  # tokens of each sample of a micro-batch, for each link
+    hidden: int
+    dtype: torch.dtype
+    now: Simulated
+
+    @classmethod
+    def of(cls, run: Run, now: Simulated) -> _Packets | None:
+        """None for plain modules, and for settings that this version does not know."""
+        hidden, dtype = run.facts.get("hidden"), _DTYPES.get(str(run.facts.get("dtype")))
+        samples = run.facts.get("micro_batch")
+        if not isinstance(hidden, int) or hidden < 1 or dtype is None or not isinstance(samples, int) or samples < 1:
+            return None
+        try:
+            config = Config(activations=Activations(**run.facts["settings"]["activations"]))
+        except (PipecompError, KeyError, TypeError):
+            return None
+        tokens = [max(1, round(raw / hidden / dtype.itemsize / samples)) for raw in now.raw_bytes]
+        return cls(config=config, counts=[[n] * samples for n in tokens], hidden=hidden, dtype=dtype, now=now)
+
+    def seconds(self, made: Config) -> float:
+        """Of a step with these settings."""
+        links = range(len(self.now.network.forward))
+        forward = [self._forward(made, k) / self._forward(self.config, k) for k in links]
+        backward = [self._back(made, k) / self._back(self.config, k) for k in links]
+        step = self.now.step
+        scaled = replace(
+            step,
+            forward_bytes=[size * factor for size, factor in zip(step.forward_bytes, forward, strict=True)],
+            backward_bytes=[size * factor for size, factor in zip(step.backward_bytes, backward, strict=True)],
+        )
+        return play(scaled, self.now.network).seconds
+
+    def _forward(self, config: Config, link: int) -> float:
+        """Bytes of a packet, with the run's share of samples that are new."""
+        size = (self.counts[link], self.hidden, self.dtype)
+        both = (self.config.activations.method, config.activations.method)
+        new = self.now.new_share[link] if both == ("aqsgd", "aqsgd") else 0.0
+        first = activation_bytes(config, link, *size, first_visit=True)
+        return new * first + (1 - new) * activation_bytes(config, link, *size)
+
+    def _back(self, config: Config, link: int) -> float:
+        return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype)
+
+
+def _faster(network: Network) -> Network:
+    def twice(lines: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(replace(line, bits_per_s=min(math.inf, 2 * line.bits_per_s)) for line in lines)
+
+    return replace(network, forward=twice(network.forward), backward=twice(network.backward))
+
+
+def _chosen(packets: _Packets, config: Config) -> tuple[Bits, Bits]:
+    """What `auto` would choose here."""
+    return choose_bits(lambda *bits: packets.seconds(with_bits(config, *bits)), packets.now.network)[:2]
+
+
+def _in_words(pair: tuple[Bits, Bits]) -> str:
+    return f"{bits_text(pair[0])} bits forward, {bits_text(pair[1])} back"
+
+
+def _sum(pair: tuple[Bits, Bits]) -> float:
+    """How gentle they are: their mean over the links, both ways."""
+    return sum(bits if isinstance(bits, int) else mean(map(int, bits)) for bits in pair)

@@ -1,0 +1,226 @@
+"""The charts, as plotly's figures: plain dicts of traces and layout. Colours of text and grid are the page's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from pipecomp.report import measures
+from pipecomp.report.simulated import Simulated
+from pipecomp.report.text import duration, percent, size, times
+from pipecomp.report.words import Told, planned
+
+COLORS = ("#3b82d6", "#e07b2e", "#2aa37c", "#c4569f", "#8a6ee0", "#b8961f", "#d1495b", "#71839a")
+PART_COLORS = dict(zip(measures.PARTS, ("#3b82d6", "#e07b2e", "#a9b4c2", "#8a6ee0", "#b8961f", "#d5cfc4"), strict=True))
+
+_DOWN = {"autorange": "reversed", "automargin": True}  # the first row on top
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart of the page. key: its id. title, note: plain text. figure: plotly's data and layout. height: pixels."""
+
+    key: str
+    title: str
+    note: str
+    figure: dict[str, Any]
+    height: int = 360
+
+
+def label(text: str, longest: int = 36) -> str:
+    """Make a text of a run safe and short for plotly, which reads some HTML; both its ends stay."""
+    half = longest // 2
+    return escape(text if len(text) <= longest else f"{text[:half]}…{text[-half:]}", quote=False)
+
+
+def _row(all_told: Sequence[Told], one: Told, what: str) -> str:
+    """The name of a bar: with the run's name if there are several."""
+    return what if len(all_told) == 1 else f"{label(one.run.name, 24)}<br>{what}"
+
+
+def losses(all_told: Sequence[Told], *, over: str) -> Chart | None:
+    """The training loss, and what evaluations found. over: "steps" or "seconds"."""
+    traces: list[dict[str, Any]] = []
+    for i, one in enumerate(all_told):
+        name, color = label(one.run.name), COLORS[i % len(COLORS)]
+        x = _axis(one.curve, over)
+        if x:
+            y = one.curve.smooth()
+            tip = f"{name}<br>loss %{{y:.4f}} at %{{x:,}}<extra></extra>"
+            traces.append(_line(x, y, name, color, tip))
+        at = _axis(one.held_out, over)
+        if at:
+            tip = f"{name}<br>held-out loss %{{y:.4f}} at %{{x:,}}<extra></extra>"
+            points = {"mode": "markers", "marker": {"symbol": "diamond", "size": 9, "color": color}}
+            traces.append({**_line(at, one.held_out.losses, f"{name}, held out", color, tip), **points})
+    if not traces:
+        return None
+    x_title = "optimizer step" if over == "steps" else "seconds since the start"
+    return Chart(
+        key=f"loss-{over}",
+        title=f"Loss over {over}",
+        note=f"Training loss, mean of {measures.SMOOTH} steps; diamonds are held-out data.",
+        figure={
+            "data": traces,
+            "layout": {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": "loss"}}},
+        },
+    )
+
+
+def _axis(curve: measures.Curve, over: str) -> list[Any]:
+    return list(curve.steps if over == "steps" else curve.seconds or [])
+
+
+def _line(x: Sequence[Any], y: Sequence[float], name: str, color: str, tip: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": list(x),
+        "y": [round(value, 6) for value in y],
+        "name": name,
+        "line": {"color": color, "width": 2},
+        "hovertemplate": tip,
+    }
+
+
+def _bars(name: str, rows: list[str], values: list[Any], tips: list[str], marker: dict[str, Any]) -> dict[str, Any]:
+    """Bars to the right, one for each row."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "x": values,
+        "y": rows,
+        "name": name,
+        "marker": marker,
+        "hovertext": tips,
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
+
+
+def link_bytes(all_told: Sequence[Told]) -> Chart | None:
+    """Bytes of each link, each way: sent, and what they would have been."""
+    rows = [
+        (_row(all_told, one, f"{label(link.name)} {way}"), raw, sent, COLORS[i % len(COLORS)])
+        for i, one in enumerate(all_told)
+        for link in one.links
+        for way, (raw, sent) in (("forward", link.forward), ("back", link.backward))
+        if raw
+    ]
+    if not rows:
+        return None
+    names = [row[0] for row in rows]
+    tips = [
+        f"{name}<br>{size(sent)} sent, {size(raw)} uncompressed<br>{times(raw / sent)} less" if sent else name
+        for name, raw, sent, _ in rows
+    ]
+    colors = [row[3] for row in rows]
+    full = _bars("sent", names, [row[2] for row in rows], tips, {"color": colors})
+    pale = _bars("uncompressed", names, [row[1] for row in rows], tips, {"color": colors, "opacity": 0.3})
+    x_axis = {"title": {"text": "bytes"}, "exponentformat": "SI", "ticksuffix": "B"}
+    return Chart(
+        key="bytes",
+        title="Bytes by link and direction",
+        note="Since the start of the run. Full colour: packets as sent; pale: the values in the training precision.",
+        figure={
+            "data": [pale, full],
+            "layout": {"barmode": "overlay", "showlegend": False, "xaxis": x_axis, "yaxis": _DOWN},
+        },
+        height=130 + 34 * len(rows),
+    )
+
+
+def rank_times(all_told: Sequence[Told]) -> Chart | None:
+    """Where each rank's training time went, in shares."""
+    rows = [(_row(all_told, one, f"rank {r.rank}"), r) for one in all_told for r in one.ranks if r.total > 0]
+    if not rows:
+        return None
+    traces = []
+    for part in measures.PARTS:
+        shares = [r.parts[part] / r.total for _, r in rows]
+        tips = [
+            f"{name}, stage {r.stage}<br>{part}: {duration(r.parts[part])}, {percent(share)}"
+            for (name, r), share in zip(rows, shares, strict=True)
+        ]
+        names, color = [name for name, _ in rows], {"color": PART_COLORS[part]}
+        traces.append(_bars(part, names, [100 * share for share in shares], tips, color))
+    return Chart(
+        key="ranks",
+        title="Where each rank’s time went",
+        note="Of the training steps. Other: loading data, and all that is counted to no part.",
+        figure={
+            "data": traces,
+            "layout": {
+                "barmode": "stack",
+                "xaxis": {"title": {"text": "% of the time"}, "range": [0, 100]},
+                "yaxis": _DOWN,
+                "legend": {"traceorder": "normal"},
+            },
+        },
+        height=130 + 34 * len(rows),
+    )
+
+
+def hit_rates(all_told: Sequence[Told]) -> Chart | None:
+    """How many of the samples crossed the links as changes, over the run."""
+    traces = []
+    for i, one in enumerate(all_told):
+        steps, rates = measures.hit_rates(one.run)
+        if any(rates):
+            name = label(one.run.name)
+            tip = f"{name}<br>%{{y:.0f}} % up to step %{{x}}<extra></extra>"
+            traces.append(_line(steps, [100 * rate for rate in rates], name, COLORS[i % len(COLORS)], tip))
+    if not traces:
+        return None
+    return Chart(
+        key="hits",
+        title="Store hit rate",
+        note="The share of samples that were sent as a change of their cached activation; none in the first epoch.",
+        figure={
+            "data": traces,
+            "layout": {
+                "xaxis": {"title": {"text": "optimizer step"}},
+                "yaxis": {"title": {"text": "%"}, "range": [-2, 102]},
+            },
+        },
+        height=300,
+    )
+
+
+def predicted(all_told: Sequence[Told]) -> Chart | None:
+    """Seconds of a step: measured, simulated over links whose rate is known, and of a plan."""
+    columns: dict[str, list[tuple[str, float]]] = {"measured": [], "simulated": [], "planned": []}
+    for one in all_told:
+        name = label(one.run.name, 24)
+        measured = measures.step_seconds(one.run)
+        plan = planned(one.run)
+        if measured is not None:
+            columns["measured"].append((name, measured))
+        if isinstance(one.simulated, Simulated) and one.simulated.known:
+            columns["simulated"].append((name, one.simulated.seconds))
+        if plan is not None and isinstance(plan.get("step_s"), (int, float)):
+            columns["planned"].append((name, float(plan["step_s"])))
+    if not columns["simulated"] and not columns["planned"]:
+        return None
+    traces = []
+    for i, (what, found) in enumerate(columns.items()):
+        tips = [f"{name}<br>{what}: {duration(seconds)}" for name, seconds in found]
+        names, values = [name for name, _ in found], [round(seconds, 6) for _, seconds in found]
+        if found:
+            traces.append(_bars(what, names, values, tips, {"color": COLORS[i]}))
+    return Chart(
+        key="predicted",
+        title="Predicted and measured step",
+        note="Measured: mean of the run’s second half. Simulated: the run’s own compute times and bytes over the lab’s "
+        "links. Planned: plan.json, made before.",
+        figure={
+            "data": traces,
+            "layout": {
+                "barmode": "group",
+                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+                "yaxis": _DOWN,
+            },
+        },
+        height=140 + 26 * sum(len(found) for found in columns.values()),
+    )

@@ -1,0 +1,67 @@
+"""What to say of a run while it goes on: bytes a second each way, compression, and which link waits how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipecomp.report.record import waits
+from pipecomp.report.text import percent, size, times
+from pipecomp.stats import Traffic
+
+_WAYS = ("forward", "backward")
+
+
+class LinkMeter:
+    """Figures of all links together, each time since the last one.
+
+    Args:
+        now: A clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._at = now, now()
+        self._bytes = dict.fromkeys((*_WAYS, "raw"), 0)
+        self._waits: dict[str, float] = {}
+
+    def since_last(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return figures by name; none without traffic.
+
+        Args:
+            stats: `engine.gather_comm_stats()`.
+
+        Returns:
+            "forward_mb_per_s", "backward_mb_per_s": megabytes sent a second, evaluations not counted. "compression":
+            bytes in the training dtype by bytes sent. "slowest_link", "slowest_wait": the link whose stage waited
+            longest for packets, and the share of the time.
+        """
+        now = self._now()
+        spent, self._at = now - self._at, now
+        links = Traffic.of(stats).links.values()
+        counted = {way: sum(link[f"{way}_bytes_sent"] for link in links) for way in _WAYS}
+        counted["raw"] = sum(link[f"{way}_bytes_raw"] for link in links for way in _WAYS)
+        moved = {key: count - self._bytes[key] for key, count in counted.items()}
+        waited = waits(stats)
+        since = {name: seconds - self._waits.get(name, 0.0) for name, seconds in waited.items()}
+        self._bytes, self._waits = counted, waited
+        sent = moved["forward"] + moved["backward"]
+        if not sent or spent <= 0:
+            return {}
+        slowest = max(since, key=lambda name: since[name])
+        return {
+            **{f"{way}_mb_per_s": moved[way] / spent / 1e6 for way in _WAYS},
+            "compression": moved["raw"] / sent,
+            "slowest_link": slowest,
+            "slowest_wait": min(1.0, since[slowest] / spent),
+        }
+
+
+def in_words(figures: Mapping[str, Any]) -> str:
+    """Write what `since_last` returned for a line of a log; empty without traffic."""
+    if not figures:
+        return ""
+    forward, back = (size(1e6 * figures[f"{way}_mb_per_s"]) for way in _WAYS)
+    waited = f"link {figures['slowest_link']} waits {percent(figures['slowest_wait'])}"
+    less = "" if figures["compression"] < 1.02 else f"  {times(figures['compression'])} less"
+    return f"{forward}/s forward  {back}/s back{less}  {waited}"

@@ -1,0 +1,179 @@
+"""What a run's files say, computed: curves, bytes of links, where ranks' time went, how long a loss took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from pipecomp.report.read import Run, number
+
+SMOOTH = 8  # steps
+PARTS = ("compute", "quantize + store", "wait for packets", "reduce", "update", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Losses over steps, and over seconds since the start where these are known."""
+
+    steps: list[int]
+    seconds: list[float] | None
+    losses: list[float]
+
+    def smooth(self) -> list[float]:
+        """Means of the last `SMOOTH` steps."""
+        return [mean(self.losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(self.losses))]
+
+
+def training_curve(run: Run) -> Curve:
+    """Losses of all steps that have one."""
+    return _curve([(line, number(line.get("loss"))) for line in run.steps])
+
+
+def held_out_curve(run: Run) -> Curve:
+    """Losses of the evaluations."""
+    return _curve([(line, number(line["eval"].get("loss"))) for line in run.evaluations])
+
+
+def _curve(found: Sequence[tuple[dict[str, Any], float | None]]) -> Curve:
+    known = [(line, loss) for line, loss in found if loss is not None]
+    seconds = [number(line.get("seconds")) for line, _ in known]
+    return Curve(
+        steps=[line["step"] for line, _ in known],
+        seconds=[s for s in seconds if s is not None] if seconds and None not in seconds else None,
+        losses=[loss for _, loss in known],
+    )
+
+
+def seconds_to(curve: Curve, loss: float) -> float | None:
+    """When the smoothed loss first was so low; None if it never was, or the time is not known."""
+    if curve.seconds is None:
+        return None
+    return next((s for s, found in zip(curve.seconds, curve.smooth(), strict=True) if found <= loss), None)
+
+
+def common_loss(curves: Sequence[Curve]) -> float | None:
+    """The lowest loss that at least two of the runs reach; None if fewer have a curve over seconds."""
+    lowest = sorted(min(curve.smooth()) for curve in curves if curve.seconds and len(curve.losses) >= SMOOTH)
+    return lowest[1] if len(lowest) > 1 else None
+
+
+# -- links
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """One link since the start of the run: bytes raw and sent, each way.
+
+    Attributes:
+        waited: The share of the training time for which the endpoint that waited longest has waited; None where that
+            is not known.
+        hit_rate: The share of samples that crossed it as a change of a cached activation.
+    """
+
+    name: str
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    waited: float | None
+    hit_rate: float | None
+
+    @property
+    def raw(self) -> int:
+        """Both ways."""
+        return self.forward[0] + self.backward[0]
+
+    @property
+    def sent(self) -> int:
+        """Both ways."""
+        return self.forward[1] + self.backward[1]
+
+
+def link_use(run: Run) -> list[LinkUse]:
+    """All links, by the last step that tells of them."""
+    last: dict[str, Any] = next((line for line in reversed(run.steps) if isinstance(line.get("links"), dict)), {})
+    spent = sum(number(line.get("step_s")) or 0.0 for line in run.steps if line["step"] <= last.get("step", 0))
+    found = []
+    for name, counts in last.get("links", {}).items():
+        waited = number(last.get("waits", {}).get(name))
+        share = None if waited is None or not spent else min(1.0, waited / spent)
+        deltas, samples = last.get("hits", {}).get(name, (0, 0))
+        pairs = [(int(counts[f"{way}_bytes_raw"]), int(counts[f"{way}_bytes_sent"])) for way in ("forward", "backward")]
+        found.append(
+            LinkUse(
+                name=str(name),
+                forward=pairs[0],
+                backward=pairs[1],
+                waited=share,
+                hit_rate=deltas / samples if samples else None,
+            )
+        )
+    return found
+
+
+def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:
+    """The store's hit rate over the run, over all links: steps, and the rate since the one before."""
+    told = [line for line in run.steps if isinstance(line.get("hits"), dict) and line["hits"]]
+    kept = [line for i, line in enumerate(told) if i % max(1, len(told) // parts) == 0]
+    steps, rates, before = [], [], (0, 0)
+    for line in kept:
+        now = tuple(sum(int(pair[i]) for pair in line["hits"].values()) for i in (0, 1))
+        if now[1] > before[1]:
+            steps.append(line["step"])
+            rates.append((now[0] - before[0]) / (now[1] - before[1]))
+        before = (now[0], now[1])
+    return steps, rates
+
+
+# -- ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTime:
+    """Where a rank's training time went: seconds by `PARTS`, all of them together the seconds of its steps."""
+
+    rank: int
+    stage: int
+    replica: int
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of its steps."""
+        return sum(self.parts.values())
+
+
+def rank_times(run: Run) -> list[RankTime]:
+    """All ranks since the start of the run, or since it was resumed."""
+    stats = run.ranks.get("end") or run.ranks.get("halfway") or []
+    first = int(number(run.ranks.get("first_step")) or 0)
+    steps = {rank["steps"] for rank in stats}
+    last = max(steps, default=0)
+    spent = sum(number(line.get("step_s")) or 0.0 for line in run.steps if first < line["step"] <= last)
+    return [
+        RankTime(rank=r["rank"], stage=r["stage"], replica=r["replica"], parts=_parts(r["seconds"], spent))
+        for r in stats
+    ]
+
+
+def _parts(seconds: Mapping[str, float], spent: float) -> dict[str, float]:
+    known = {
+        "compute": seconds["forward"] + seconds["backward"],
+        "quantize + store": seconds["encode"] + seconds["decode"],
+        "wait for packets": seconds["wait"],
+        "reduce": seconds["reduce"],
+        "update": seconds["update"],
+    }
+    return {**known, "other": max(0.0, spent - sum(known.values()))}
+
+
+def step_seconds(run: Run) -> float | None:
+    """Mean seconds of a step in the second half of the run; None where they are not known."""
+    later = run.steps[len(run.steps) // 2 :]
+    known = [s for s in (number(line.get("step_s")) for line in later) if s is not None]
+    return mean(known) if known else None
+
+
+def seconds(run: Run) -> float | None:
+    """Of the whole run, evaluations included."""
+    return number(run.facts.get("seconds")) or number(run.steps[-1].get("seconds"))

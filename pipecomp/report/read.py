@@ -1,0 +1,195 @@
+"""Reading runs: their folders, or a file of metrics alone. What is missing, cut off or of another version is noted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipecomp.errors import ConfigError, DataError
+from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE
+
+_MAX_TRACE_BYTES = 256 << 20
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What is known of one run.
+
+    Attributes:
+        name: For people; anything can be in it.
+        folder: Where it was read.
+        facts: Of run.json; empty where there is none.
+        steps: A line for each optimizer step.
+        evaluations: A line for each evaluation.
+        ranks: Of ranks.json: "first_step", "halfway", "end"; empty where there is none.
+        events: The trace, in Chrome's form.
+        plan: What `pipecomp plan --json` wrote.
+        notes: What is missing or was left out, and how to have it.
+    """
+
+    name: str
+    folder: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    ranks: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Read runs, in the order of `paths`, each with a name of its own.
+
+    Args:
+        paths: Folders of runs, folders with such folders in them, or files of metrics.
+
+    Raises:
+        ConfigError: For a path that is neither.
+        DataError: For a run without one step, or of a newer version of pipecomp.
+    """
+    found = [_read(place) for path in paths for place in _places(Path(path))]
+    names: dict[str, int] = {}
+    for run in found:
+        names[run.name] = names.get(run.name, 0) + 1
+        if names[run.name] > 1:
+            run.name += f" ({names[run.name]})"
+    return found
+
+
+def number(value: Any) -> float | None:
+    """Return a JSON value as a number, None if it is none."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """The runs that a path means."""
+    if path.is_file() or _is_run(path):
+        yield path
+        return
+    inner = sorted(p for p in path.glob("*") if p.is_dir() and _is_run(p)) if path.is_dir() else []
+    if not inner:
+        raise ConfigError("RUN", str(path), f"a run's folder (with {RUN} or {METRICS}), or a file of metrics")
+    yield from sorted(inner, key=lambda folder: (_started(folder), folder.name))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / RUN).is_file() or (folder / METRICS).is_file()
+
+
+def _started(folder: Path) -> str:
+    return str(_json(folder / RUN, []).get("started", ""))
+
+
+def _read(place: Path) -> Run:
+    folder, metrics = (place.parent, place) if place.is_file() else (place, place / METRICS)
+    run = Run(name=place.stem if place.is_file() else place.resolve().name, folder=folder)
+    if place.is_dir():
+        run.facts = _json(folder / RUN, run.notes, "what was run is not known")
+        _check_version(run, folder / RUN)
+        run.name = str(run.facts.get("name") or run.name)
+        run.ranks = _json(folder / RANKS, run.notes, "no times of ranks, and no advice: the run was not finished")
+        _check(run, "ranks", RANKS, _check_ranks)
+        run.plan = _json(folder / PLAN, run.notes)
+        _read_trace(run, folder / TRACE)
+    _read_metrics(run, metrics)
+    if not run.steps:
+        raise DataError(f"{metrics}: no step in it: the run was ended before its first one, or this is no such file")
+    status = run.facts.get("status", "finished")
+    if status != "finished":
+        run.notes.append(
+            f"the run is marked as {status}: it goes on, or it was ended after step {run.steps[-1]['step']}"
+        )
+    return run
+
+
+def _check_version(run: Run, path: Path) -> None:
+    found = run.facts.get("format", FORMAT)
+    if not isinstance(found, int) or found > FORMAT:
+        raise DataError(f"{path}: its format is {found!r}, this pipecomp knows {FORMAT}: use the version that ran it")
+
+
+def _json(path: Path, notes: list[str], without: str = "") -> dict[str, Any]:
+    """A JSON object; empty with a note where it cannot be read, and with the note `without` where it is not there."""
+    if not path.is_file():
+        if without:
+            notes.append(f"no {path.name}: {without}")
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read and is left out ({type(error).__name__}: it was cut off, or changed)")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} is no JSON object and is left out")
+        return {}
+    return found
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    if not path.is_file():
+        return
+    broken = 0
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    for line in lines:
+        try:
+            record = json.loads(line)
+            step = record["step"]
+        except (ValueError, KeyError, TypeError):
+            broken += 1
+            continue
+        if not isinstance(step, int) or (run.steps and step < run.steps[-1]["step"]):
+            broken += 1
+        elif isinstance(record.get("eval"), dict):
+            run.evaluations.append(record)
+        else:
+            run.steps.append(record)
+    if broken:
+        run.notes.append(
+            f"{path.name}: {broken} line(s) that are no step of this run (cut off, or changed) are left out"
+        )
+
+
+def _read_trace(run: Run, path: Path) -> None:
+    if not path.is_file():
+        run.notes.append(f"no {TRACE}, so no time line: it is written when a run has ended")
+        return
+    if path.stat().st_size > _MAX_TRACE_BYTES:
+        run.notes.append(f"{TRACE} has more than {_MAX_TRACE_BYTES >> 20} MiB: open it in a browser's tracing page")
+        return
+    run.events = _json(path, run.notes).get("traceEvents", [])
+    _check(run, "events", TRACE, _check_events)
+
+
+def _check(run: Run, attribute: str, file: str, check: Callable[[Any], None]) -> None:
+    """Leave out, with a note, what does not have the form that this version writes."""
+    try:
+        check(getattr(run, attribute))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        setattr(run, attribute, type(getattr(run, attribute))())
+        run.notes.append(f"{file} is not what this version of pipecomp writes, and is left out")
+
+
+def _check_ranks(ranks: Mapping[str, Any]) -> None:
+    for when in ("halfway", "end"):
+        for rank in ranks.get(when, ()):
+            [int(rank[key]) for key in ("rank", "stage", "replica", "steps")]
+            [float(seconds) for seconds in rank["seconds"].values()]
+            for link in rank["links"].values():
+                [float(link[way][key]) for way in ("forward", "backward") for key in ("bytes_raw", "bytes_sent")]
+                [float(link[key]) for key in ("wait_seconds", "full_samples", "delta_samples")]
+
+
+def _check_events(events: Any) -> None:
+    if not isinstance(events, list):
+        raise TypeError("events are a list")
+    for event in events:
+        if event["ph"] == "X":
+            [float(event[key]) for key in ("ts", "dur", "pid")]
+            str(event["name"]), event["args"].get("step")

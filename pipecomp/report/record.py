@@ -1,0 +1,224 @@
+"""A run's folder: what happened in each step, where each rank's time went, and the last step, as files of JSON.
+
+`FILES` names them. They are written while the run goes on, so that one that was killed has them too. A run is worth
+more than its report: once one of these files cannot be written, that is said, and the run goes on without them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipecomp.errors import ConfigError
+from pipecomp.files import write_whole
+from pipecomp.json_tree import finite
+from pipecomp.stats import Traffic
+
+FORMAT = 1
+RUN, METRICS, RANKS, TRACE, PLAN, PAGE = (
+    "run.json",
+    "metrics.jsonl",
+    "ranks.json",
+    "trace.json",
+    "plan.json",
+    "report.html",
+)
+FILES = {
+    RUN: "what was run: model, stages, settings, links",
+    METRICS: "a line for each step: loss, seconds, bytes of each link since the start",
+    RANKS: "where each rank's time went: half way, and at the end",
+    TRACE: "what every rank did in the last step, in Chrome's trace format",
+    PLAN: "not written by a run: what `pipecomp plan --json` predicted, to compare",
+    PAGE: "the report",
+}
+_EVERY_S = 30.0  # so often the ranks' times are written while the run goes on
+_log = logging.getLogger(__name__)
+
+
+def default_folder(name: str) -> Path:
+    """Name a folder for a run that is given none: runs/NAME-DATE-TIME, with a number where that is taken."""
+    base = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return next(p for p in (base, *(Path(f"{base}-{n}") for n in range(2, 1000))) if not p.exists())
+
+
+class Recorder:
+    """Write a run's folder, on one rank.
+
+    Args:
+        folder: Made if it is not there; None records nothing, as on all ranks but one.
+        after: The step that an earlier part of the run has reached: its lines up to there stay, and its bytes and
+            seconds are added to those of this part.
+        required: Whether a folder that cannot be written is an error, and not merely said.
+
+    Raises:
+        ConfigError: If the folder cannot be written and is `required`.
+    """
+
+    def __init__(self, folder: str | Path | None, *, after: int = 0, required: bool = False) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._after, self._steps = after, 0
+        self._facts: dict[str, Any] = {}
+        self._ranks: dict[str, Any] = {"first_step": after}
+        self._last: dict[str, Any] = {}  # of the earlier part
+        self._metrics: TextIO | None = None
+        self._began = self._written = time.perf_counter()
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            kept = lines_until(self.folder / METRICS, after)
+            self._metrics = open(self.folder / METRICS, "w", encoding="utf-8")  # noqa: SIM115 (closed in end)
+            for record in kept:
+                self._write(record)
+                self._last |= record  # a line of an evaluation has no counters
+            for left in (RANKS, TRACE, PAGE):  # of an earlier run
+                (self.folder / left).unlink(missing_ok=True)
+        except OSError as error:
+            if required:
+                raise ConfigError("--run", str(folder), f"a folder that can be written ({error.strerror})") from error
+            self._give_up(error)
+
+    def start(self, steps: int, **facts: Any) -> None:
+        """Write what is run. steps: of the whole run, 0 where that is not known. facts: JSON values by name."""
+        self._steps = steps
+        self._began = time.perf_counter()
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        self._facts = {"format": FORMAT, "status": "running", "started": now, "steps": steps, **facts}
+        self._save(RUN, self._facts)
+
+    def step(self, step: int, stats: Sequence[Mapping[str, Any]] | None = None, **record: Any) -> None:
+        """Write one optimizer step.
+
+        Args:
+            step: From 1.
+            stats: `engine.gather_comm_stats()`, None where it was not gathered at this step.
+            record: What else is known, as "loss", "lr", "step_s" (seconds of this step) and "per_s".
+        """
+        if self._metrics is None:
+            return
+        line: dict[str, Any] = {"step": step, "seconds": round(self._seconds(), 4), **record}
+        if stats is not None:
+            line |= self._counters(stats)
+            self._keep(stats, halfway=2 * (step - self._after) >= self._steps - self._after > 0)
+        self._write(line)
+
+    def evaluated(self, step: int, measures: Mapping[str, float]) -> None:
+        """Write what an evaluation after this step found, "loss" among it."""
+        self._write({"step": step, "seconds": round(self._seconds(), 4), "eval": dict(measures)})
+
+    def end(self, stats: Sequence[Mapping[str, Any]], last_step: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write the end of a run that reached it.
+
+        Args:
+            stats: `engine.gather_comm_stats()`.
+            last_step: `engine.gather_last_step()`.
+        """
+        if self._metrics is None:
+            return
+        self._ranks["end"] = _counted(stats)
+        self._save(RANKS, self._ranks)
+        if last_step:
+            self._save(TRACE, {"traceEvents": list(last_step), "displayTimeUnit": "ms"})
+        self._save(RUN, {**self._facts, "status": "finished", "seconds": round(self._seconds(), 4)})
+        self._metrics.close()
+        self._metrics = None
+
+    # -- what a line has
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began + float(self._last.get("seconds", 0.0))
+
+    def _counters(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Bytes, waits and store hits since the start of the run, by link."""
+        before = Traffic(self._last.get("links", {}), self._last.get("groups", {}))
+        traffic = before.plus(Traffic.of(stats))
+        counters: dict[str, Any] = {"links": traffic.links, "groups": traffic.groups}
+        for name, now in (("waits", waits(stats)), ("hits", hits(stats))):
+            then = self._last.get(name, {})
+            counters[name] = {link: _plus(value, then.get(link)) for link, value in now.items()}
+        return counters
+
+    def _keep(self, stats: Sequence[Mapping[str, Any]], *, halfway: bool) -> None:
+        """Keep the ranks' times: those at half time for good, the others until there are newer ones."""
+        if halfway and "halfway" not in self._ranks:
+            self._ranks["halfway"] = _counted(stats)
+        elif time.perf_counter() - self._written >= _EVERY_S:
+            self._written = time.perf_counter()
+            self._save(RANKS, {**self._ranks, "end": _counted(stats)})
+
+    # -- files
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.write(json.dumps(finite(record)) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _save(self, name: str, value: Mapping[str, Any]) -> None:
+        if self._metrics is None or self.folder is None:
+            return
+        try:
+            write_whole(self.folder / name, json.dumps(finite(value)) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._metrics = None
+        _log.warning("%s cannot be written (%s): the run goes on without it", self.folder, error.strerror or error)
+
+
+def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Read the complete lines of a metrics file that is there, up to a step; none for step 0."""
+    found: list[dict[str, Any]] = []
+    if step and path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # a run that was killed while it wrote
+            if record["step"] > step:
+                break
+            found.append(record)
+    return found
+
+
+def waits(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds that the endpoint that waited longest has waited, by link; of replicas the mean."""
+    ends: dict[str, dict[int, list[float]]] = {}
+    for rank in stats:
+        for name, link in rank["links"].items():
+            ends.setdefault(name, {}).setdefault(rank["replica"], []).append(link["wait_seconds"])
+    return {
+        name: round(sum(max(both) for both in replicas.values()) / len(replicas), 6)
+        for name, replicas in sorted(ends.items())
+    }
+
+
+def hits(stats: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Count the samples that crossed each link as a change of a cached activation, and all samples."""
+    ends = {(rank["replica"], name): link for rank in stats for name, link in rank["links"].items()}
+    found: dict[str, list[int]] = {}
+    for (_, name), link in sorted(ends.items()):
+        counts = found.setdefault(name, [0, 0])
+        counts[0] += link["delta_samples"]
+        counts[1] += link["delta_samples"] + link["full_samples"]
+    return found
+
+
+def _plus(now: Any, then: Any) -> Any:
+    if then is None:
+        return now
+    return [a + b for a, b in zip(now, then, strict=True)] if isinstance(now, list) else now + then
+
+
+def _counted(stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What is counted since the start; the last step's micro-batches are in the trace."""
+    return [{key: value for key, value in rank.items() if key != "micro_batches"} for rank in stats]

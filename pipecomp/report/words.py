@@ -1,0 +1,131 @@
+"""The report's sentences: what a run reached and sent, who waited, what to change; plain text, not escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipecomp.rates import bits_per_second
+from pipecomp.report import measures
+from pipecomp.report.advice import Change, changes
+from pipecomp.report.read import Run, number
+from pipecomp.report.simulated import Simulated, simulate
+from pipecomp.report.text import duration, percent, size, times
+
+
+@dataclass(kw_only=True)
+class Told:
+    """A run with what is computed of it once. simulated: the step, or why there is none."""
+
+    run: Run
+    curve: measures.Curve
+    held_out: measures.Curve
+    links: list[measures.LinkUse]
+    ranks: list[measures.RankTime]
+    simulated: Simulated | str
+    changes: list[Change]
+
+
+def told(run: Run) -> Told:
+    """Compute them."""
+    try:
+        simulated = simulate(run)
+        tried = [] if isinstance(simulated, str) else changes(run, simulated)
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
+        simulated, tried = f"its files do not fit together ({type(error).__name__}: {error})", []
+    return Told(
+        run=run,
+        curve=measures.training_curve(run),
+        held_out=measures.held_out_curve(run),
+        links=measures.link_use(run),
+        ranks=measures.rank_times(run),
+        simulated=simulated,
+        changes=tried,
+    )
+
+
+def summary(one: Told) -> list[str]:
+    """What to know of a run before any chart."""
+    return [sentence for sentence in (_training(one), _traffic(one), _waiting(one), _next(one)) if sentence]
+
+
+def _training(one: Told) -> str:
+    spent, smooth = measures.seconds(one.run), one.curve.smooth()
+    said = f"{len(one.run.steps):,} steps" + ("" if spent is None else f" in {duration(spent)}")
+    if smooth:
+        said += f"; training loss {one.curve.losses[0]:.3f} → {smooth[-1]:.3f}"
+    if one.held_out.losses:
+        said += f", held-out loss {one.held_out.losses[-1]:.3f}"
+    speeds = [s for s in (number(line.get("per_s")) for line in one.run.steps) if s is not None]
+    if speeds:
+        said += f"; {sorted(speeds)[len(speeds) // 2]:,.0f} {one.run.facts.get('unit', 'tokens')}/s"
+    return said + "."
+
+
+def _traffic(one: Told) -> str:
+    raw, sent = sum(link.raw for link in one.links), sum(link.sent for link in one.links)
+    if not sent:
+        return ""
+    if sent >= 0.98 * raw:
+        return f"The links carried {size(sent)}, not compressed."
+    return f"The links carried {size(sent)} in place of {size(raw)}: {times(raw / sent)} less."
+
+
+def _waiting(one: Told) -> str:
+    known = [link for link in one.links if link.waited is not None]
+    if not known:
+        return ""
+    slowest = max(known, key=lambda link: link.waited or 0.0)
+    share = percent(slowest.waited or 0.0)
+    if isinstance(one.simulated, Simulated) and not one.simulated.limited:
+        return f"Stages waited at link {slowest.name} for up to {share} of the time, though not for its rate."
+    return f"At link {slowest.name} a stage waited for packets {share} of the time."
+
+
+def _next(one: Told) -> str:
+    if isinstance(one.simulated, str):
+        return f"No advice: {one.simulated}."
+    best = next((change for change in one.changes if change.pays), None)
+    if best is not None:
+        return f"Next: {best.what} predicts {times(best.gain)} the speed ({best.why})."
+    return "Nothing that was tried in the simulation makes a step faster."
+
+
+def comparison(all_told: Sequence[Told]) -> str:
+    """How long each run took to the lowest loss that two of them reach; empty for fewer than two."""
+    loss = measures.common_loss([one.curve for one in all_told])
+    if loss is None:
+        return ""
+    times_to = [(one.run.name, measures.seconds_to(one.curve, loss)) for one in all_told]
+    reached = sorted((s, name) for name, s in times_to if s is not None)
+    said = [f"{name} in {duration(s)}" for s, name in reached]
+    missed = [name for name, s in times_to if s is None]
+    sentence = f"The training loss {loss:.3f} (mean of {measures.SMOOTH} steps) was reached by {_list(said)}"
+    return sentence + (f"; {_list(missed)} did not reach it." if missed else ".")
+
+
+def _list(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def network(simulated: Simulated) -> str:
+    """Where the simulation's links come from."""
+    slowest = simulated.network.slowest
+    rate = "without limits" if slowest == float("inf") else f"of {bits_per_second(slowest)} of content"
+    if simulated.known:
+        return f"Links as the network lab throttled them, the slowest {rate}"
+    if slowest == float("inf"):
+        return "Links that cost no time: they do not limit this run"
+    return f"Links {rate}: the rate with which the simulated step takes the measured time"
+
+
+def planned(run: Run) -> dict | None:
+    """The row of plan.json that is of this run's method, bits and number of stages; None without one."""
+    a = run.facts.get("settings", {}).get("activations", {})
+    quantized = a.get("method") in ("direct", "aqsgd")
+    wanted = [a.get("method"), *([a.get("forward_bits"), a.get("backward_bits")] if quantized else [None, None])]
+    rows = [run.plan.get("chosen"), run.plan.get("plain"), *(run.plan.get("methods") or [])]
+    for row in rows:
+        if isinstance(row, dict) and [row.get(k) for k in ("method", "forward_bits", "backward_bits")] == wanted:
+            return row
+    return None

@@ -1,0 +1,36 @@
+"""Tables for people, as the commands print them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+from rich.table import Table
+
+COMPACT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "wrap": False}
+"""The style of a table without lines, whose cells are never broken."""
+
+
+def table(
+    headings: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    left: Container[str] = (),
+    wrap: bool = True,
+    **style: Any,
+) -> Table:
+    """Make a table, its columns to the right.
+
+    Args:
+        headings: Of the columns.
+        rows: Their cells.
+        left: Headings of the columns that go to the left.
+        wrap: Whether cells may be broken into lines.
+        style: Options of `rich.table.Table`, "title" among them.
+    """
+    found = Table(**style)
+    for heading in headings:
+        found.add_column(heading, justify="left" if heading in left else "right", no_wrap=not wrap)
+    for row in rows:
+        found.add_row(*row)
+    return found

@@ -1,0 +1,78 @@
+"""The folder of a training, which `pipecomp report` reads: `args.output_dir`, written by rank 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipecomp.cluster.collectives import broadcast
+from pipecomp.report.command import try_report
+from pipecomp.report.live import LinkMeter
+from pipecomp.report.record import Recorder
+
+_log = logging.getLogger(__name__)
+
+
+class Recording:
+    """Write what happens in a training.
+
+    Args:
+        trainer: The `PipelineTrainer`, in the state in which training begins.
+        steps: At which step training ends.
+    """
+
+    def __init__(self, trainer: Any, steps: int) -> None:
+        args, state = trainer.args, trainer.state
+        self._recorder = Recorder(args.output_dir if trainer.rank == 0 else None, after=state.global_step)
+        facts = {**trainer.engine.describe(), "micro_batches": args.gradient_accumulation_steps}
+        self._recorder.start(steps, kind="trainer", unit="samples", **facts)
+        self._step: dict[str, Any] | None = None  # not written yet: a log may add the ranks' counters
+        self._began = 0.0
+        self._meter, self._group = LinkMeter(), trainer.group
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self._began = time.perf_counter()
+
+    def end_step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
+        """Tell of a step that has ended. step: from 1."""
+        self._flush()
+        spent = time.perf_counter() - self._began
+        self._step = {"step": step, "loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
+
+    def counters(self, stats: Sequence[Mapping[str, Any]]) -> None:
+        """Add all ranks' `comm_stats` to the step that has just ended."""
+        self._flush(stats)
+
+    def rates(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return what a log says of the links since the last one: MB a second each way, and the longest wait's share.
+
+        They are rank 0's, whose clock they are by, on every rank.
+        """
+        found = self._meter.since_last(stats)
+        names = ("forward_mb_per_s", "backward_mb_per_s", "slowest_wait")
+        told: dict[str, float] = broadcast(
+            {f"link_{name}": found[name] for name in names if name in found}, group=self._group
+        )
+        return told
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell what `evaluate` returned after this step."""
+        self._flush()
+        if "eval_loss" in metrics:
+            self._recorder.evaluated(step, {"loss": metrics["eval_loss"]})
+
+    def end(self, engine: Any, stats: Sequence[Mapping[str, Any]], *, page: bool) -> None:
+        """Write the end of the training, and its page; every rank must call this."""
+        last_step = engine.gather_last_step()
+        self._flush(stats)
+        self._recorder.end(stats, last_step)
+        if page and self._recorder.folder is not None:
+            _log.info("report: %s", try_report([self._recorder.folder]))
+
+    def _flush(self, stats: Sequence[Mapping[str, Any]] | None = None) -> None:
+        if self._step is not None:
+            self._recorder.step(stats=stats, **self._step)
+            self._step = None

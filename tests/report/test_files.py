@@ -1,0 +1,142 @@
+"""A run's folder: what is written, and what is read of it when parts are missing, cut off or of another version."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+
+from pipecomp.config import Config
+from pipecomp.errors import ConfigError, DataError
+from pipecomp.report.command import try_report, write_report
+from pipecomp.report.measures import common_loss, hit_rates, link_use, rank_times, seconds_to, training_curve
+from pipecomp.report.read import read_runs
+from pipecomp.report.record import METRICS, PAGE, RANKS, RUN, TRACE, Recorder
+from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_run(tmp_path / "run", network=slow())
+    return tmp_path / "run"
+
+
+def test_a_run_is_read_as_it_was_recorded(folder):
+    (run,) = read_runs([folder])
+    assert run.name == "run"
+    assert [line["step"] for line in run.steps] == list(range(1, STEPS + 1))
+    assert run.facts["status"] == "finished"
+    assert run.notes == []
+    (link,) = link_use(run)
+    count = STEPS * MICRO_BATCHES
+    assert link.forward == (4 * 256 * 64 * 4 * count, run.ranks["end"][0]["links"]["0->1"]["forward"]["bytes_sent"])
+    assert link.hit_rate == 1.0
+    assert 0 < link.waited < 1
+    first, second = rank_times(run)
+    assert (first.rank, second.rank, second.stage) == (0, 1, 1)
+    assert first.parts["compute"] == pytest.approx(count * (COSTS.forward_s + COSTS.backward_s))
+    assert set(hit_rates(run)[1]) == {1.0}
+
+
+def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
+    before = json.loads((folder / METRICS).read_text().splitlines()[9])
+    recorder = Recorder(folder, after=10)
+    recorder.start(STEPS)
+    stats = counters(made_step(Config.from_dict({"activations": AQSGD})), 1, 0.5)
+    recorder.step(11, stats, loss=1.0, step_s=0.1)
+    recorder.end(stats)
+    (run,) = read_runs([folder])
+    assert [line["step"] for line in run.steps] == list(range(1, 12))
+    link = stats[0]["links"]["0->1"]["forward"]["bytes_sent"]
+    assert run.steps[-1]["links"]["0->1"]["forward_bytes_sent"] == before["links"]["0->1"]["forward_bytes_sent"] + link
+    assert run.steps[-1]["waits"]["0->1"] == pytest.approx(before["waits"]["0->1"] + 0.5)
+    assert run.steps[-1]["seconds"] >= before["seconds"]
+
+
+def test_a_loss_that_is_no_number_is_null_and_left_out(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.start(2)
+    recorder.step(1, loss=math.nan)
+    recorder.step(2, loss=2.5)
+    (run,) = read_runs([tmp_path])
+    assert training_curve(run).losses == [2.5]
+    assert any("running" in note for note in run.notes)
+
+
+def test_what_is_missing_or_broken_is_noted_and_the_rest_is_shown(folder):
+    with (folder / METRICS).open("a") as file:
+        file.write('{"step": 21, "loss"')
+    (folder / TRACE).write_text('{"traceEvents": [{"ph": "X"}]}')
+    (folder / RANKS).write_text("[1, 2")
+    (run,) = read_runs([folder])
+    assert len(run.steps) == STEPS
+    noted = " ".join(run.notes)
+    assert "metrics.jsonl: 1 line(s)" in noted
+    assert "trace.json is not what this version" in noted
+    assert "ranks.json cannot be read" in noted
+    assert write_report([folder]).stat().st_size > 1e6
+
+
+@pytest.mark.parametrize("changed", ['{"end": [{"rank": 0}]}', '{"end": 5}', '{"end": [{"links": []}]}'])
+def test_ranks_of_another_form_are_left_out(folder, changed):
+    (folder / RANKS).write_text(changed)
+    (run,) = read_runs([folder])
+    assert run.ranks == {}
+    assert "ranks.json is not what this version" in " ".join(run.notes)
+
+
+def test_a_file_of_metrics_alone_is_a_run(tmp_path):
+    path = tmp_path / "old.jsonl"
+    path.write_text('{"step": 1, "epoch": 1, "loss": 3.0}\n{"step": 2, "epoch": 1, "loss": 2.0}\n')
+    (run,) = read_runs([path])
+    assert run.name == "old"
+    assert training_curve(run).losses == [3.0, 2.0]
+    assert write_report([path], tmp_path / "out.html").is_file()
+
+
+def test_what_is_no_run_is_an_error_that_says_what_would_be(tmp_path):
+    with pytest.raises(ConfigError, match="a run's folder"):
+        read_runs([tmp_path / "nothing"])
+    (tmp_path / METRICS).write_text("")
+    with pytest.raises(DataError, match="no step"):
+        read_runs([tmp_path])
+
+
+def test_a_newer_version_is_an_error(folder):
+    facts = json.loads((folder / RUN).read_text())
+    (folder / RUN).write_text(json.dumps({**facts, "format": 99}))
+    with pytest.raises(DataError, match="99"):
+        read_runs([folder])
+    assert "99" in try_report([folder])  # at the end of a run it is only said
+    assert not (folder / PAGE).exists()
+
+
+def test_a_folder_of_runs_means_all_of_them_with_names_of_their_own(tmp_path):
+    for name in ("a", "b"):
+        make_run(tmp_path / name, network=slow(), name="same")
+    assert [run.name for run in read_runs([tmp_path])] == ["same", "same (2)"]
+
+
+def test_a_folder_that_cannot_be_written_ends_only_a_run_that_asked_for_it(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--run"):
+        Recorder(tmp_path / "file" / "run", required=True)
+    with caplog.at_level(logging.WARNING):
+        recorder = Recorder(tmp_path / "file" / "run")
+    assert "goes on without it" in caplog.text
+    recorder.start(1)
+    recorder.step(1, loss=1.0)
+    recorder.end([])
+
+
+def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
+    make_run(tmp_path / "fast", network=slow(bits_per_s=1e9))
+    make_run(tmp_path / "slow", network=slow())
+    curves = [training_curve(run) for run in read_runs([tmp_path])]
+    loss = common_loss(curves)
+    assert loss == pytest.approx(min(curves[0].smooth()))
+    assert all(seconds_to(curve, loss) is not None for curve in curves)
+    assert seconds_to(curves[0], loss - 1) is None
+    assert common_loss(curves[:1]) is None

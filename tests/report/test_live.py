@@ -1,0 +1,32 @@
+"""The live line's figures: differences since the last one, and what they are in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipecomp.config import Config
+from pipecomp.report.live import LinkMeter, in_words
+from tests.report.runs import AQSGD, MICRO_BATCHES, counters, made_step
+
+
+def test_figures_are_those_since_the_last_time():
+    clock = iter([0.0, 10.0, 14.0, 15.0])
+    step = made_step(Config.from_dict({"activations": AQSGD}), stages=3)
+    meter = LinkMeter(lambda: next(clock))
+    meter.since_last(counters(step, 5, wait_s=0.1))
+    found = meter.since_last(counters(step, 9, wait_s=0.25))
+    moved = 4 * MICRO_BATCHES * sum(step.forward_bytes)
+    assert found["forward_mb_per_s"] == pytest.approx(moved / 4.0 / 1e6)
+    assert found["compression"] == pytest.approx(
+        2 * 2 * 4 * 256 * 64 * 4 / (sum(step.forward_bytes) + sum(step.backward_bytes))
+    )
+    assert found["slowest_wait"] == pytest.approx((9 * 0.25 - 5 * 0.1) / 4.0)
+    assert meter.since_last(counters(step, 9, wait_s=0.25)) == {}  # nothing was sent
+
+
+def test_in_words():
+    figures = {"forward_mb_per_s": 1.25, "backward_mb_per_s": 0.5, "compression": 7.94, "slowest_link": "0->1"}
+    text = in_words({**figures, "slowest_wait": 0.412})
+    assert text == "1.2 MB/s forward  500.0 kB/s back  7.9× less  link 0->1 waits 41 %"
+    assert "less" not in in_words({**figures, "compression": 1.0, "slowest_wait": 0.0})
+    assert in_words({}) == ""
