@@ -14,10 +14,10 @@ from pipecomp.config import Activations, Bits, Config, bits_text
 from pipecomp.errors import PipecompError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network
+from pipecomp.plan.options import FIRST_VISIT
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.search import ALMOST, PAYS, choose_bits
 from pipecomp.plan.simulation import play
-from pipecomp.plan.wanted import FIRST_VISIT
 from pipecomp.report.read import Run
 from pipecomp.report.simulated import Simulated, with_costs
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
-from pipecomp.plan.measured import measured_costs, measured_end
 from pipecomp.plan.network import Line, Network, uniform
-from pipecomp.plan.simulation import StageCosts, Step, play
+from pipecomp.plan.simulation import StageCosts, Step, measured_costs, measured_end, play
 from pipecomp.report.read import Run, number
 
 _FITTED = 0.002  # how closely a fitted network's step takes the measured seconds
