@@ -70,7 +70,8 @@ class StageWork:
                 )
             if batch.labels is None and engine._compute_loss:
                 raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
-            engine.pipe_buffers["labels"][buffer_id] = None if batch.labels is None else batch.labels.to(engine.device)
+            labels = None if batch.labels is None else engine.stage.trained_labels(layout, batch.labels)
+            engine.pipe_buffers["labels"][buffer_id] = None if labels is None else labels.to(engine.device)
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:
         engine = self._engine

@@ -31,6 +31,7 @@ class Head:
         per_token: the head multiplies every token (a vocabulary), which counts for the balance of the stages.
         pools_last_token: the model picks the last real token by looking for `pad_token_id` in input_ids; a last stage
             has none, so it takes the position from the attention mask, applies `score` and picks.
+        reads_first_token: the model computes classes from the first place of a batch, which must not be padding.
         reads: from the config, the paths of modules among the architecture's `before` that the head reads too (the word
             embeddings, as its output matrix); the last stage has a copy of them, tied to the first's.
     """
@@ -38,6 +39,7 @@ class Head:
     loss: Callable[[Any], LossFn]
     per_token: bool = False
     pools_last_token: bool = False
+    reads_first_token: bool = False
     reads: Callable[[Any], tuple[str, ...]] = _nothing
 
 
@@ -202,7 +204,7 @@ def _encoder(name: str) -> Architecture:
     return Architecture(
         model_type=name.lower(),
         heads={
-            f"{name}ForSequenceClassification": Head(loss=losses.classification),
+            f"{name}ForSequenceClassification": Head(loss=losses.classification, reads_first_token=True),
             f"{name}ForMaskedLM": Head(loss=losses.masked_lm, per_token=True),
         },
         default_head=f"{name}ForSequenceClassification",
@@ -241,7 +243,7 @@ register(
     Architecture(
         model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code
         heads={
-            "DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification),
+            "DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification, reads_first_token=True),
             "DebertaV2ForMaskedLM": Head(loss=losses.masked_lm, per_token=True, reads=_read_by_deberta),
         },
         default_head="DebertaV2ForSequenceClassification",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
+from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.adapters import adapter_of, without_peft
 from pipecomp.stages.partition.architectures import Architecture, SkippedBlock, architecture_of, head_name
 from pipecomp.stages.partition.planning import SplitPlan, aliases, block_count, modules_read, plan_model
@@ -78,8 +79,31 @@ class Stage(PipelineStage):
         return self
 
     def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
-        """On the first stage: which tokens of a micro-batch are real, by its attention mask."""
-        return Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
+        """On the first stage: which tokens of a micro-batch are real, by its attention mask.
+
+        Raises DataError for padding where the head reads, since links carry none.
+        """
+        layout = Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
+        if self._head.reads_first_token and self.num_stages > 1 and any(layout.starts):
+            sample = ids[next(i for i, start in enumerate(layout.starts) if start)]
+            raise DataError(
+                f"sample {sample} is padded on the left, but {self.plan.model_class} reads a batch's first place: pad "
+                "on the right (padding_side='right')"
+            )
+        return layout
+
+    def trained_labels(self, layout: Layout, labels: Tensor) -> Tensor:
+        """Leave out what a causal model would have to predict from padding: the first real token of a sample.
+
+        Links carry no padding, so the last stage knows nothing of it. labels: [B, S].
+        """
+        behind = [(i, start) for i, start in enumerate(layout.starts) if start]
+        if self.num_stages == 1 or self._head.loss is not losses.causal_lm or not behind:
+            return labels
+        labels = labels.clone()
+        for i, start in behind:
+            labels[i, start] = -100
+        return labels
 
     def next_layout(self, layout: Layout) -> Layout:
         """Give the layout of what this stage sends, from that of what it received: the same tokens."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
+from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
 
 
@@ -22,6 +23,10 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.plan, self.index, self.num_stages = plan, index, plan.num_stages
         self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
+
+    def trained_labels(self, layout: Layout, labels: Tensor) -> Tensor:
+        """Give the labels that the last stage trains on, of those in the batch."""
+        return labels
 
     @property
     def is_first(self) -> bool:

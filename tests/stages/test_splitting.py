@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages import Architecture, Head, Stage, default_loss, register, split
+from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.partition.losses import causal_lm
 from tests.limits import HANG_S
 
@@ -631,3 +632,32 @@ def test_import_is_light() -> None:
     code = "import sys, pipecomp; torch = 'torch' in sys.modules; import pipecomp.stages; "
     code += "sys.exit(torch or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False).returncode == 0
+
+
+class TestPaddingOnTheLeft:
+    """Links carry none, so the last stage has nothing where the unsplit model computes with padding."""
+
+    MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+    LABELS = torch.arange(12).view(3, 4)
+
+    def labels(self, name: str, stages: int) -> Tensor:
+        last = split(make_model(name), num_stages=stages)[-1]
+        return last.trained_labels(Layout.of_mask((5, 6, 7), self.MASK, 4), self.LABELS)
+
+    def test_nothing_is_predicted_from_padding(self) -> None:
+        left_out = self.LABELS.clone()
+        left_out[0, 2] = left_out[2, 1] = -100
+        for name in ("gpt2", "llama"):
+            assert torch.equal(self.labels(name, 2), left_out)
+            assert torch.equal(self.labels(name, 1), self.LABELS), "one stage has the padding too"
+        assert torch.equal(self.labels("bert-masked", 2), self.LABELS), "a token's own label"
+        assert self.LABELS[0, 2] == 2, "the batch's own labels stay"
+
+    @pytest.mark.parametrize("name", ["bert-classes", "roberta-classes", "deberta-v2"])
+    def test_a_head_that_reads_the_first_place_refuses_it(self, name: str) -> None:
+        inputs = {"input_ids": self.LABELS, "attention_mask": self.MASK}
+        with pytest.raises(DataError, match="sample 5 is padded on the left"):
+            split(make_model(name), num_stages=2)[0].layout((5, 6, 7), inputs)
+        assert split(make_model(name), num_stages=1)[0].layout((5, 6, 7), inputs).starts == (2, 0, 1)
+        right = {**inputs, "attention_mask": self.MASK.flip(1)}
+        assert split(make_model(name), num_stages=2)[0].layout((5, 6, 7), right).starts == (0, 0, 0)

@@ -105,13 +105,8 @@ _PLAIN = Row(
 ALL_LABELS = "left, all labels"
 KNOWN: dict[Row, str] = {
     dataclasses.replace(_PLAIN, padding=ALL_LABELS): (
-        "A padding position is made to predict the first real token. Links do not carry padding: the last stage has "
-        "zeros there, the unsplit model has what it computes of padding tokens. Set the label of the first real token "
-        "to −100, as all other rows with left padding do."
-    ),
-    dataclasses.replace(_PLAIN, model="bert-classes"): (
-        "The head reads the first position of a batch, which here is padding: zeros on the last stage. Pad encoders on "
-        "the right."
+        "The unsplit model is trained to predict a sample's first token from the padding before it. Links carry no "
+        "padding, so a pipeline leaves that prediction out; in all other rows its label is −100 for both."
     ),
 }
 
