@@ -63,7 +63,10 @@ class TestSdist:
 
     def test_has_neither_records_nor_what_was_built(self, sdist):
         found = [file.name for file in sdist.rglob("*") if file.suffix in (".jsonl", ".png", ".so", ".pyc")]
-        assert found == ["throughput.jsonl"]  # which a test of the simulation reads
+        assert sorted(found) == ["throughput.jsonl", "trust.jsonl"]  # which tests read
+
+
+PAGE = ("pipecomp/report/page.css", "pipecomp/report/page.js")  # what reports are made of beside modules
 
 
 def test_a_wheel_holds_every_module(sdist, tmp_path):
@@ -77,5 +80,5 @@ def test_a_wheel_holds_every_module(sdist, tmp_path):
         wanted.add(f"{folder}/__init__.py" if file.stem == "__init__" else f"{folder}.py")
     sources = [file.name for file in (packaging.ROOT / "kernels").iterdir() if file.suffix in (".cpp", ".h")]
     packaged = {name for name in names if ".dist-info/" not in name}
-    assert packaged == wanted | {f"pipecomp/kernels/{name}" for name in sources} | {"pipecomp/py.typed"}
+    assert packaged == wanted | {f"pipecomp/kernels/{name}" for name in sources} | {"pipecomp/py.typed", *PAGE}
     packaging.works(tmp_path / "site")

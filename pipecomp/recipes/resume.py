@@ -24,6 +24,10 @@ from pipecomp.errors import ConfigError, require
 MAY_DIFFER = frozenset(
     {
         "metrics",
+        "run",
+        "recipe",
+        "report",
+        "report_to",
         "tensorboard",
         "trace",
         "save",
