@@ -232,7 +232,7 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
 
-    def gather(out: list, mine: object) -> None:
+    def gather(out: list, mine: object, group: object) -> None:
         out[:] = [mine, (None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
 
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
