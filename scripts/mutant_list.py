@@ -25,7 +25,7 @@ WIRE = ("tests/messages/test_wire.py",)
 TRUST_2 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[2]",)
 TRUST_4 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[4]",)
 
-_DRAW = "ops.mix_seed(self._seed, self._replica, self.index, direction, at.step, at.micro_batch, part)"
+_DRAW = "ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)"
 _ENDPOINT = "pipecomp/stages/link/endpoint.py"
 _DITHERING = "pipecomp/allreduce/dithering.py"
 _GATHER = "pipecomp/allreduce/all_gather.py"
@@ -264,7 +264,7 @@ MUTANTS = (
         "what owners left out before DDP made its buckets anew is lost",
     ),
     # -- links: draws
-    _draws_without("seed", "self._seed"),
+    _draws_without("seed", "self._config.seed"),
     _draws_without("replica", "self._replica"),
     _draws_without("link", "self.index"),
     _draws_without("direction", "direction"),
@@ -306,9 +306,9 @@ MUTANTS = (
     ),
     Mutant(
         "versions that were there before",
-        "pipecomp/stages/link/sender.py",
-        "self._next_version = highest + 1",
-        "self._next_version = 1",
+        "pipecomp/stages/link/handshake.py",
+        "end.next_version = max(mine[1], theirs[1]) + 1",
+        "end.next_version = 1",
         ("tests/stages/test_link.py::TestAgreement::test_what_differs_is_sent_whole_once",),
         "after a resume two different activations have one version",
     ),
