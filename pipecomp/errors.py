@@ -9,6 +9,7 @@ PipecompError
   DataError            samples, ids or labels
   WireError            bytes that are not a message of this version
   StoreError           the message store: damaged, full, or of another run
+  KeysError            keys and certificates: missing, expired, revoked, of another run or rank
   LinkError            the exchange between two stages
     BaseMismatchError  a delta on a message that the receiver does not hold
     DriftError         the two ends hold different messages, again after they were repaired
@@ -67,6 +68,10 @@ class WireError(PipecompError, ValueError):
 
 class StoreError(PipecompError, RuntimeError):
     """The message store is damaged, full, or belongs to another run."""
+
+
+class KeysError(PipecompError, RuntimeError):
+    """A key or certificate is missing, expired, revoked, of another run, or not for that rank."""
 
 
 class LinkError(PipecompError, RuntimeError):
