@@ -25,10 +25,11 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
     {"errors", "files", "json_tree", "schedule", "stats"},
+    {"plain_objects"},
     {"kernels", "keys", "rates"},
     {"allreduce", "buffers", "data"},
     {"config", "gradient_config", "optim"},
-    {"messages"},
+    {"messages", "mesh"},
     {"cluster", "stages/link"},
     {"netlab", "stages/partition"},
     {"checkpoint", "doctor"},

@@ -12,6 +12,8 @@ import socket
 import ssl
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from pipecomp.errors import KeysError, WireError
@@ -73,12 +75,16 @@ class SecureStream:
     as they come.
     """
 
-    def __init__(self, sock: socket.socket, made: ssl.SSLContext, *, server: bool) -> None:
+    def __init__(self, sock: socket.socket, made: ssl.SSLContext, *, server: bool, early: bytes = b"") -> None:
+        """early: what was read from the socket already."""
         self.sock = sock
+        self.on_wait: Callable[[], None] | None = None  # called when the socket's timeout is over, to go on waiting
+        self.heard = time.monotonic()  # when something came last
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._lock = threading.Lock()
         self._buffer = memoryview(bytearray(_CHUNK))
+        self._incoming.write(early)
 
     def handshake(self) -> None:
         """Agree on keys, and check certificates as the context says."""
@@ -172,14 +178,28 @@ class SecureStream:
     def _write(self, sealed: bytes) -> None:
         rest = memoryview(sealed)
         while rest:
-            rest = rest[self.sock.send(rest) :]
+            try:
+                rest = rest[self.sock.send(rest) :]
+            except TimeoutError:
+                self._keep_waiting()
 
     def _pull(self) -> None:
-        count = self.sock.recv_into(self._buffer)
+        while True:
+            try:
+                count = self.sock.recv_into(self._buffer)
+                break
+            except TimeoutError:
+                self._keep_waiting()
         if not count:
             raise EOFError
+        self.heard = time.monotonic()
         with self._lock:
             self._incoming.write(self._buffer[:count])
+
+    def _keep_waiting(self) -> None:
+        if self.on_wait is None:
+            raise TimeoutError
+        self.on_wait()
 
 
 def close(sock: socket.socket) -> None:

@@ -33,16 +33,17 @@ class Trust:
             self._contexts[server] = made
         self._revoked = folder.revoked()[1]
 
-    def secure(self, sock: socket.socket, *, server: bool) -> tuple[SecureStream, Identity]:
-        """Make a handshake, and say who is at the other end. KeysError if it does not belong to this run."""
-        stream = SecureStream(sock, self._contexts[server], server=server)
+    def secure(self, sock: socket.socket, *, server: bool, early: bytes = b"") -> tuple[SecureStream, Identity]:
+        """Make a handshake, and say who is at the other end. KeysError if it does not belong to this run.
+
+        early: what was read from the socket already. Call `check` with the identity before anything else.
+        """
+        stream = SecureStream(sock, self._contexts[server], server=server, early=early)
         try:
             stream.handshake()
         except (OSError, EOFError) as error:
             raise KeysError(explain(error)) from error
-        peer = identify(x509.load_der_x509_certificate(stream.certificate()))
-        self.check(peer)
-        return stream, peer
+        return stream, identify(x509.load_der_x509_certificate(stream.certificate()))
 
     def check(self, peer: Identity) -> None:
         """KeysError if it is of another run, or revoked."""

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError
+from pipecomp.plain_objects import exchanged
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
@@ -26,6 +27,7 @@ from pipecomp.stages.partition.splitting import Stage, take_stage
 BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one part of the model on one sample. flops: of its forward (a multiply-add is two). kept_bytes: what the
@@ -51,6 +53,7 @@ class Cost:
         )
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model's blocks, and what its first and last stage have besides (embeddings; head and loss).

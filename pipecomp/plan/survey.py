@@ -20,6 +20,7 @@ from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import ConfigError
+from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Speeds
@@ -32,6 +33,7 @@ from pipecomp.stages.link.transport import PacerTo
 _TIMEOUT_S = 120.0
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher.

@@ -17,6 +17,7 @@ from pipecomp.cluster.agreement import settings_of
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, DataError
+from pipecomp.plain_objects import exchanged
 from pipecomp.recipes import images, run, steps
 from pipecomp.recipes.fit import Fit, make_folder
 from pipecomp.recipes.resnet import client_cuts, resnet
@@ -47,6 +48,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What the server knows of the clients' data: numbers, and a hash of all training images, to know them again.

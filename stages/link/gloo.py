@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.transport import Pacer, Traffic
+from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Pacer, Traffic, Transport
 
 FRAME_BYTES = 1 << 19
-MAX_PACKET_BYTES = 1 << 34
 _RING = 16  # receives posted ahead
 _SENDS = 2  # frames handed to gloo and not yet finished
 _FIELDS = struct.Struct("<BxxxIQ")
 _CRC = struct.Struct("<I")
+_RANK = struct.Struct("<i")
 _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
@@ -65,7 +65,7 @@ class GlooTransport:
         self._callback: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
-        self._pacer = pacer
+        self._pacer, self._most_bytes = pacer, MAX_PACKET_BYTES
         self._record: Callable[[str, float, float, int | None, int], None] | None = None
         self._failure: Exception | None = None
         self._closing = False
@@ -99,6 +99,9 @@ class GlooTransport:
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
         self._record = record
 
+    def limit(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+
     def flush(self) -> None:
         while self._outbox.unfinished_tasks and self._sender.is_alive():
             time.sleep(0.001)
@@ -106,7 +109,8 @@ class GlooTransport:
 
     def abort(self, lost_rank: int, reason: str) -> None:
         if self._sender.is_alive():
-            note = struct.pack("<i", lost_rank) + reason.encode()[:4096]
+            text = reason.encode()[:4096].decode(errors="ignore")  # no part of a character
+            note = _RANK.pack(lost_rank) + text.encode()
             self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8), time.monotonic()))
             deadline = time.monotonic() + 2.0
             while self._outbox.unfinished_tasks and self._sender.is_alive() and time.monotonic() < deadline:
@@ -201,8 +205,10 @@ class GlooTransport:
                 if kind == _DATA:
                     if filled == 0:
                         began = time.perf_counter()
-                        if total > MAX_PACKET_BYTES:
-                            raise WireError(f"rank {self.peer} announces a packet of {total} bytes")
+                        if total > self._most_bytes:
+                            raise WireError(
+                                f"rank {self.peer} announces a packet of {total} bytes, allowed: {self._most_bytes}"
+                            )
                         packet = np.empty(total, dtype=np.uint8)
                     if total != packet.size or filled + size > total:
                         raise WireError(f"rank {self.peer} sent {filled + size} bytes of a packet of {packet.size}")
@@ -214,9 +220,12 @@ class GlooTransport:
                             self._record("receive", began, time.perf_counter(), None, packet.size)
                         self._deliver(packet)
                 elif kind == _ABORT:
-                    (rank,) = struct.unpack_from("<i", content)
+                    if size < _RANK.size:
+                        raise WireError(f"rank {self.peer} sent a notice of a failure that names no rank")
+                    (rank,) = _RANK.unpack_from(content)
+                    reason = bytes(content[_RANK.size :]).decode(errors="replace")
                     # Keep receiving: the peer's orderly end needs receives to end in.
-                    self._fail(PeerLostError(f"{bytes(content[4:]).decode()} (told by rank {self.peer})", rank))
+                    self._fail(PeerLostError(f"{reason} (told by rank {self.peer})", rank))
                 elif kind == _CLOSE:
                     while posted:
                         posted.popleft()[0].wait(self._timeout)
@@ -228,6 +237,8 @@ class GlooTransport:
             self._fail(error)
         except RuntimeError as error:
             self._fail(self._explain(error))
+        except Exception as error:  # a receiving thread never ends without a word
+            self._fail(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
 
     def _deliver(self, packet: np.ndarray) -> None:
         if self._callback is not None:
@@ -287,7 +298,7 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
     return mine
 
 
-def close_quietly(transport: GlooTransport) -> None:
+def close_quietly(transport: Transport) -> None:
     """For exit handlers: nothing more can be done about a failing end."""
     with contextlib.suppress(Exception):
         transport.close()

@@ -51,6 +51,9 @@ class LoopbackTransport:
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
         """Packets take no time here: there is nothing to record."""
 
+    def limit(self, most_bytes: int) -> None:
+        """Packets are in memory already."""
+
     def flush(self) -> None:
         """Nothing is ever under way."""
 

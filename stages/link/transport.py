@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+MAX_PACKET_BYTES = 1 << 34  # before both ends have agreed on less
+
 
 class Traffic(NamedTuple):
     """Counters of one end since it was opened."""
@@ -57,6 +59,10 @@ class Transport(Protocol):
 
     def on_moved(self, record: Callable[[str, float, float, int | None, int], None]) -> None:
         """Call `record("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter."""
+        ...
+
+    def limit(self, most_bytes: int) -> None:
+        """From now on no packet of the peer has more bytes: one that has is a WireError before memory is taken."""
         ...
 
     def flush(self) -> None:
