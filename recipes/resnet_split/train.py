@@ -79,7 +79,7 @@ class ClientData:
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     check_arguments(args)
-    start.start_processes(args.seed)
+    start.start_processes(args.seed, args.deepspeed_config)
     ranks = start.all_ranks()
     config: dict[str, Any] = {}
     with ranks.collective_errors():
