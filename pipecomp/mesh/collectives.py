@@ -18,6 +18,7 @@ from pipecomp.mesh.frames import EAGER_BYTES
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.transfer import Transfer
 
+_PIECE_BYTES = 1 << 22
 _P2P = 1 << 62  # tags of messages between two ranks; below, collectives count theirs
 _REDUCE: dict[str, Any] = {
     "SUM": torch.Tensor.add_,
@@ -69,13 +70,21 @@ class Collectives:
             self.all_gather(everyone, flat)
             flat.copy_(_reduced(everyone, operation))
             return
-        slices = list(flat.tensor_split(self.size))
-        mine = slices[self.place]
-        reduced = torch.empty_like(mine)
-        wait = self._swap_later(slices, [mine] * self.size)  # receives of the second half are ready before it begins
-        self.reduce_scatter(reduced, slices, operation)
-        mine.copy_(reduced)
-        wait()
+        # In pieces: while one is added up and passed on, the next are on their way. The messages of each half have one
+        # tag, and so keep their order. Nobody passes on a slice before this rank's part of it has arrived there.
+        adding, passing = next(self._tags), next(self._tags)
+        pieces = [list(piece.tensor_split(self.size)) for piece in flat.split(_PIECE_BYTES // flat.element_size())]
+        received = [[torch.empty_like(slices[self.place]) for _ in self.ranks] for slices in pieces]
+        arriving = [[self._receive(buffer(r[p]), p, adding) for p in self._others()] for r in received]
+        moving = [self._receive(buffer(slices[p]), p, passing) for slices in pieces for p in self._others()]
+        moving += [self._send(buffer(slices[p]), p, adding) for slices in pieces for p in self._others()]
+        for slices, parts, transfers in zip(pieces, received, arriving, strict=True):
+            mine = slices[self.place]
+            parts[self.place] = mine
+            _finish(transfers)
+            mine.copy_(_reduced(parts, operation))
+            moving += [self._send(buffer(mine), p, passing) for p in self._others()]
+        _finish(moving)
 
     def all_reduce_each_(self, tensors: Sequence[Tensor], operation: str) -> None:
         """The same for several tensors."""

@@ -157,6 +157,14 @@ class TestCollectives:
         together([groups[r].barrier().wait for r in range(3)])
 
 
+def test_all_reduce_in_pieces(two, monkeypatch):
+    monkeypatch.setattr("pipecomp.mesh.collectives._PIECE_BYTES", 4 * 50_000)
+    given = [torch.randn(2 * EAGER_BYTES + 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    tensors = [tensor.clone() for tensor in given]
+    together([lambda r=r: Collectives(two[r], [0, 1], 9).all_reduce_(tensors[r], "SUM") for r in range(2)])
+    assert all(torch.equal(tensor, given[0] + given[1]) for tensor in tensors)
+
+
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [("MAX", [4, 5]), ("MIN", [1, 2]), ("PRODUCT", [4, 10]), ("BOR", [5, 7]), ("BAND", [0, 0]), ("BXOR", [5, 7])],
