@@ -94,16 +94,24 @@ class Connection:
 
     # -- the end
 
-    def close(self, *, last_s: float = 0.0) -> None:
-        """End in order: send what waits, then say so, and wait for the other side to do the same.
+    def close(self) -> None:
+        """End in order: send what waits, then say so, and wait for the other side to do the same."""
+        self.say_goodbye()
+        self.finish()
 
-        last_s: how long to let the other side go first.
-        """
-        self._receiver.join(last_s)
+    def wait_for_end(self, wait_s: float) -> None:
+        """Until the other side has ended the connection, at most so long."""
+        self._receiver.join(wait_s)
+
+    def say_goodbye(self) -> None:
+        """The first half of `close`."""
         self._closing = True
         self._outbox.empty(_CLOSE_S)
         self._outbox.notice(Header(Kind.BYE, 0))
         self._outbox.empty(_CLOSE_S)
+
+    def finish(self) -> None:
+        """The second half of `close`."""
         self._receiver.join(_CLOSE_S)
         self._end(PeerLostError(f"the connection to rank {self.peer} is closed", self.peer))
         for thread in (self._sender, self._receiver):

@@ -21,6 +21,7 @@ from pipecomp.keys.stream import SecureStream
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
 from pipecomp.mesh.connection import Connection
+from pipecomp.mesh.frames import LINKS
 from pipecomp.mesh.hello import Guest, Place
 from pipecomp.mesh.relay import Relay
 from pipecomp.mesh.routes import DIRECT, Routes, connect
@@ -32,7 +33,6 @@ _TIMEOUT_S = 120.0
 _LAST_S = 5.0
 _READY_S = 180.0
 _SAID = 5  # refused connections that are printed
-_LINKS = 1 << 60  # streams from here on are links'; those of process groups are below
 _READY = "pipecomp/mesh/ready/{}"
 
 
@@ -75,7 +75,7 @@ class Mesh:
     def next_stream(self, peer: int) -> int:
         """A number for a link's stream, the same at both ends if they ask in the same order."""
         self._streams[peer] = self._streams.get(peer, 0) + 1
-        return _LINKS + self._streams[peer]
+        return LINKS + self._streams[peer]
 
     def set_timeout(self, timeout_s: float) -> None:
         """Seconds of silence after which a rank counts as lost."""
@@ -84,9 +84,14 @@ class Mesh:
 
     def close(self) -> None:
         """End all connections in order; rank 0, which serves the store and relays, goes last."""
-        last_s = _LAST_S if self.rank == 0 else 0.0
-        with ThreadPoolExecutor(max(1, len(self.connections))) as pool:
-            list(pool.map(lambda connection: connection.close(last_s=last_s), self.connections.values()))
+        every = list(self.connections.values())  # no threads: at the interpreter's end none can be started
+        deadline = time.monotonic() + (_LAST_S if self.rank == 0 else 0.0)
+        for connection in every:
+            connection.wait_for_end(max(0.0, deadline - time.monotonic()))
+        for connection in every:
+            connection.say_goodbye()
+        for connection in every:
+            connection.finish()
         for part in (self._routes, self._relay, self._listener):
             if part is not None:
                 part.close()

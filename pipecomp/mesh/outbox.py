@@ -11,7 +11,7 @@ import time
 from collections import deque
 
 from pipecomp.errors import WireError
-from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
+from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, pack
 from pipecomp.mesh.transfer import Transfer
 
 MOST_ASKED = 1 << 16  # receives that a rank may have ready and unmet: a few bytes each
@@ -146,8 +146,8 @@ class Outbox:
         if lane.ready or not lane.messages:
             return
         size = len(lane.messages[0].view)
-        if size > EAGER_BYTES and key[0] not in self._open:
-            if not lane.asked:
+        if (size > EAGER_BYTES or key[0] >= LINKS) and key[0] not in self._open:
+            if key[0] >= LINKS or not lane.asked:
                 return
             if lane.asked[0] != size:
                 raise WireError(f"a receive of {lane.asked[0]} bytes is ready for a message of {size}")

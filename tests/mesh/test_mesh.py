@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -383,6 +387,35 @@ class TestLimits:
     def test_endless_announcements(self, two, monkeypatch):
         monkeypatch.setattr("pipecomp.mesh.outbox.MOST_ASKED", 10)
         assert "more than 10 receives" in self.refused(two, *[pack(Header(Kind.ASK, 0, 3, i, 1)) for i in range(11)])
+
+
+def test_connections_end_when_the_interpreter_does(tmp_path):
+    """No thread can be started from a pool any more then."""
+    keys_for(tmp_path, 2)
+    code = """
+import atexit, sys
+from pathlib import Path
+from pipecomp.keys.folder import KeyFolder
+from pipecomp.keys.listener import Address
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh.mesh import Meeting, meet
+rank, address = int(sys.argv[1]), Address.parse(sys.argv[2])
+made = meet(Meeting(rank, 2, address), Trust(KeyFolder(Path(sys.argv[3]) / f"rank-{rank}")), wait_s=60)
+atexit.register(made.close)
+"""
+    address = str(free_address())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), address, str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.communicate(timeout=120)[1] == ""
+        assert rank.returncode == 0
 
 
 class TestStrangers:

@@ -69,11 +69,14 @@ def test_several_links_of_two_ranks_are_apart(meshes):
     assert np.array_equal(links[1][1].recv(), packet(9, 1))
 
 
-def test_what_is_sent_before_the_other_end_is_made_waits(meshes):
+@pytest.mark.parametrize("size", [10, 500_000])
+def test_what_is_sent_before_the_other_end_is_made_waits(meshes, size):
     first = TlsTransport(meshes[0], 1, timeout_s=30.0)
-    first.send(packet(500_000))
+    first.send(packet(size))
+    meshes[0].connections[1].send(1, 0, memoryview(b"later")).wait(30)
+    meshes[1].connections[0].receive(1, 0, memoryview(bytearray(5))).wait(30)
     second = TlsTransport(meshes[1], 0, timeout_s=30.0)
-    assert np.array_equal(second.recv(), packet(500_000))
+    assert np.array_equal(second.recv(), packet(size))
 
 
 def test_a_packet_above_the_limit(ends):
