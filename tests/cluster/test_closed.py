@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def work(rank, world, note, keys):
     listening = sum(f"pid={os.getpid()}," in line for line in ports.splitlines())
     found = (
         total[0].item(), objects, box, model.module.weight.grad[0, 0].item(), out.tolist(), dist.get_backend(),
-        collective_backend(), all_ranks().all_gather_object(rank), listening,
+        collective_backend(), all_ranks().all_gather_object(rank), listening, sys.getswitchinterval(),
     )  # fmt: skip
     dist.destroy_process_group()
     current_mesh().close()
@@ -120,7 +121,7 @@ def work(rank, world, note, keys):
 def test_torchs_functions_go_over_the_mesh(tmp_path):
     keys_for(tmp_path, 3)
     found = run_ranks(3, work, str(tmp_path), timeout_s=HANG_S)
-    for total, objects, box, grad, out, backend, collectives, ranks, listening in found.values():
+    for total, objects, box, grad, out, backend, collectives, ranks, listening, turn_s in found.values():
         assert total == 6.0
         assert objects == [{"rank": r, "pair": (r, None)} for r in range(3)]
         assert box == [1]
@@ -129,3 +130,4 @@ def test_torchs_functions_go_over_the_mesh(tmp_path):
         assert backend == collectives == "tls"
         assert ranks == [0, 1, 2]
         assert listening <= 1
+        assert turn_s <= 1e-3
