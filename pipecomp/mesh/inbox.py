@@ -69,11 +69,10 @@ class Inbox:
         """Be ready for one message, which has as many bytes as `view`; the transfer ends when it is there."""
         transfer, key = Transfer(view), (stream, tag)
         with self._lock:
-            if self._ended is None:
-                self._ready.setdefault(key, deque()).append(transfer)
-        if self._ended is not None:
+            self._ready.setdefault(key, deque()).append(transfer)
+        self._match(key)  # what came before the end is there after it, too
+        if self._ended is not None and not transfer.done:
             transfer.finish(self._ended)
-        self._match(key)
         return transfer
 
     def place(self, header: Header) -> memoryview:

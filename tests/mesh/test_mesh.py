@@ -295,6 +295,20 @@ class TestFailures:
             waiting.wait(WAIT_S)
         meshes[0].close()
 
+    def test_what_came_before_the_end_is_there_after_it(self, folders):
+        meshes = meet_all(folders[:2])
+        last, there = meshes[1].connections[0], meshes[0].connections[1]
+        for message in (b"one", b"two"):
+            last.send(1, 1, memoryview(message)).wait(WAIT_S)
+        meshes[1].close()
+        assert there.failure is not None
+        for message in (b"one", b"two"):
+            there.receive(1, 1, memoryview(into := bytearray(3))).wait(WAIT_S)
+            assert into == message
+        with pytest.raises(PeerLostError, match="rank 1 has ended its run"):
+            there.receive(1, 1, memoryview(bytearray(3))).wait(WAIT_S)
+        meshes[0].close()
+
     def test_an_error_in_the_receiving_thread_is_told(self, two):
         def fail(header):
             raise MemoryError("no more")
