@@ -13,8 +13,12 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
+from pipecomp.doctor.measure import Measured
+from pipecomp.engine.trace import Event
 from pipecomp.errors import WireError
 from pipecomp.plain_objects import decode, encode, exchanged
+from pipecomp.plan.auto import Seen
+from pipecomp.plan.simulation import StageCosts
 
 
 @exchanged
@@ -52,6 +56,14 @@ def test_values_come_back(value):
     found = decode(encode(value))
     assert found == value
     assert type(found) is type(value)
+
+
+def test_what_ranks_measure_comes_back():
+    link = Measured(1e9, 2e9, 0.001, 0.0, 0.0)
+    for value in (Seen(1, StageCosts(forward_s=0.5, backward_s=1.0), link), Event("forward", 1.0, 2.0, 3, 0)):
+        found = decode(encode(value))
+        assert found == value
+        assert type(found) is type(value)
 
 
 def test_numbers_of_numpy_and_unmarked_tuples_become_plain():
