@@ -232,10 +232,10 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
 
-    def gather(out: list, mine: object) -> None:
+    def gather(out: list, mine: object, group: object) -> None:
         out[:] = [mine, (None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
 
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     monkeypatch.setenv("LOCAL_RANK", "0")
     checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
