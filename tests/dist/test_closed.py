@@ -32,6 +32,7 @@ def losses(rank, world, note, keys, stages, *, tied=True, **section):
     )
     found = [float(engine.train_batch()) for _ in range(STEPS)]
     stats = engine.gather_comm_stats()
+    assert {event["pid"] for event in engine.gather_last_step()} == set(range(world))
     engine.close()
     if keys is not None:
         current_mesh().close()
@@ -47,5 +48,3 @@ def test_losses_are_those_over_gloo(tmp_path, world, stages):
     assert [closed[r][0] for r in range(world)] == [plain[r][0] for r in range(world)]
     assert {closed[r][1] for r in range(world)} == {"tls"}
     assert closed[0][2] == plain[0][2]
-
-
