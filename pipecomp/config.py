@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError
 
+_TRUE = "true or false"
 BITS = "a whole number from 1 to 8"
 Bits = int | str | tuple[int, ...]
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -186,22 +187,35 @@ class Store:
 class Transport:
     """How bytes travel between stages.
 
-    backend: "gloo" sends from host memory over TCP; "auto" takes it too. checksum: a CRC-32 over every packet.
+    backend: "tls" lets everything between ranks go over connections that are encrypted, and open only to machines
+    with keys of this run; "gloo" sends from host memory over TCP as it is; "auto" takes "tls" where PIPECOMP_KEYS names
+    keys, else "gloo". checksum: a CRC-32 over every packet.
     timeout_s: seconds of silence after which a peer counts as lost (peers send a heartbeat four times as often).
+    keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS. trusted_network: "gloo" also at an address that
+    the whole internet may reach.
     """
 
     backend: str = "auto"
     checksum: bool = True
     timeout_s: float = 120.0
+    keys: str | None = None
+    trusted_network: bool = False
 
     def __post_init__(self) -> None:
-        _require_choice("transport.backend", self.backend, ("auto", "gloo"))
+        _require_choice("transport.backend", self.backend, ("auto", "gloo", "tls"))
+        if self.keys is not None:
+            _require(isinstance(self.keys, str) and self.keys != "", "transport.keys", self.keys, "null or a folder")
+        _require(isinstance(self.trusted_network, bool), "transport.trusted_network", self.trusted_network, _TRUE)
         _require(isinstance(self.checksum, bool), "transport.checksum", self.checksum, "true or false")
         ok = _is_number(self.timeout_s, 1, 86400, (int, float))
         _require(ok, "transport.timeout_s", self.timeout_s, "seconds from 1 to 86400")
 
     def check_given(self, given: Mapping[str, object]) -> None:
-        """Nothing to refuse."""
+        """Refuse what only one of the backends has."""
+        if self.backend == "gloo":
+            _require_unset("transport", "keys", given, "only with backend 'tls', not 'gloo'")
+        if self.backend == "tls" and given.get("trusted_network") is not False:
+            _require_unset("transport", "trusted_network", given, "only with backend 'gloo', not 'tls'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +284,8 @@ class Config:
         values = dataclasses.asdict(self)
         values["gradients"] = self.gradients.as_dict()
         values["store"].pop("path")
+        values["transport"].pop("keys")  # of this machine, as its network is
+        values["transport"].pop("trusted_network")
         values.pop("kernels")  # all give the same bytes
         return values
 

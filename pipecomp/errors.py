@@ -9,6 +9,7 @@ PipecompError
   DataError            samples, ids or labels
   WireError            bytes that are not a packet of this version
   StoreError           the message store: damaged, full, or of another run
+  KeysError            keys and certificates: missing, expired, revoked, of another run or rank
   LinkError            the exchange between two stages
     BaseMismatchError  a delta on a cached activation that the receiver does not hold
     DriftError         the two ends hold different cached activations, again after they were repaired
@@ -73,6 +74,10 @@ class WireError(PipecompError, ValueError):
 
 class StoreError(PipecompError, RuntimeError):
     """The message store is damaged, full, or belongs to another run."""
+
+
+class KeysError(PipecompError, RuntimeError):
+    """A key or certificate is missing, expired, revoked, of another run, or not for that rank."""
 
 
 class LinkError(PipecompError, RuntimeError):

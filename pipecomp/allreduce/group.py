@@ -37,10 +37,15 @@ def _mesh(ranks: list[int], timeout_s: float) -> _Mesh:
     if found is None or not _alive(found.process_group):
         # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
         timeout = datetime.timedelta(seconds=timeout_s)
-        made = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        made = dist.new_group(ranks, backend=host_backend(), timeout=timeout, use_local_synchronization=True)
         found = _meshes[key] = _Mesh(made)
     found.channels = (found.channels + 1) % _CHANNELS
     return found
+
+
+def host_backend() -> str:
+    """What groups for tensors in host memory go over: "tls" where all ranks do, else "gloo"."""
+    return "tls" if dist.get_backend() == "tls" else "gloo"
 
 
 def _alive(process_group: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `pipecomp demo | doctor | netlab | plan | report | store | bench`.
+"""The command line: `pipecomp demo | doctor | keys | netlab | plan | report | store | bench`.
 
 Errors are one line; exit status 1.
 """
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.cli.bench import bench
 from pipecomp.cli.common import JsonOption, console, plain_errors, say, whole_numbers, write_json
+from pipecomp.cli.keys import keys
 from pipecomp.cli.store import store
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Pipeline-parallel fine-tuning of Hugging Face models over slow links.",
 )
+app.add_typer(keys, name="keys")
 app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
@@ -16,9 +17,12 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
+from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
+from pipecomp.cluster.plain_collectives import exchange_objects_as_json
 from pipecomp.errors import LinkError, LinkTimeoutError
+from pipecomp.mesh.process_group import BACKEND, current_mesh
 
 _NAME = "pipecomp/name"
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
@@ -31,11 +35,14 @@ def ranks_here() -> int | None:
     return int(found) if found else None
 
 
-def join_processes() -> None:
+def join_processes(config: Any = None) -> None:
     """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless.
 
-    Raises LinkError on every rank where the ranks have different versions, or cannot reach each other.
+    config: DeepSpeed's, a dict or a JSON file, for what its "transport" says of TLS; without it PIPECOMP_KEYS decides.
+    Raises LinkError on every rank where the ranks have different versions, or cannot reach each other, and KeysError
+    where this machine does not belong to the run.
     """
+    exchange_objects_as_json()
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -47,6 +54,10 @@ def join_processes() -> None:
         check_byte_order()
         dist.init_process_group(collective_backend(), rank=0, world_size=1)
         return
+    keys = wanted_keys(config)
+    if keys is not None:
+        _join_closed(keys, rank, world)
+        return
     store = _meet(rank, world)
     try:
         _initialize(store, rank, world)
@@ -56,6 +67,21 @@ def join_processes() -> None:
             f"{GLOO_VARIABLE} must name the interface that leads to the others, on each machine, and all TCP ports "
             "between them must be open; `pipecomp doctor` tells more"
         ) from error
+
+
+def _join_closed(keys: str, rank: int, world: int) -> None:
+    """Join over TLS: the key-value store and all collectives go over the mesh."""
+    earlier = current_mesh()
+    if earlier is not None:
+        earlier.close()
+    mesh = join_mesh(keys, rank, world, wait_s=COMING_S)
+    atexit.register(mesh.close)
+    process_heartbeat(mesh.store, rank, world)
+    together = AllRanks(rank, world, mesh.store, wait_s=_CONNECT_S)
+    with together.collective_errors():
+        check_byte_order()
+    together.assert_same_on_all_ranks(versions())
+    dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world, timeout=default_pg_timeout)
 
 
 def _meet(rank: int, world: int) -> Any:
@@ -121,7 +147,12 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
 
 
 def collective_backend() -> str:
-    """Choose what collectives go through: gloo on CPUs and where ranks share a GPU, else the device's own."""
+    """Choose what torch's collectives go through.
+
+    TLS if the processes have joined over it; gloo on CPUs and where ranks share a GPU, else the device's own.
+    """
+    if dist.is_initialized() and dist.get_backend() == BACKEND:
+        return BACKEND
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
     if device is None or os.environ.get("DS_ACCELERATOR") == "cpu" or local > torch.accelerator.device_count():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import join_processes, ranks_here
 
 
-def start_processes(seed: int | None = None) -> None:
+def start_processes(seed: int | None = None, config: Any = None) -> None:
     """Join the other processes of this run; call it before anything else, on every process.
 
     The processes of a machine without GPUs share its cores evenly, unless OMP_NUM_THREADS is set. Processes that meet
@@ -21,16 +22,19 @@ def start_processes(seed: int | None = None) -> None:
 
     Args:
         seed: Of torch's generator, which is seeded differently on every rank. None means 0.
+        config: DeepSpeed's, a dict or a JSON file, for what its "pipecomp" section says of TLS; without it
+            PIPECOMP_KEYS decides.
 
     Raises:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
+        KeysError: This machine's keys do not allow it to join.
     """
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
     if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
         # Without it gloo takes the address that the host name resolves to, which need not be reachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    join_processes()
+    join_processes(config)
     torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
 
 

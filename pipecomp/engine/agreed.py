@@ -12,9 +12,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from pipecomp.cluster.agreement import AllRanks, settings_of
+from pipecomp.cluster.closed import KEYS, check_network
 from pipecomp.config import Config, read_json_object
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
+from pipecomp.mesh.process_group import BACKEND
 from pipecomp.plan.auto import wants_auto
 from pipecomp.stages import plan
 from pipecomp.stages.partition.modules import Modules
@@ -43,6 +45,7 @@ def agree(
     with all_ranks.collective_errors():
         ds_config = _read_config(config)
         settings = Config.from_dict(ds_config.get(SECTION, {}))
+        _check_transport(settings)
         split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
         if isinstance(model, Modules):
             _check_modules(settings, own_loss)
@@ -54,6 +57,23 @@ def agree(
     settings_here = settings_of(ds_config, SECTION, settings.shared())
     all_ranks.assert_same_on_all_ranks({**settings_here, **_facts(split_plan, model)})
     return Agreed(ds_config, settings, split_plan, recomputes)
+
+
+def _check_transport(settings: Config) -> None:
+    """What the processes have joined over is what the configuration asks for, and fit for their network."""
+    transport, joined = settings.transport, dist.get_backend()
+    if dist.get_world_size() == 1:
+        return
+    if joined == BACKEND:
+        if transport.backend == "gloo":
+            raise ConfigError("transport.backend", "gloo", f"'tls' or 'auto': the processes have joined with {KEYS}")
+    elif transport.backend == "tls":
+        allowed = (
+            f"'auto', as the processes have joined over {joined}; name the keys in {KEYS}, or start with the config"
+        )
+        raise ConfigError("transport.backend", "tls", allowed)
+    else:
+        check_network(transport.trusted_network)
 
 
 def _check_modules(settings: Config, own_loss: bool) -> None:

@@ -14,11 +14,15 @@ from pipecomp.checkpoint.run_id import Run, find_run, model_digest
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
+from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.netlab.throttle import throttle_to
+from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.tls import TlsTransport
+from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.splitting import Stage
@@ -71,26 +75,29 @@ def _digest(parameter: torch.Tensor) -> str:
     return hashlib.sha256(values.numpy()).hexdigest()
 
 
-def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, GlooTransport]:
+def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, Transport]:
     """To the stages before and after this one, where there are any; every rank must call this."""
     grid, stage = engine.grid, engine.stage_id
     all_pipelines = pipelines(grid)
-    groups = neighbour_groups(all_pipelines, timeout_s)
+    mesh = current_mesh() if dist.get_backend() == BACKEND else None
+    groups = neighbour_groups(all_pipelines, timeout_s) if mesh is None else {}
     ranks = all_pipelines[grid.data_parallel_id]
     links = {"to_previous": stage - 1, "to_next": stage}
-    return {
-        name: GlooTransport(
-            groups[ranks[index], ranks[index + 1]],
-            timeout_s=timeout_s,
-            pacer=throttle_to(ranks[index + (name == "to_next")]),
-        )
-        for name, index in links.items()
-        if 0 <= index < grid.pipe_parallel_size - 1
-    }
+    made: dict[str, Transport] = {}
+    for name, index in links.items():
+        if 0 <= index < grid.pipe_parallel_size - 1:
+            peer = ranks[index + (name == "to_next")]
+            pacer = throttle_to(peer)
+            if mesh is not None:
+                made[name] = TlsTransport(mesh, peer, timeout_s=timeout_s, pacer=pacer)
+            else:
+                group = groups[ranks[index], ranks[index + 1]]
+                made[name] = GlooTransport(group, timeout_s=timeout_s, pacer=pacer)
+    return made
 
 
 def open_links(
-    engine: PipelineEngine, given: Config, transports: dict[str, GlooTransport], all_ranks: AllRanks
+    engine: PipelineEngine, given: Config, transports: dict[str, Transport], all_ranks: AllRanks
 ) -> tuple[Links, Run | None]:
     """Open this rank's ends of its links, which cache the same activations as their peers; every rank must call this.
 
@@ -101,7 +108,8 @@ def open_links(
     grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
     indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
     crossings = {name: stage.crossing(indices[name]) for name in transports}
-    dtype = str(next(stage.parameters(), torch.empty(0)).dtype).removeprefix("torch.")
+    weight = next(stage.parameters(), torch.empty(0))
+    dtype = str(weight.dtype).removeprefix("torch.")
     described = {
         indices[name]: {
             **given.link_settings(indices[name]),
@@ -141,8 +149,25 @@ def open_links(
         both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
         links = Links(environment=environment, described=both, **ends)
         links.agree()
+        for name, end in ends.items():
+            bounds = _bounds(engine, crossings[name])
+            if bounds is not None:
+                end.limit(bounds, weight.dtype)
         opened.pop_all()
     return links, run
+
+
+def _bounds(engine: PipelineEngine, crossing: Any) -> Bounds | None:
+    """What a packet of a link may hold; None for plain modules, whose samples may have any number of rows."""
+    positions = getattr(engine.stage.config, "max_position_embeddings", None)
+    if crossing.canvas is not None:
+        rows = crossing.canvas.lines
+    elif isinstance(positions, int) and positions > 0:
+        rows = 2 * positions  # where positions are relative, a model may be given more than it was made for
+    else:
+        return None
+    changed = engine.micro_batch_size * engine.micro_batches * (engine.pipecomp_config.store.drift_check or 0)
+    return Bounds(engine.micro_batch_size, rows, crossing.width, changed)
 
 
 def _environment(settings: Config, rank: int) -> StoreEnvironment:

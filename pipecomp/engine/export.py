@@ -11,14 +11,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecomp.allreduce.group import host_backend
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.files import file_crc
+from pipecomp.plain_objects import exchanged
 from pipecomp.stages.partition.saving import write_index, write_shard
 from pipecomp.stages.partition.splitting import Stage
 
 _PIECE = 1 << 24  # bytes a send
 
 
+@exchanged
 class _Shard(NamedTuple):
     stage: int
     name: str
@@ -32,7 +35,7 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     owners: for each stage the rank that writes it. Raises SplitError where a tensor is missing, OSError from the disk.
     """
     folder, rank = Path(folder), dist.get_rank()
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend=host_backend())
     file = write_shard(stage, folder) if rank in owners else None
     mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, file_crc(file))
     shards = [shard for shard in gathered(mine, group) if shard is not None]

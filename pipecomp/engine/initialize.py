@@ -30,6 +30,7 @@ from pipecomp.engine.connect import match_tied, open_links, open_transports, tie
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch
+from pipecomp.mesh.process_group import current_mesh
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
 from pipecomp.stages.partition.splitting import Stage
 
@@ -81,7 +82,7 @@ def initialize(
         ...                              training_data=dataset, collate_fn=collator)
         >>> loss = engine.train_batch()
     """
-    join_processes()
+    join_processes(config)
     attach_deepspeed()
     heartbeat = process_heartbeat()
     with heartbeat.starting():
@@ -148,6 +149,9 @@ def _engine(
 def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ranks: AllRanks, heartbeat: Any) -> None:
     """Open the engine's links, with bits that are measured where the configuration says "auto"."""
     settings = agreed.settings
+    mesh = current_mesh()
+    if mesh is not None:
+        mesh.set_timeout(settings.transport.timeout_s)
     transports = open_transports(engine, settings.transport.timeout_s)
     if wants_auto(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"

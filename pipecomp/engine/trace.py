@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pipecomp.buffers.base import CachedActivation, MessageStore
+from pipecomp.plain_objects import exchanged
 
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
 # The parts that the engine counts its seconds under, and the track that shows them.
@@ -49,6 +50,7 @@ COLORS = {
 }
 
 
+@exchanged
 class Event(NamedTuple):
     """What ran from `start` to `end` (seconds since 1970). micro_batch, bytes: where they mean something."""
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Bits, Config, bits_text
 from pipecomp.doctor.measure import Measured
+from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import best_in_flight
@@ -28,6 +29,7 @@ _LOOKED_AT = 32  # samples
 _log = logging.getLogger(__name__)
 
 
+@exchanged
 class Seen(NamedTuple):
     """What one rank measured. link: to the next stage, None on the last one."""
 
@@ -44,6 +46,7 @@ class Batch(NamedTuple):
     micro_batches: int
 
 
+@exchanged
 class Decision(NamedTuple):
     """forward_bits, backward_bits; reason: a sentence with the predictions behind them."""
 

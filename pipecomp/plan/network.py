@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipecomp.errors import require
+from pipecomp.plain_objects import exchanged
 from pipecomp.rates import FRAME, FRAME_HEADERS, SEGMENT
 
 TCP_SHARE = SEGMENT / FRAME
@@ -19,6 +20,7 @@ ACKNOWLEDGED = 1 - FRAME_HEADERS / (FRAME + FRAME_HEADERS)
 """What is left of a line's rate while the other direction is busy too, each of whose segments is acknowledged."""
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One direction. bits_per_s: of content, headers not counted; `math.inf` for no limit. latency_s: one way."""
@@ -35,6 +37,7 @@ class Line:
         return 8 * size / self.bits_per_s + self.latency_s
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """All links. forward, backward: link k's lines to stage k + 1 and back.

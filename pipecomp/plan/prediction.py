@@ -14,6 +14,7 @@ import torch
 
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.config import Config
+from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
 from pipecomp.plan.network import Network
 from pipecomp.plan.profile import Profile
@@ -26,6 +27,7 @@ _WORTH = 0.99  # running further ahead must shorten a step to this
 _STATE = {torch.float32: 16, torch.bfloat16: 18, torch.float16: 18}
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
     """What a machine does besides the model.

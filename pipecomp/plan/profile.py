@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError, require
+from pipecomp.plain_objects import exchanged
 from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
@@ -26,6 +27,7 @@ from pipecomp.stages.partition.splitting import Stage, take_stage
 BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one part of the model on one sample.
@@ -53,6 +55,7 @@ class Cost:
         )
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model's blocks, and what its first and last stage have besides (embeddings; head and loss).

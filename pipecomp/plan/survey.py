@@ -21,6 +21,7 @@ from pipecomp.doctor.launch import read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import require
+from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Speeds
@@ -33,6 +34,7 @@ from pipecomp.stages.link.transport import PacerTo
 _TIMEOUT_S = 120.0
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher.

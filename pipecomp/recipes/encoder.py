@@ -32,7 +32,7 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
         PipecompError: On every rank, if one of them has an error.
     """
     classify.check_arguments(args)
-    start.start_processes(args.seed)
+    start.start_processes(args.seed, args.deepspeed_config)
     ranks = start.all_ranks()
     with ranks.collective_errors():
         rows, held_out_rows = classify.read(args, task)

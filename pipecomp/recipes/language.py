@@ -38,7 +38,7 @@ def fine_tune(
         PipecompError: On every rank, if one of them has an error.
     """
     text.check_arguments(args)
-    start.start_processes(args.seed)
+    start.start_processes(args.seed, args.deepspeed_config)
     ranks = start.all_ranks()
     with ranks.collective_errors():
         training_texts, held_out_texts = read(args)

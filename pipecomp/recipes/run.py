@@ -4,7 +4,7 @@ A recipe's train.py adds its own arguments, its data and its model:
 
     parser = run.arguments("gpt2_wikitext2", "Fine-tune GPT-2 on text.")
     def main(args):
-        start.start_processes(args.seed)
+        start.start_processes(args.seed, args.deepspeed_config)
         with start.all_ranks().collective_errors():
             ...                                   # data and model; an error of one rank ends all of them
         run.train(args, run.Workload(model=..., training=..., trained=..., held_out=...))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers.trainer_utils import enable_full_determinism, set_seed
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.allreduce.group import host_backend
 from pipecomp.cluster.agreement import versions
 from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
@@ -38,7 +39,7 @@ def join(args: Any, model: Any, model_init: Callable[[], Any] | None) -> Any:
             (model is None) != (model_init is None), "model", model, "a model, or a model_init that makes one; not both"
         )
     alike.check_arguments(ranks, args, **versions())  # accelerate may have joined the processes, unchecked
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+    group = dist.new_group(backend=host_backend(), timeout=timedelta(seconds=args.ddp_timeout))
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
     transformers_logging.set_verbosity(args.get_process_log_level())
     return group

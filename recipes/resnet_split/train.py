@@ -18,6 +18,7 @@ from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import DataError, require
+from pipecomp.plain_objects import exchanged
 from pipecomp.recipes import images, run, steps
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.resnet import client_cuts, resnet
@@ -48,6 +49,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What the server knows of the clients' data: numbers, and a hash of all training images, to know them again.
@@ -78,7 +80,7 @@ class ClientData:
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     check_arguments(args)
-    start.start_processes(args.seed)
+    start.start_processes(args.seed, args.deepspeed_config)
     ranks = start.all_ranks()
     config: dict[str, Any] = {}
     with ranks.collective_errors():

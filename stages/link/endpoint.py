@@ -32,6 +32,7 @@ from pipecomp.messages.codecs import Codec, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, decode, encode
 from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -74,6 +75,7 @@ class Endpoint:
         self.device = device or torch.device("cpu")
         self.canvas = canvas
         self.stats = LinkStats()
+        self.bounds: Bounds | None = None
         self.changed: set[int] = set()  # samples put since the last drift check
         self.drifted = False  # whether that found a difference
         # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
@@ -89,6 +91,11 @@ class Endpoint:
         self.store.put(sample, version, m_nH)
         if self._config.store.drift_check is not None:
             self.changed.add(sample)
+
+    def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
+        """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
+        self.bounds = bounds
+        self.transport.limit(bounds.most_bytes(self._codecs, dtype))
 
     # -- sending and receiving packets
 
@@ -136,6 +143,13 @@ class Endpoint:
         if not header.samples or not header.hidden:
             raise WireError(f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}: it is empty")
         rows = header.tokens if self.canvas is None else self.canvas.lines
+        if self.bounds is not None:
+            try:
+                self.bounds.check(header, rows)
+            except WireError as error:
+                raise WireError(
+                    f"link {self.index}: rank {self.transport.peer} sent what is too large: {error}"
+                ) from error
         if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
             raise WireError(
                 f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}, of {len(header.samples)} "

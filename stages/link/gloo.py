@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.transport import Moved, Pacer
+from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved, Pacer
 
 FRAME_BYTES = 1 << 19
-MAX_PACKET_BYTES = 1 << 34
 _RING = 16  # receives posted ahead
 _TAG = 0
 _SENDS = 2  # frames handed to gloo and not yet finished
 _FIELDS = struct.Struct("<BxxxIQ")
 _CRC = struct.Struct("<I")
+_RANK = struct.Struct("<i")
 _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
@@ -62,7 +62,7 @@ class GlooTransport:
         self.on_arrival: Callable[[np.ndarray], None] | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
-        self._pacer = pacer
+        self._pacer, self._most_bytes = pacer, MAX_PACKET_BYTES
         self.on_moved: Moved | None = None
         self._failure: Exception | None = None
         self._closing = False
@@ -89,10 +89,15 @@ class GlooTransport:
             raise item
         return item
 
+    def limit(self, most_bytes: int) -> None:
+        """Take no packet of more bytes; see Transport."""
+        self._most_bytes = most_bytes
+
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
         if self._sender.is_alive():
-            note = struct.pack("<i", lost_rank) + reason.encode()[:4096]
+            text = reason.encode()[:4096].decode(errors="ignore")  # no part of a character
+            note = _RANK.pack(lost_rank) + text.encode()
             self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8), time.monotonic()))
             deadline = time.monotonic() + 2.0
             while self._outbox.unfinished_tasks and self._sender.is_alive() and time.monotonic() < deadline:
@@ -182,8 +187,10 @@ class GlooTransport:
                 if kind == _DATA:
                     if filled == 0:
                         began = time.perf_counter()
-                        if total > MAX_PACKET_BYTES:
-                            raise WireError(f"rank {self.peer} announces a packet of {total} bytes")
+                        if total > self._most_bytes:
+                            raise WireError(
+                                f"rank {self.peer} announces a packet of {total} bytes, allowed: {self._most_bytes}"
+                            )
                         packet = np.empty(total, dtype=np.uint8)
                     if total != packet.size or filled + size > total:
                         raise WireError(f"rank {self.peer} sent {filled + size} bytes of a packet of {packet.size}")
@@ -195,9 +202,12 @@ class GlooTransport:
                             self.on_moved("receive", began, time.perf_counter(), None, packet.size)
                         self._deliver(packet)
                 elif kind == _ABORT:
-                    (rank,) = struct.unpack_from("<i", content)
+                    if size < _RANK.size:
+                        raise WireError(f"rank {self.peer} sent a notice of a failure that names no rank")
+                    (rank,) = _RANK.unpack_from(content)
+                    reason = bytes(content[_RANK.size :]).decode(errors="replace")
                     # Keep receiving: the peer's orderly end needs receives to end in.
-                    self._fail(PeerLostError(f"{bytes(content[4:]).decode()} (told by rank {self.peer})", rank))
+                    self._fail(PeerLostError(f"{reason} (told by rank {self.peer})", rank))
                 elif kind == _CLOSE:
                     while posted:
                         posted.popleft()[0].wait(self._timeout)
@@ -209,6 +219,8 @@ class GlooTransport:
             self._fail(error)
         except RuntimeError as error:
             self._fail(self._explain(error))
+        except Exception as error:  # a receiving thread never ends without a word
+            self._fail(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
 
     def _deliver(self, packet: np.ndarray) -> None:
         if self.on_arrival is not None:

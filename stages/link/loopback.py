@@ -40,6 +40,9 @@ class LoopbackTransport:
             self.on_arrival(item)
         return item
 
+    def limit(self, most_bytes: int) -> None:
+        """Do nothing: packets are in memory already."""
+
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
         self._outbox.put(PeerLostError(reason, lost_rank))

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+MAX_PACKET_BYTES = 1 << 34  # before both ends have agreed on less
+
 
 class Pacer(Protocol):
     """Makes a link as slow as another one, for measurements."""
@@ -45,6 +47,9 @@ class Transport(Protocol):
 
         Raises LinkTimeoutError after the transport's time of silence, PeerLostError if the peer is gone.
         """
+
+    def limit(self, most_bytes: int) -> None:
+        """From now on take no packet of more bytes: one that has them is a WireError before memory is taken."""
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""

@@ -74,7 +74,7 @@ def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     monkeypatch.chdir(work)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda made, src, group: None)
-    monkeypatch.setattr(start, "start_processes", lambda seed: None)
+    monkeypatch.setattr(start, "start_processes", lambda seed, config=None: None)
     monkeypatch.setattr(start, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     monkeypatch.setattr(run, "train", lambda args, work: kept.update(trained=work.trained))
 

@@ -1,0 +1,191 @@
+"""How another machine gets its certificate: a one-time code, and the fingerprint of the run's authority.
+
+The inviting machine listens, and shows the authority's own certificate under TLS; the joining one knows its SHA-256
+from the line that a person has pasted, so nobody can stand between them. It makes its private key itself, which never
+leaves it, and sends a request for a certificate with an HMAC of it under the one-time code. Name and ranks are those of
+the invitation, whatever the request says. The code is used up by the first certificate, and after `minutes`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+import threading
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+from pipecomp.errors import ConfigError, KeysError, PipecompError
+from pipecomp.keys import certificates as made
+from pipecomp.keys.authority import DAYS, check_days, check_free, issue, next_rank, public_key_of, same_key
+from pipecomp.keys.folder import AUTHORITY, AUTHORITY_KEY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
+from pipecomp.keys.listener import Address, Listener
+from pipecomp.keys.stream import SecureStream, close, context, explain
+
+MINUTES = 15.0
+_CODE_BYTES = 10
+_CONTEXT = b"pipecomp keys join 1\0"
+_CONNECT_S = 10.0
+_REFUSED = "the code is wrong, or was used already"
+
+
+class Invitation:
+    """One machine may join while this is open; use it as a context manager.
+
+    Args:
+        path: The folder in which the run's keys were made.
+        machine: The new machine's name.
+        ranks: That may run there, as in "0,2-3"; None: the next one.
+        listen: Where to wait for it.
+        days: Until its certificate expires.
+
+    Raises:
+        ConfigError: For names, ranks, days or an address that are not allowed.
+        KeysError: If name or rank are taken, or the folder is not the authority's.
+        LinkError: If the address is not this machine's.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        machine: str,
+        *,
+        ranks: str | None = None,
+        listen: str = "0.0.0.0:29401",
+        days: int = DAYS,
+    ) -> None:
+        check_days(days)
+        self._folder = folder = KeyFolder(path)
+        folder.key(AUTHORITY_KEY)
+        self._machine, self._days = made.check_name("machine", machine), days
+        self.ranks = (next_rank(folder),) if ranks is None else made.parse_ranks("ranks", ranks)
+        check_free(folder.issued(), machine, self.ranks)
+        self.code = base64.b32encode(secrets.token_bytes(_CODE_BYTES)).decode()
+        self.fingerprint = made.fingerprint(folder.certificate().public_bytes(serialization.Encoding.DER))
+        self._context = context(server=True)
+        self._context.verify_mode = ssl.CERT_NONE
+        self._context.load_cert_chain(folder.file(AUTHORITY), folder.file(AUTHORITY_KEY))
+        self._lock, self._joined = threading.Lock(), threading.Event()
+        self._listener = Listener(parse_address("listen", listen), self._admit)
+        self.address = self._listener.address
+
+    def wait(self, minutes: float = MINUTES) -> bool:
+        """Whether the machine has joined, at once or before `minutes` are over."""
+        return self._joined.wait(60 * minutes)
+
+    def close(self) -> None:
+        """The code is worth nothing from now on."""
+        self._listener.close()
+
+    def __enter__(self) -> Invitation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _admit(self, sock: socket.socket) -> None:
+        stream = SecureStream(sock, self._context, server=True)
+        stream.handshake()
+        asked = stream.receive_json()
+        request = str(asked.get("request", "")).encode()
+        with self._lock:
+            right = hmac.compare_digest(_mac(self.code, request, self.fingerprint), str(asked.get("mac", "")))
+            if not right or self._joined.is_set():
+                stream.send_json({"error": _REFUSED})
+                return
+            try:
+                certificate = issue(
+                    self._folder, public_key_of(request), self._machine, self.ranks, days=self._days
+                ).decode()
+            except PipecompError as error:
+                stream.send_json({"error": str(error)})
+                return
+            folder = self._folder
+            stream.send_json({"certificate": certificate, "revoked": folder.read(REVOKED).decode()})
+            self._joined.set()
+
+
+def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> made.Identity:
+    """Get this machine's certificate from the machine that invites it.
+
+    Args:
+        path: A folder for the keys that is missing or empty.
+        at: Where the inviting machine waits, HOST:PORT.
+        fingerprint: Of the run's authority, as `invite` printed it.
+        code: As `invite` printed it.
+
+    Returns:
+        What the certificate says.
+
+    Raises:
+        ConfigError: For an address or a fingerprint that is none.
+        KeysError: If what listens there is not the inviting machine, or refuses.
+    """
+    address = parse_address("at", at)
+    wanted = fingerprint.replace(":", "").lower()
+    if len(wanted) != 64 or set(wanted) - set("0123456789abcdef"):
+        raise ConfigError("fingerprint", fingerprint, "64 hexadecimal digits, as `pipecomp keys invite` prints them")
+    folder, key = KeyFolder(path), made.new_key()
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    authority, answer = _ask(address, wanted, code.strip().upper(), made.pem(request))
+    certificate = x509.load_pem_x509_certificate(str(answer.get("certificate")).encode())
+    made.check_signed(certificate, authority)
+    if not same_key(certificate, key):
+        raise KeysError(f"{address} sent a certificate for another key")
+    identity = made.identify(certificate)
+    revoked = str(answer.get("revoked")).encode()
+    made.read_revoked(revoked, authority)
+    folder.make()
+    folder.write(MACHINE_KEY, made.key_pem(key))
+    folder.write(MACHINE, made.pem(certificate))
+    folder.write(AUTHORITY, made.pem(authority))
+    folder.write(REVOKED, revoked)
+    return identity
+
+
+def parse_address(key: str, text: str) -> Address:
+    """HOST:PORT. ConfigError names `key`."""
+    try:
+        return Address.parse(text)
+    except ValueError:
+        raise ConfigError(key, text, "HOST:PORT, as in 192.0.2.1:29401 or [2001:db8::1]:29401") from None
+
+
+def _ask(address: Address, fingerprint: str, code: str, request: bytes) -> tuple[x509.Certificate, dict[str, Any]]:
+    """The authority's certificate and the inviting machine's answer."""
+    pinned = context(server=False)
+    pinned.verify_mode = ssl.CERT_NONE  # its fingerprint is compared, before anything is sent
+    try:
+        sock = socket.create_connection((address.host, address.port), _CONNECT_S)
+    except OSError as error:
+        raise KeysError(
+            f"nothing answers at {address} ({error.strerror or error}): is `invite` still waiting?"
+        ) from error
+    try:
+        stream = SecureStream(sock, pinned, server=False)
+        stream.handshake()
+        shown = stream.certificate()
+        if not hmac.compare_digest(made.fingerprint(shown), fingerprint):
+            raise KeysError(
+                f"what listens at {address} is not the machine that invites: its fingerprint is "
+                f"{made.fingerprint(shown)}. Nothing was sent to it"
+            )
+        stream.send_json({"request": request.decode(), "mac": _mac(code, request, fingerprint)})
+        answer = stream.receive_json()
+    except (OSError, EOFError) as error:
+        raise KeysError(f"{address}: {explain(error)}") from error
+    finally:
+        close(sock)
+    if "error" in answer:
+        raise KeysError(f"{address} refuses: {str(answer['error'])[:300]}")
+    return x509.load_der_x509_certificate(shown), answer
+
+
+def _mac(code: str, request: bytes, fingerprint: str) -> str:
+    return hmac.new(code.encode(), _CONTEXT + fingerprint.encode() + b"\0" + request, hashlib.sha256).hexdigest()

@@ -1,0 +1,73 @@
+"""Connections between the machines of one run: who is at the other end, and may it be there?"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Any
+
+from cryptography import x509
+
+from pipecomp.errors import KeysError
+from pipecomp.keys.certificates import Identity, identify, ranks_text, run_of
+from pipecomp.keys.folder import AUTHORITY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
+from pipecomp.keys.stream import SecureStream, context, explain
+
+
+class Trust:
+    """This machine's side of all connections of a run. KeysError if its keys cannot be used."""
+
+    def __init__(self, folder: KeyFolder) -> None:
+        self.folder = folder
+        self.identity = folder.identity()
+        self.run = run_of(folder.certificate())
+        folder.key(MACHINE_KEY)  # whether it is private
+        self._contexts: dict[bool, ssl.SSLContext] = {}
+        for server in (False, True):
+            made = context(server=server)
+            made.load_verify_locations(folder.file(AUTHORITY))
+            try:
+                made.load_cert_chain(folder.file(MACHINE), folder.file(MACHINE_KEY))
+            except ssl.SSLError as error:
+                raise KeysError(f"the machine's certificate and key in {folder.path} do not belong together") from error
+            self._contexts[server] = made
+        self._revoked = folder.revoked()[1]
+
+    def secure(self, sock: socket.socket, *, server: bool, early: bytes = b"") -> tuple[SecureStream, Identity]:
+        """Make a handshake, and say who is at the other end. KeysError if it does not belong to this run.
+
+        early: what was read from the socket already. Call `check` with the identity before anything else.
+        """
+        stream = SecureStream(sock, self._contexts[server], server=server, early=early)
+        try:
+            stream.handshake()
+        except (OSError, EOFError) as error:
+            raise KeysError(explain(error)) from error
+        return stream, identify(x509.load_der_x509_certificate(stream.certificate()))
+
+    def check(self, peer: Identity) -> None:
+        """KeysError if it is of another run, or revoked."""
+        if peer.run != self.run:
+            raise KeysError(f"machine {peer.machine!r} is of run {peer.run}, not of {self.run}")
+        if peer.serial in self._revoked:
+            raise KeysError(f"the certificate of machine {peer.machine!r} was revoked")
+
+    def check_rank(self, peer: Identity, rank: object) -> int:
+        """`rank`, if that machine may be it. KeysError if not."""
+        if type(rank) is not int or rank not in peer.ranks:
+            raise KeysError(
+                f"machine {peer.machine!r} says that it is rank {rank!r}; it may be {ranks_text(peer.ranks)}"
+            )
+        return rank
+
+    @property
+    def revoked(self) -> str:
+        """The list of revoked certificates, for other machines."""
+        return self.folder.read(REVOKED).decode()
+
+    def learn(self, revoked: Any) -> None:
+        """Take over another machine's list of revoked certificates if it is newer than this one's."""
+        if not isinstance(revoked, str):
+            raise KeysError("the other machine sent no list of revoked certificates")
+        self.folder.learn_revoked(revoked.encode())
+        self._revoked = self.folder.revoked()[1]

@@ -1,0 +1,117 @@
+"""What two ends say to each other right after TLS: which rank this is, what it wants, and whether that may be.
+
+All of it is JSON. The connecting end speaks first; each learns the other's list of revoked certificates.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import Any, NamedTuple
+
+from pipecomp.errors import KeysError, LinkError, PipecompError
+from pipecomp.keys.certificates import Identity
+from pipecomp.keys.stream import SecureStream, explain
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh.frames import VERSION
+
+JOIN, PEER, RELAY = "join", "peer", "relay"  # what a connection can be for
+
+
+class Place(NamedTuple):
+    """Where a rank stands. session: of one start of all ranks, chosen by rank 0."""
+
+    rank: int
+    world: int
+    session: str
+
+
+class Guest(NamedTuple):
+    """Who connected, and what for. to: of RELAY, the rank that it wants to talk to."""
+
+    rank: int
+    machine: str
+    purpose: str
+    to: int
+    stream: SecureStream
+
+
+class RefusedError(LinkError):
+    """The other end belongs to the run, and says why it does not want this connection."""
+
+
+def new_session() -> str:
+    """A name for one start of all ranks."""
+    return secrets.token_hex(16)
+
+
+def greet(
+    stream: SecureStream, who: Identity, trust: Trust, mine: Place, *, purpose: str, rank: int, to: int = -1
+) -> str:
+    """The connecting end's part; rank: whom it must be talking to. Returns the session.
+
+    Raises KeysError if the other end is not that rank, RefusedError if it does not want this one.
+    """
+    trust.check(who)
+    trust.check_rank(who, rank)
+    asked = {
+        "version": VERSION,
+        "rank": mine.rank,
+        "world": mine.world,
+        "session": mine.session,
+        "purpose": purpose,
+        "to": to,
+        "revoked": trust.revoked,
+    }
+    try:
+        stream.send_json(asked)
+        answer = stream.receive_json()
+    except (OSError, EOFError) as error:
+        raise KeysError(explain(error)) from error
+    if "error" in answer:
+        raise RefusedError(str(answer["error"])[:500])
+    if answer.get("rank") != rank:
+        raise KeysError(f"it says that it is rank {answer.get('rank')!r}, not {rank}")
+    trust.learn(answer.get("revoked"))
+    trust.check(who)
+    return str(answer.get("session"))
+
+
+def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str, ...], early: bytes = b"") -> Guest:
+    """The listening end's part up to the answer, which is `welcome` or `refuse`."""
+    stream, who = trust.secure(sock, server=True, early=early)
+    try:
+        asked = stream.receive_json()
+        trust.check(who)
+        trust.learn(asked.get("revoked"))
+        trust.check(who)
+        rank = trust.check_rank(who, asked.get("rank"))
+        purpose, to = asked.get("purpose"), asked.get("to")
+        if asked.get("version") != VERSION:
+            raise LinkError(
+                f"rank {mine.rank} speaks version {VERSION} of frames, rank {rank} {asked.get('version')!r}"
+            )
+        if asked.get("world") != mine.world or not 0 <= rank < mine.world or rank == mine.rank:
+            raise LinkError(
+                f"rank {rank} of {asked.get('world')!r} does not fit to rank {mine.rank} of {mine.world}: start all "
+                "with the same WORLD_SIZE, and each with its own RANK"
+            )
+        if purpose not in purposes or not isinstance(to, int):
+            raise LinkError(f"rank {mine.rank} does not do {purpose!r}")
+        if purpose != JOIN and asked.get("session") != mine.session:
+            raise LinkError(f"rank {rank} is of another start of this run")
+        return Guest(rank, who.machine, str(purpose), to, stream)
+    except PipecompError as error:
+        refuse(stream, str(error))
+        raise
+
+
+def welcome(guest: Guest, trust: Trust, mine: Place) -> None:
+    """Let it in."""
+    guest.stream.send_json({"rank": mine.rank, "session": mine.session, "revoked": trust.revoked})
+
+
+def refuse(stream: SecureStream, reason: str) -> None:
+    """Say why not."""
+    answer: dict[str, Any] = {"error": reason}
+    stream.send_json(answer)

@@ -1,0 +1,64 @@
+"""Two ranks that cannot reach each other, joined by one that both have connected to; it sees ciphertext only.
+
+Both ask for it under TLS, with their certificates. Then TLS with the relaying rank ends, and the two make a handshake
+of their own over the same sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+from pipecomp.keys.stream import close
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh.hello import Guest, Place, welcome
+
+_CHUNK = 1 << 17
+
+
+class Relay:
+    """Joins guests that want to talk to each other."""
+
+    def __init__(self, trust: Trust, mine: Place) -> None:
+        self._trust, self._mine = trust, mine
+        self._waiting: dict[tuple[int, int], Guest] = {}
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self.bytes = 0  # that went through, both ways
+
+    def take(self, guest: Guest) -> None:
+        """A rank that wants to talk to another one; carries both ways when that one comes too."""
+        pair = min(guest.rank, guest.to), max(guest.rank, guest.to)
+        with self._lock:
+            other = self._waiting.pop(pair, None)
+            if other is None or other.rank == guest.rank:  # the first, or the same again
+                self._waiting[pair] = guest
+                if other is not None:
+                    other.stream.close()
+                return
+        ends = [(end.stream.sock, self._strip(end)) for end in (other, guest)]
+        self._sockets += [sock for sock, _ in ends]
+        for (sock, early), (to, _) in (ends, ends[::-1]):
+            sock.settimeout(None)
+            name = f"pipecomp-relay-{pair[0]}-{pair[1]}"
+            threading.Thread(target=self._carry, args=(sock, to, early), name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Carry no more."""
+        for sock in [*self._sockets, *(guest.stream.sock for guest in self._waiting.values())]:
+            close(sock)
+
+    def _strip(self, guest: Guest) -> bytes:
+        welcome(guest, self._trust, self._mine)
+        return guest.stream.strip()
+
+    def _carry(self, source: socket.socket, to: socket.socket, early: bytes) -> None:
+        buffer = memoryview(bytearray(_CHUNK))
+        with contextlib.suppress(OSError):
+            to.sendall(early)
+            while count := source.recv_into(buffer):
+                to.sendall(buffer[:count])
+                self.bytes += count
+        for sock in (source, to):
+            close(sock)

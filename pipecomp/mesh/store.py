@@ -1,0 +1,289 @@
+"""torch's key-value store over a mesh: rank 0 holds it, the others ask it on their connections.
+
+Who may write what follows from the connection that a question comes on: a rank's heartbeat, and its word that it has
+stopped, are its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pipecomp.errors import LinkError, WireError
+from pipecomp.mesh.connection import Connection
+from pipecomp.mesh.frames import Kind
+
+MOST_BYTES = 1 << 28  # of all keys and values
+MOST_WAITS = 1 << 10  # questions of a rank that wait for keys
+_OWNED = re.compile(r"pipecomp/(?:alive|stopped)/(\d+)$")
+_DEFAULT = timedelta(minutes=5)  # as torch's stores wait
+_ANSWER_S = 60.0  # for rank 0 to answer what needs no waiting
+_KEY_BYTES = 1 << 12
+
+
+class RefusedError(ValueError):
+    """A question that is one, but asks for too much."""
+
+
+class Table:
+    """What rank 0 holds."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._waits: list[tuple[Connection, int, list[str]]] = []
+
+    def set(self, key: str, value: bytes, writer: int) -> None:
+        """RefusedError if `writer` may not write that key, or the store is full."""
+        owned = _OWNED.search(key)
+        if owned is not None and int(owned[1]) != writer:
+            raise RefusedError(f"rank {writer} may not write {key!r}, which is rank {owned[1]}'s")
+        with self._changed:
+            after = self._bytes + len(key) + len(value) - len(self._values.get(key, b""))
+            if after > MOST_BYTES or len(key) > _KEY_BYTES:
+                raise RefusedError(f"the key-value store has {self._bytes} bytes, allowed: {MOST_BYTES}")
+            self._bytes = after
+            self._values[key] = value
+            ready = [wait for wait in self._waits if all(k in self._values for k in wait[2])]
+            self._waits = [wait for wait in self._waits if wait not in ready]
+            self._changed.notify_all()
+        for connection, number, _ in ready:
+            _answer(connection, number, True)
+
+    def get(self, keys: list[str]) -> list[bytes]:
+        """KeyError if one is missing."""
+        with self._changed:
+            missing = [key for key in keys if key not in self._values]
+            if missing:
+                raise KeyError(f"no such key: {missing[0]}")
+            return [self._values[key] for key in keys]
+
+    def has(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int, writer: int) -> int:
+        """Add to a number, which begins at 0; returns the sum."""
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self.set(key, str(total).encode(), writer)
+            return total
+
+    def swap(self, key: str, expected: bytes, desired: bytes, writer: int) -> bytes:
+        """Set `desired` if the value is `expected`, or missing and `expected` empty; returns what is there then."""
+        with self._changed:
+            found = self._values.get(key)
+            if found == expected or (found is None and not expected):
+                self.set(key, desired, writer)
+                return desired
+            return expected if found is None else found
+
+    def delete(self, key: str, writer: int) -> bool:
+        """Whether it was there."""
+        with self._changed:
+            if key not in self._values:
+                return False
+            self.set(key, b"", writer)
+            del self._values[key]
+            self._bytes -= len(key)
+            return True
+
+    def count(self) -> int:
+        """How many keys there are."""
+        with self._changed:
+            return len(self._values)
+
+    def wait(self, keys: list[str], wait_s: float) -> bool:
+        """Whether all are there, at once or before `wait_s` seconds are over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: all(key in self._values for key in keys), wait_s)
+
+    def wait_for(self, connection: Connection, number: int, keys: list[str]) -> None:
+        """Answer question `number` when all are there. RefusedError if that rank waits for too much."""
+        with self._changed:
+            if not all(key in self._values for key in keys):
+                if sum(wait[0] is connection for wait in self._waits) >= MOST_WAITS:
+                    raise RefusedError(f"rank {connection.peer} waits for more than {MOST_WAITS} keys")
+                self._waits.append((connection, number, keys))
+                return
+        _answer(connection, number, True)
+
+    def serve(self, connection: Connection, number: int, question: Any) -> None:
+        """Answer another rank. WireError for what is no question."""
+        rank = connection.peer
+        try:
+            name, *arguments = question
+            if name == "wait":
+                self.wait_for(connection, number, _keys(arguments[0]))
+                return
+            answers: dict[str, Callable[..., Any]] = {
+                "set": lambda key, value: self.set(_key(key), _bytes(value), rank),
+                "get": lambda keys: [_text(value) for value in self.get(_keys(keys))],
+                "has": lambda keys: self.has(_keys(keys)),
+                "add": lambda key, amount: self.add(_key(key), int(amount), rank),
+                "swap": lambda key, a, b: _text(self.swap(_key(key), _bytes(a), _bytes(b), rank)),
+                "delete": lambda key: self.delete(_key(key), rank),
+                "count": self.count,
+            }
+            if name not in answers:
+                raise ValueError(f"{name!r}")
+            found = answers[name](*arguments)
+        except (RefusedError, KeyError) as error:
+            _answer(connection, number, {"error": str(error)})
+        except (ValueError, TypeError, IndexError) as error:
+            raise WireError(f"a question to the key-value store that is none: {error}") from error
+        else:
+            _answer(connection, number, found)
+
+
+def _answer(connection: Connection, number: int, value: Any) -> None:
+    if connection.failure is None:
+        connection.call(Kind.ANSWER, number, value)
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError("a key that is no text")
+    return key
+
+
+def _keys(keys: Any) -> list[str]:
+    if not isinstance(keys, list):
+        raise TypeError("keys that are no list")
+    return [_key(key) for key in keys]
+
+
+def _bytes(text: Any) -> bytes:
+    return base64.b64decode(_key(text), validate=True)
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+class Questions:
+    """Another rank's side: numbered questions on the connection to rank 0, whose answers may come in any order."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[threading.Event, list[Any]]] = {}
+
+    def ask(self, question: list[Any], wait_s: float) -> Any:
+        """The answer. DistStoreError if there is none in time, DistNetworkError if rank 0 is gone."""
+        assert self.connection is not None, "connected to rank 0"
+        number, event = next(self._numbers), threading.Event()
+        box: list[Any] = []
+        self._waiting[number] = event, box
+        try:
+            if self.connection.failure is not None:
+                raise dist.DistNetworkError(str(self.connection.failure))
+            try:
+                self.connection.call(Kind.CALL, number, question)
+            except LinkError as error:
+                raise dist.DistNetworkError(str(error)) from error
+            if not event.wait(wait_s):
+                raise dist.DistStoreError(f"the key-value store did not answer within {wait_s:g} s: {question[0]}")
+        finally:
+            del self._waiting[number]
+        if not box:
+            raise dist.DistNetworkError(str(self.connection.failure))
+        if isinstance(box[0], dict):
+            raise dist.DistStoreError(str(box[0].get("error")))
+        return box[0]
+
+    def answered(self, number: int, value: Any) -> None:
+        """An answer from rank 0; one that nobody waits for any more is forgotten."""
+        found = self._waiting.get(number)
+        if found is not None:
+            found[1].append(value)
+            found[0].set()
+
+    def ended(self, error: Exception) -> None:
+        """Rank 0 is gone: nobody needs to wait."""
+        for event, _ in list(self._waiting.values()):
+            event.set()
+
+
+class MeshStore(dist.Store):
+    """torch.distributed's store, for `init_process_group` and all that goes by it."""
+
+    def __init__(self, rank: int, table: Table | None, questions: Questions | None) -> None:
+        """One of table (on rank 0) and questions."""
+        super().__init__()
+        self._rank, self._table, self._questions = rank, table, questions
+        self._timeout = _DEFAULT
+
+    def clone(self) -> MeshStore:
+        """This one: questions of several threads do not wait for each other."""
+        return self
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of `get` and `wait`."""
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._do(lambda t: t.set(key, data, self._rank), ["set", key, _text(data)])
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self._do(lambda t: t.get(keys), ["get", keys])
+        return [value if isinstance(value, bytes) else _bytes(value) for value in found]
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._do(lambda t: t.has(keys), ["has", keys]))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._do(lambda t: t.add(key, amount, self._rank), ["add", key, amount]))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        a, b = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
+        found = self._do(lambda t: t.swap(key, a, b, self._rank), ["swap", key, _text(a), _text(b)])
+        return found if isinstance(found, bytes) else _bytes(found)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._do(lambda t: t.delete(key, self._rank), ["delete", key]))
+
+    def num_keys(self) -> int:
+        return int(self._do(lambda t: t.count(), ["count"]))
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (what torch calls them where C++ asks)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        wait_s = (self._timeout if timeout is None else timeout).total_seconds()
+        if self._table is None:
+            assert self._questions is not None
+            self._questions.ask(["wait", keys], wait_s)
+        elif not self._table.wait(keys, wait_s):
+            raise dist.DistStoreError(f"wait timeout after {wait_s:g} s, keys: {', '.join(keys)}")
+
+    def _do(self, here: Callable[[Table], Any], question: list[Any]) -> Any:
+        if self._table is None:
+            assert self._questions is not None
+            return self._questions.ask(question, _ANSWER_S)
+        try:
+            return here(self._table)
+        except (KeyError, ValueError) as error:
+            raise dist.DistStoreError(str(error)) from error

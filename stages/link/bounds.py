@@ -1,0 +1,55 @@
+"""How large a packet of a link can be: it follows from the model and the batch that the ranks have agreed on.
+
+What a packet says of itself is compared with that before memory is taken for it: a few bytes that announce gigabytes
+are refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pipecomp.errors import WireError
+from pipecomp.messages.codecs import Codec
+from pipecomp.messages.link_codecs import LinkCodecs
+from pipecomp.messages.wire import Header, Kind, packet_bytes
+
+ROW_BYTES = 20  # of a sample in an inventory
+EVALUATED = 64  # samples of a micro-batch in evaluation, whose size no configuration names
+_INVENTORY_BYTES = 1 << 12  # of a part of the handshake beside its table
+
+
+class Bounds(NamedTuple):
+    """The most that a packet may hold.
+
+    samples: of a training micro-batch. rows: of a sample, padding included. width: values of a row, exactly. changed:
+    samples that both ends may compare in one check for drift.
+    """
+
+    samples: int
+    rows: int
+    width: int
+    changed: int = 0
+
+    def check(self, header: Header, rows: int) -> None:
+        """WireError if a packet says that it holds more. rows: what it says of each sample."""
+        most = max(self.samples, EVALUATED) if header.kind is Kind.EVAL_ACTIVATION else self.samples
+        for what, got, allowed, ok in (
+            ("samples", len(header.samples), f"at most {most}", len(header.samples) <= most),
+            ("rows of a sample", rows, f"at most {self.rows}", rows <= self.rows),
+            ("values of a row", header.hidden, str(self.width), header.hidden == self.width),
+        ):
+            if not ok:
+                raise WireError(f"the {header.describe()} has {got} {what}; the agreed model and batch: {allowed}")
+
+    def _bytes(self, codec: Codec) -> int:
+        return codec.payload_bytes(self.rows, self.width)
+
+    def most_bytes(self, codecs: LinkCodecs, dtype: torch.dtype) -> int:
+        """Length of the longest packet. dtype: the stages' own."""
+        samples = max(self.samples, EVALUATED)
+        every = [codecs.activation(dtype), codecs.first_visit(dtype), codecs.gradient(dtype), codecs.evaluation(dtype)]
+        # An overflow in FP16 sends plain values where quantized ones are usual.
+        payload = samples * max(self.rows * self.width * dtype.itemsize, *(self._bytes(codec) for codec in every))
+        return max(packet_bytes(samples, payload), packet_bytes(0, self.changed * ROW_BYTES + _INVENTORY_BYTES))

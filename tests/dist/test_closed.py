@@ -1,0 +1,50 @@
+"""Training over TLS: the same losses as over gloo, everything through one port, and failures told in the right name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError, LinkError, PipecompError
+from pipecomp.mesh.process_group import current_mesh
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
+from tests.mesh.meshes import keys_for
+
+pytestmark = pytest.mark.ranks
+
+AQSGD = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
+STEPS = 3
+
+
+def losses(rank, world, note, keys, stages, *, tied=True, **section):
+    from pipecomp import initialize
+
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    engine = initialize(
+        gpt2(tied=tied), num_stages=stages, config=ds_config({**AQSGD, **section}), training_data=samples()
+    )
+    found = [float(engine.train_batch()) for _ in range(STEPS)]
+    stats = engine.gather_comm_stats()
+    assert {event["pid"] for event in engine.gather_last_step()} == set(range(world))
+    engine.close()
+    if keys is not None:
+        current_mesh().close()
+    return found, dist.get_backend(), sorted(len(s["links"]) for s in stats)
+
+
+@pytest.mark.timeout(HANG_S)
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
+def test_losses_are_those_over_gloo(tmp_path, world, stages):
+    keys_for(tmp_path, world)
+    plain = run_ranks(world, losses, None, stages, timeout_s=HANG_S)
+    closed = run_ranks(world, losses, str(tmp_path), stages, timeout_s=HANG_S)
+    assert [closed[r][0] for r in range(world)] == [plain[r][0] for r in range(world)]
+    assert {closed[r][1] for r in range(world)} == {"tls"}
+    assert closed[0][2] == plain[0][2]

@@ -1,0 +1,330 @@
+"""Keys of a run: what is in a certificate, who can read the files, who gets in, and what errors say."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from typer.testing import CliRunner
+
+from pipecomp.cli import app
+from pipecomp.errors import ConfigError, KeysError, LinkError
+from pipecomp.keys import certificates, invitation
+from pipecomp.keys.authority import issue, listed, new, revoke
+from pipecomp.keys.certificates import parse_ranks, ranks_text
+from pipecomp.keys.folder import KeyFolder
+from pipecomp.keys.listener import Address, Listener
+from pipecomp.keys.stream import SecureStream
+from pipecomp.keys.trust import Trust
+
+LOCAL = "127.0.0.1:0"
+
+
+def machine(authority: KeyFolder, path: Path, name: str, ranks: tuple[int, ...], days: int = 9) -> KeyFolder:
+    """Another machine's folder, as `join` makes it."""
+    folder, key = KeyFolder(path), certificates.new_key()
+    folder.make()
+    folder.write("machine.key", certificates.key_pem(key))
+    folder.write("machine.pem", issue(authority, key.public_key(), name, ranks, days=days))
+    for file in ("authority.pem", "revoked.pem"):
+        folder.write(file, authority.read(file))
+    return folder
+
+
+@pytest.fixture
+def first(tmp_path):
+    return new(tmp_path / "first")
+
+
+@pytest.fixture
+def second(first, tmp_path):
+    return machine(first, tmp_path / "second", "second", (1, 2))
+
+
+def meet(server: Trust, client: Trust) -> list[object]:
+    """Who each of two ends takes the other for, or the error of that end; the server's first."""
+    ends = socket.socketpair()
+    found: list[object] = [None, None]
+
+    def work(at: int, trust: Trust) -> None:
+        ends[at].settimeout(10)
+        try:
+            stream, found[at] = trust.secure(ends[at], server=at == 0)
+            trust.check(found[at])
+            stream.send(b"x")  # a client learns only here that the server refused its certificate
+            stream.receive_into(memoryview(bytearray(1)))
+        except (KeysError, OSError, EOFError) as error:
+            found[at] = error
+            ends[at].close()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate((server, client))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for end in ends:
+        end.close()
+    return found
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("0", (0,)), ("2,0-1", (0, 1, 2)), (" 7 , 3-4", (3, 4, 7))])
+def test_ranks_as_text(text, ranks):
+    assert parse_ranks("ranks", text) == ranks
+    assert parse_ranks("ranks", ranks_text(ranks)) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1", "70000", "1;2"])
+def test_what_is_no_ranks(text):
+    with pytest.raises(ConfigError, match="ranks"):
+        parse_ranks("ranks", text)
+
+
+def test_private_files_are_the_owners_alone(first, second):
+    for folder in (first, second):
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        for file in folder.path.iterdir():
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    (second.path / "machine.key").chmod(0o640)
+    with pytest.raises(KeysError, match=r"others may read: chmod 600"):
+        Trust(second)
+
+
+def test_both_ends_know_machine_and_ranks_of_the_other(first, second):
+    found = meet(Trust(first), Trust(second))
+    assert (found[0].machine, found[0].ranks) == ("second", (1, 2))
+    assert (found[1].machine, found[1].ranks) == ("first", (0,))
+    assert found[0].run == found[1].run != "run"
+
+
+def test_only_tls_1_3(first, second):
+    for made in Trust(first)._contexts.values():
+        assert made.minimum_version.name == "TLSv1_3"
+
+
+def test_a_machine_of_another_run_is_refused_at_both_ends(first, tmp_path):
+    other = new(tmp_path / "other")
+    refused = meet(Trust(first), Trust(other))
+    assert "of another run" in str(refused[1])
+    assert isinstance(refused[0], Exception)
+    assert "another run" in str(meet(Trust(other), Trust(first))[1])
+
+
+def test_who_shows_no_certificate_is_refused(first):
+    ends = socket.socketpair()
+    anonymous = invitation.context(server=False)
+    anonymous.load_verify_locations(first.file("authority.pem"))
+    stream = SecureStream(ends[1], anonymous, server=False)
+    thread = threading.Thread(target=lambda: contextlib.suppress(Exception) and stream.handshake())
+    thread.start()
+    with pytest.raises(KeysError, match=r"certificate|TLS"):
+        Trust(first).secure(ends[0], server=True)
+    thread.join()
+
+
+def test_a_revoked_machine_is_refused_once_its_peer_knows(first, second, tmp_path):
+    third = machine(first, tmp_path / "third", "third", (3,))
+    revoke(first.path, "second")
+    assert "was revoked" in str(meet(Trust(first), Trust(second))[0])
+    at_third = Trust(third)
+    assert meet(at_third, Trust(second))[0].machine == "second"  # the third does not know yet
+    at_third.learn(Trust(first).revoked)
+    assert "machine 'second' was revoked" in str(meet(at_third, Trust(second))[0])
+    assert "was revoked" in str(meet(Trust(third), Trust(second))[0])  # it is kept
+    second.learn_revoked(first.read("revoked.pem"))
+    with pytest.raises(KeysError, match="of machine 'second', was revoked"):
+        Trust(second)
+    assert [line["revoked"] for line in listed(first.path)] == [False, True, False]
+    with pytest.raises(KeysError, match="no machine 'second' to revoke; there are: first, third"):
+        revoke(first.path, "second")
+
+
+def test_a_list_of_revoked_certificates_must_be_the_authoritys_and_newer(first, second, tmp_path):
+    other = new(tmp_path / "other", machine="second")
+    revoke(other.path, "second")
+    with pytest.raises(KeysError, match="not signed by this run's authority"):
+        second.learn_revoked(other.read("revoked.pem"))
+    old = first.read("revoked.pem")
+    revoke(first.path, "second")
+    first.learn_revoked(old)
+    assert first.revoked()[0] == 2
+
+
+@pytest.mark.parametrize(("days", "said"), [(100, "expired at"), (-100, "not valid before .* set the clock")])
+def test_this_machines_certificate_out_of_time(second, monkeypatch, days, said):
+    later = certificates.now() + datetime.timedelta(days=days)
+    monkeypatch.setattr("pipecomp.keys.folder.now", lambda: later)
+    with pytest.raises(KeysError, match=said):
+        Trust(second)
+
+
+@pytest.mark.parametrize(("shift", "said"), [(-50, "expired"), (50, "not valid yet: the clock")])
+def test_the_peers_certificate_out_of_time(first, tmp_path, monkeypatch, shift, said):
+    then = certificates.now() + datetime.timedelta(days=shift)
+    monkeypatch.setattr(certificates, "now", lambda: then)
+    wrong = machine(first, tmp_path / "wrong", "wrong", (1,))
+    monkeypatch.undo()
+    monkeypatch.setattr("pipecomp.keys.folder.now", lambda: then)
+    trust = Trust(wrong)
+    monkeypatch.undo()
+    assert said in str(meet(Trust(first), trust)[0])
+
+
+def test_a_rank_that_the_certificate_does_not_name(first, second):
+    trust = Trust(first)
+    peer = meet(trust, Trust(second))[0]
+    assert trust.check_rank(peer, 2) == 2
+    for rank in (0, 3, "1", True):
+        with pytest.raises(KeysError, match=r"'second' says that it is rank .*; it may be 1-2"):
+            trust.check_rank(peer, rank)
+
+
+def test_names_and_ranks_are_given_once(first, second):
+    key = certificates.new_key().public_key()
+    with pytest.raises(KeysError, match="'second' already"):
+        issue(first, key, "second", (5,))
+    with pytest.raises(KeysError, match="'second' may run rank 2 already"):
+        issue(first, key, "third", (2, 3))
+    revoke(first.path, "second")
+    issue(first, key, "second", (1, 2))
+    with pytest.raises(KeysError, match="not empty"):
+        new(first.path)
+
+
+class TestInvitation:
+    def test_join(self, first, tmp_path):
+        with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
+            where = str(invited.address)
+            got = invitation.join(tmp_path / "second", where, invited.fingerprint, invited.code.lower())
+            assert (got.machine, got.ranks) == ("second", (1,))
+            assert invited.wait(0)
+            with pytest.raises(KeysError, match="wrong, or was used"):
+                invitation.join(tmp_path / "third", where, invited.fingerprint, invited.code)
+        assert meet(Trust(first), Trust(KeyFolder(tmp_path / "second")))[0] == got
+        assert not KeyFolder(tmp_path / "second").has("authority.key")
+        with pytest.raises(KeysError, match="nothing answers"):
+            invitation.join(tmp_path / "third", where, invited.fingerprint, invited.code)
+        assert not (tmp_path / "third").exists()
+
+    def test_a_wrong_code_gets_nothing_and_leaves_the_invitation_open(self, first, tmp_path):
+        with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
+            with pytest.raises(KeysError, match="the code is wrong"):
+                invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, "A" * 16)
+            assert not invited.wait(0)
+            invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, invited.code)
+
+    def test_an_impostor_is_told_nothing(self, first, tmp_path):
+        impostor = new(tmp_path / "impostor")
+        with (
+            invitation.Invitation(first.path, "second", listen=LOCAL) as invited,
+            invitation.Invitation(impostor.path, "second", listen=LOCAL) as trap,
+        ):
+            heard = []
+            original = SecureStream.receive_json
+            SecureStream.receive_json = lambda self: heard.append(original(self)) or heard[-1]
+            try:
+                with pytest.raises(KeysError, match="not the machine that invites"):
+                    invitation.join(tmp_path / "a", str(trap.address), invited.fingerprint, invited.code)
+            finally:
+                SecureStream.receive_json = original
+        assert heard == []
+
+    def test_the_request_cannot_choose_name_or_ranks(self, first):
+        key = certificates.new_key()
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "first")])
+        uri = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("pipecomp:ranks/0")])
+        builder = x509.CertificateSigningRequestBuilder().subject_name(name).add_extension(uri, critical=False)
+        request = certificates.pem(builder.sign(key, certificates.hashes.SHA256()))
+        with invitation.Invitation(first.path, "second", ranks="4", listen=LOCAL) as invited:
+            _, answer = invitation._ask(invited.address, invited.fingerprint, invited.code, request)
+        got = certificates.identify(x509.load_pem_x509_certificate(answer["certificate"].encode()))
+        assert (got.machine, got.ranks) == ("second", (4,))
+
+    def test_only_the_machine_with_the_authoritys_key_invites(self, second):
+        with pytest.raises(KeysError, match=r"authority.key cannot be read"):
+            invitation.Invitation(second.path, "third", listen=LOCAL)
+
+    @pytest.mark.parametrize("text", ["here", "1.2.3.4", "1.2.3.4:x", ":1", "1.2.3.4:99999"])
+    def test_what_is_no_address(self, text, tmp_path):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            invitation.join(tmp_path, text, "0" * 64, "A")
+
+
+class TestListener:
+    def test_idle_and_garbage_connections_keep_nobody_out(self, first, second):
+        trust, inside = Trust(first), threading.Event()
+
+        def admit(sock):
+            trust.secure(sock, server=True)
+            return inside.set
+
+        listener = Listener(Address.parse(LOCAL), admit)
+        where = (listener.address.host, listener.address.port)
+        strangers = [socket.create_connection(where) for _ in range(200)]
+        try:
+            for sock in strangers[::2]:
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+            sock = socket.create_connection(where)
+            sock.settimeout(10)
+            Trust(second).secure(sock, server=False)
+            assert inside.wait(10)
+            sock.close()
+            assert len(listener._waiting) <= 65
+        finally:
+            for sock in strangers:
+                sock.close()
+            listener.close()
+
+    def test_a_slow_handshake_is_ended(self, monkeypatch):
+        monkeypatch.setattr("pipecomp.keys.listener.PATIENCE_S", 0.3)
+        ended = threading.Event()
+
+        def admit(sock):
+            with contextlib.suppress(OSError):
+                while sock.recv(1):  # a byte now and then: no single wait is long
+                    pass
+            ended.set()
+
+        listener = Listener(Address.parse(LOCAL), admit)
+        with socket.create_connection((listener.address.host, listener.address.port)) as sock:
+            while not ended.wait(0.05):
+                with contextlib.suppress(OSError):
+                    sock.send(b"x")
+        listener.close()
+
+    def test_ipv6(self):
+        try:
+            listener = Listener(Address.parse("[::1]:0"), lambda sock: None)
+        except LinkError:
+            pytest.skip("no IPv6 on this machine")
+        assert str(listener.address).startswith("[::1]:")
+        socket.create_connection((listener.address.host, listener.address.port)).close()
+        listener.close()
+
+    def test_an_address_of_another_machine_is_named(self):
+        with pytest.raises(LinkError, match=r"cannot listen at 192\.0\.2\.1:1"):
+            Listener(Address.parse("192.0.2.1:1"), lambda sock: None)
+
+
+def test_the_command_line(tmp_path):
+    run = CliRunner()
+    folder = str(tmp_path / "keys")
+    done = run.invoke(app, ["keys", "new", folder, "--machine", "alpha", "--ranks", "0-1"])
+    assert done.exit_code == 0, done.output
+    found = tmp_path / "list.json"
+    assert run.invoke(app, ["keys", "list", folder, "--json", str(found)]).exit_code == 0
+    assert [(line["machine"], line["ranks"]) for line in json.loads(found.read_text())] == [("alpha", "0-1")]
+    done = run.invoke(app, ["keys", "invite", folder, "beta", "--listen", LOCAL, "--minutes", "0"])
+    assert done.exit_code == 1
+    assert "pipecomp keys join FOLDER --at 127.0.0.1:" in done.output
+    assert run.invoke(app, ["keys", "revoke", folder, "alpha"]).exit_code == 0
+    done = run.invoke(app, ["keys", "revoke", folder, "alpha"])
+    assert done.exit_code == 1
+    assert "no machine 'alpha' to revoke" in done.output

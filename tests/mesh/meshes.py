@@ -1,0 +1,64 @@
+"""Several ranks of a mesh in one process, each with keys of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pipecomp.keys import certificates
+from pipecomp.keys.authority import issue, new
+from pipecomp.keys.folder import KeyFolder
+from pipecomp.keys.listener import Address
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh.mesh import Meeting, Mesh, meet
+
+WAIT_S = 30.0
+
+
+def add_machine(authority: KeyFolder, path: Path, name: str, ranks: tuple[int, ...]) -> KeyFolder:
+    """Another machine's keys, as `pipecomp keys join` makes them."""
+    folder, key = KeyFolder(path), certificates.new_key()
+    folder.make()
+    folder.write("machine.key", certificates.key_pem(key))
+    folder.write("machine.pem", issue(authority, key.public_key(), name, ranks))
+    for file in ("authority.pem", "revoked.pem"):
+        folder.write(file, authority.read(file))
+    return folder
+
+
+def keys_for(path: Path, world: int) -> list[KeyFolder]:
+    """A folder for each rank of a run."""
+    first = new(path / "rank-0", machine="machine-0")
+    return [first, *(add_machine(first, path / f"rank-{r}", f"machine-{r}", (r,)) for r in range(1, world))]
+
+
+def free_address() -> Address:
+    """Where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Address("127.0.0.1", probe.getsockname()[1])
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each returns, when all run at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(WAIT_S) for future in [pool.submit(call) for call in calls]]
+
+
+def meet_all(folders: Sequence[KeyFolder], quiet: Sequence[int] = ()) -> list[Mesh]:
+    """A mesh's ranks; quiet: those that do not listen."""
+    address, world = free_address(), len(folders)
+
+    def one(rank: int) -> Mesh:
+        meeting = Meeting(rank, world, address, quiet=rank in quiet)
+        return meet(meeting, Trust(folders[rank]), wait_s=WAIT_S)
+
+    return together([lambda rank=rank: one(rank) for rank in range(world)])
+
+
+def close_all(meshes: Sequence[Mesh]) -> None:
+    """End them together."""
+    together([mesh.close for mesh in meshes])

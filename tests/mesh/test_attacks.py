@@ -1,0 +1,246 @@
+"""What strangers on the way, at the port and in the relay's place can do: end a connection, and no more."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipecomp.errors import LinkError, WireError
+from pipecomp.keys.listener import Address
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh import inbox as inbox_module
+from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, Header, Kind, pack, unpack
+from pipecomp.mesh.inbox import Inbox
+from pipecomp.mesh.mesh import Meeting, meet
+from pipecomp.mesh.routes import RELAYED
+from tests.mesh.meshes import WAIT_S, close_all, free_address, keys_for, meet_all, together
+
+SECRET = b"a sample's text, which nobody else must read. " * 4000
+PIECES = 8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return keys_for(tmp_path_factory.mktemp("keys"), 3)
+
+
+class Between:
+    """A machine on the way from rank 1 to rank 0, which sees and may change every byte."""
+
+    def __init__(self, to: Address) -> None:
+        self.seen: list[bytes] = []
+        self.change = lambda data: data  # of what rank 1 sends
+        self.changes = 0
+        self._to = to
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", self._server.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                try:
+                    far = socket.create_connection((self._to.host, self._to.port))
+                except OSError:
+                    near.close()  # rank 0 does not listen yet: rank 1 asks again
+                    continue
+                for pair in ((near, far, True), (far, near, False)):
+                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, source: socket.socket, to: socket.socket, forward: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(16384):
+                self.seen.append(data)
+                to.sendall(self.change(data) if forward else data)
+        for sock in (source, to):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def tapped(folders):
+    """Two ranks, and who stands between them."""
+    address = free_address()
+    between = Between(address)
+
+    def one(rank: int):
+        where = address if rank == 0 else between.address
+        while True:
+            try:
+                return meet(Meeting(rank, 2, where), Trust(folders[rank]), wait_s=WAIT_S)
+            except LinkError:
+                continue  # closed before rank 0 listened
+            except Exception as error:
+                if "closed the connection" not in str(error):
+                    raise
+
+    meshes = together([lambda: one(0), lambda: one(1)])
+    yield (*meshes, between)
+    close_all(meshes)
+    between.close()
+
+
+def pass_over(a, b) -> list[bytes | Exception]:
+    """What arrives of PIECES messages of b's at a."""
+    arriving = [bytearray(len(SECRET)) for _ in range(PIECES)]
+    receives = [a.receive(1, 0, memoryview(into)) for into in arriving]
+    for _ in range(PIECES):
+        b.send(1, 0, memoryview(SECRET))
+    found: list[bytes | Exception] = []
+    for transfer, into in zip(receives, arriving, strict=True):
+        try:
+            transfer.wait(WAIT_S)
+            found.append(bytes(into))
+        except LinkError as error:
+            found.append(error)
+    return found
+
+
+def test_a_listener_reads_nothing(tapped):
+    first, second, between = tapped
+    assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
+    seen = b"".join(between.seen)
+    assert len(seen) > PIECES * len(SECRET)
+    for known in (SECRET[:24], b"machine-1", b'"rank"', b"session", b"PCMP"):
+        assert known not in seen
+
+
+@pytest.mark.parametrize("what", ["changed", "repeated", "left out", "inserted", "swapped"])
+def test_bytes_that_were_tampered_with_end_the_connection(tapped, what):
+    first, second, between = tapped
+    held: list[bytes] = []
+    count = iter(range(10**9))
+
+    def change(data: bytes) -> bytes:
+        number = next(count)
+        if what == "changed":
+            return data[:-1] + bytes([data[-1] ^ 1]) if number == 3 else data
+        if what == "repeated":
+            return data + data if number == 3 else data
+        if what == "left out":
+            return b"" if number == 3 else data
+        if what == "inserted":
+            return pack(Header(Kind.DATA, 4, 1, 0, 4)) + b"evil" + data if number == 3 else data
+        if number == 3:
+            held.append(data)
+            return b""
+        return data + held.pop() if held else data
+
+    between.change = change
+    found = pass_over(first.connections[1], second.connections[0])
+    arrived = [piece for piece in found if isinstance(piece, bytes)]
+    assert arrived == [SECRET] * len(arrived)  # what did arrive is right
+    assert len(arrived) < PIECES
+    assert first.connections[1].failure is not None
+
+
+def test_the_relay_sees_ciphertext(folders, monkeypatch):
+    seen: list[bytes] = []
+    original = socket.socket.sendall
+
+    def record(self, data, *flags):
+        if threading.current_thread().name.startswith("pipecomp-relay"):
+            seen.append(bytes(data))
+        return original(self, data, *flags)
+
+    monkeypatch.setattr(socket.socket, "sendall", record)
+    meshes = meet_all(folders, quiet=(1, 2))
+    assert meshes[1].routes[2] == RELAYED
+    assert pass_over(meshes[2].connections[1], meshes[1].connections[2]) == [SECRET] * PIECES
+    close_all(meshes)
+    carried = b"".join(seen)
+    assert len(carried) > PIECES * len(SECRET)
+    for known in (SECRET[:24], b"machine-1", b"session"):
+        assert known not in carried
+
+
+def test_idle_and_garbage_connections_change_nothing(folders):
+    meshes = meet_all(folders[:2])
+    where = meshes[0]._listener.address
+    strangers = []
+    for number in range(400):
+        sock = socket.create_connection((where.host, where.port))
+        strangers.append(sock)
+        if number % 2:
+            with contextlib.suppress(OSError):
+                sock.sendall(np.random.default_rng(number).bytes(300))
+        if number % 100 == 0:
+            assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
+    for sock in strangers:
+        sock.close()
+    assert pass_over(meshes[1].connections[0], meshes[0].connections[1]) == [SECRET] * PIECES
+    close_all(meshes)
+
+
+HEADERS = st.builds(
+    Header,
+    kind=st.just(Kind.DATA),
+    size=st.integers(0, 64) | st.integers(0, CONTENT_BYTES),
+    stream=st.integers(0, 3),
+    tag=st.integers(0, 2),
+    total=st.integers(0, 100) | st.sampled_from([EAGER_BYTES, EAGER_BYTES + 1, 2**40, 2**64 - 1]),
+)
+
+
+class Bounded:
+    most_bytes = 80
+
+    def deliver(self, packet, began):
+        assert packet.size <= self.most_bytes
+
+    def noted(self, note):
+        """Nothing to do."""
+
+    def failed(self, error):
+        """Nothing to do."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(HEADERS, max_size=40), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 90))))
+def test_any_frames_take_bounded_memory(headers, receives):
+    inbox = Inbox()
+    inbox.sinks[3] = Bounded()
+    taken = [0]
+    real = np.empty
+
+    class Counting:
+        uint8, ndarray = np.uint8, np.ndarray
+
+        @staticmethod
+        def empty(count, dtype):
+            taken[0] += count
+            return real(count, dtype=dtype)
+
+    inbox_module.np, before = Counting, inbox_module.np
+    try:
+        for stream, tag, size in receives:
+            inbox.receive(stream, tag, memoryview(bytearray(size)))
+        for header in headers:
+            place = inbox.place(header)
+            assert len(place) == header.size
+            inbox.placed(header)
+    except WireError:
+        pass
+    finally:
+        inbox_module.np = before
+    assert taken[0] <= len(headers) * EAGER_BYTES
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_any_beginning_of_a_frame(data):
+    try:
+        header = unpack(memoryview(data))
+    except WireError:
+        return
+    assert header.size <= 1 << 22

@@ -1,0 +1,520 @@
+"""Ranks in one process: they meet, send messages, agree through the store; what does not belong is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.keys.authority import new, revoke
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh import hello
+from pipecomp.mesh.collectives import Collectives
+from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
+from pipecomp.mesh.mesh import Meeting, meet
+from pipecomp.mesh.process_group import MeshProcessGroup
+from pipecomp.mesh.routes import DIRECT, RELAYED, connect
+from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, meet_all, together
+
+LONG = 3 * CONTENT_BYTES + 17
+
+
+def data(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return keys_for(tmp_path_factory.mktemp("keys"), 3)
+
+
+@pytest.fixture
+def two(folders):
+    meshes = meet_all(folders[:2])
+    yield meshes
+    close_all(meshes)
+
+
+@pytest.fixture(scope="module", params=[(), (1,), (2,), (1, 2)], ids=lambda quiet: f"quiet {quiet}")
+def three(folders, request):
+    meshes = meet_all(folders, request.param)
+    meshes[0].expected = RELAYED if request.param == (1, 2) else DIRECT
+    yield meshes
+    close_all(meshes)
+
+
+def test_every_rank_reaches_every_other(three):
+    assert three[1].routes == {0: DIRECT, 2: three[0].expected}
+    assert three[2].routes == {0: DIRECT, 1: three[0].expected}
+    for size in (0, 1, EAGER_BYTES, LONG):
+        messages = {(a, b): data(size, 3 * a + b) for a in range(3) for b in range(3) if a != b}
+        arriving = {(a, b): bytearray(size) for a, b in messages}
+        transfers = [three[b].connections[a].receive(5, 1, memoryview(arriving[a, b])) for a, b in messages]
+        transfers += [three[a].connections[b].send(5, 1, memoryview(m)) for (a, b), m in messages.items()]
+        for transfer in transfers:
+            transfer.wait(WAIT_S)
+        for pair, message in messages.items():
+            assert bytes(arriving[pair]) == message.tobytes()
+
+
+def group_of(meshes, name: str) -> list[MeshProcessGroup]:
+    return [MeshProcessGroup(mesh, range(len(meshes)), name, timedelta(seconds=WAIT_S)) for mesh in meshes]
+
+
+def options_of(kind: type, root: int):
+    made = kind()
+    made.rootRank = root
+    return made
+
+
+@pytest.mark.parametrize("values", [1, 7, EAGER_BYTES])  # float32: the last takes the way of long tensors
+class TestCollectives:
+    """What torch's documentation says of each, for three ranks."""
+
+    @pytest.fixture
+    def groups(self, three, request):
+        made = group_of(three, request.node.name)
+        yield made
+        for group in made:
+            group.shutdown()
+
+    @pytest.fixture
+    def given(self, values):
+        return [torch.randn(values, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    @pytest.fixture
+    def blocks(self, given):
+        return [[tensor + i for i in range(3)] for tensor in given]
+
+    @pytest.fixture
+    def out(self, values):
+        return [torch.full((values,), torch.nan) for _ in range(3)]
+
+    def test_all_reduce(self, groups, given):
+        tensors = [tensor.clone() for tensor in given]
+        together([lambda r=r: groups[r].allreduce([tensors[r]], dist.AllreduceOptions()).wait() for r in range(3)])
+        for tensor in tensors:  # the same bits on all ranks: added in the order of ranks
+            assert torch.equal(tensor, given[0] + given[1] + given[2])
+
+    def test_reduce(self, groups, given):
+        tensors, options = [tensor.clone() for tensor in given], options_of(dist.ReduceOptions, 1)
+        together([lambda r=r: groups[r].reduce([tensors[r]], options).wait() for r in range(3)])
+        assert torch.equal(tensors[1], given[0] + given[1] + given[2])
+
+    def test_broadcast(self, groups, given):
+        tensors, options = [tensor.clone() for tensor in given], options_of(dist.BroadcastOptions, 1)
+        together([lambda r=r: groups[r].broadcast([tensors[r]], options).wait() for r in range(3)])
+        assert all(torch.equal(tensor, given[1]) for tensor in tensors)
+
+    def test_all_gather(self, groups, given, values):
+        out = [[torch.empty(values) for _ in range(3)] for _ in range(3)]
+        together([lambda r=r: groups[r].allgather([out[r]], [given[r]]).wait() for r in range(3)])
+        assert all(torch.equal(out[r][s], given[s]) for r in range(3) for s in range(3))
+        joined = [torch.empty(3 * values) for _ in range(3)]
+        together([lambda r=r: groups[r].all_gather_single(joined[r], given[r]).wait() for r in range(3)])
+        assert all(torch.equal(tensor, torch.cat(given)) for tensor in joined)
+
+    def test_reduce_scatter(self, groups, blocks, out, values):
+        options = dist.ReduceScatterOptions()
+        together([lambda r=r: groups[r].reduce_scatter([out[r]], [blocks[r]], options).wait() for r in range(3)])
+        assert all(torch.equal(out[r], blocks[0][r] + blocks[1][r] + blocks[2][r]) for r in range(3))
+        joined, out = [torch.cat(b) for b in blocks], [torch.empty(values) for _ in range(3)]
+        together([lambda r=r: groups[r].reduce_scatter_single(out[r], joined[r], options).wait() for r in range(3)])
+        assert all(torch.equal(out[r], blocks[0][r] + blocks[1][r] + blocks[2][r]) for r in range(3))
+
+    def test_all_to_all(self, groups, blocks, values):
+        out = [[torch.empty(values) for _ in range(3)] for _ in range(3)]
+        together([lambda r=r: groups[r].alltoall(out[r], blocks[r]).wait() for r in range(3)])
+        assert all(torch.equal(out[r][s], blocks[s][r]) for r in range(3) for s in range(3))
+        joined = [torch.empty(3 * values) for _ in range(3)]
+        cats = [torch.cat(b) for b in blocks]
+        together([lambda r=r: groups[r].all_to_all_single(joined[r], cats[r], [], []).wait() for r in range(3)])
+        assert all(torch.equal(joined[r], torch.cat([b[r] for b in blocks])) for r in range(3))
+
+    def test_gather(self, groups, given, out):
+        options = options_of(dist.GatherOptions, 2)
+        together([lambda r=r: groups[r].gather([out] * (r == 2), [given[r]], options).wait() for r in range(3)])
+        assert all(torch.equal(out[r], given[r]) for r in range(3))
+
+    def test_scatter(self, groups, blocks, out):
+        options, send = options_of(dist.ScatterOptions, 0), [blocks[0]]
+        together([lambda r=r: groups[r].scatter([out[r]], send * (r == 0), options).wait() for r in range(3)])
+        assert all(torch.equal(out[r], blocks[0][r]) for r in range(3))
+
+    def test_between_two(self, groups, given, out):
+        sent = groups[0].send([given[0]], 2, 9)
+        groups[2].recv([out[0]], 0, 9).wait()
+        sent.wait()
+        assert torch.equal(out[0], given[0])
+        together([groups[r].barrier().wait for r in range(3)])
+
+
+def test_all_reduce_in_pieces(two, monkeypatch):
+    monkeypatch.setattr("pipecomp.mesh.collectives._PIECE_BYTES", 4 * 50_000)
+    given = [torch.randn(2 * EAGER_BYTES + 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    tensors = [tensor.clone() for tensor in given]
+    together([lambda r=r: Collectives(two[r], [0, 1], 9).all_reduce_(tensors[r], "SUM") for r in range(2)])
+    assert all(torch.equal(tensor, given[0] + given[1]) for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [("MAX", [4, 5]), ("MIN", [1, 2]), ("PRODUCT", [4, 10]), ("BOR", [5, 7]), ("BAND", [0, 0]), ("BXOR", [5, 7])],
+)
+def test_reductions(two, operation, expected):
+    tensors = [torch.tensor([1, 2]), torch.tensor([4, 5])]
+    together([lambda r=r: Collectives(two[r], [0, 1], 8).all_reduce_(tensors[r], operation) for r in range(2)])
+    assert [t.tolist() for t in tensors] == [expected, expected]
+
+
+def test_half_precision_and_tensors_that_are_not_contiguous(two):
+    groups = [MeshProcessGroup(mesh, [0, 1], "h", timedelta(seconds=WAIT_S)) for mesh in two]
+    tensors = [torch.full((4, 6), r + 0.5, dtype=torch.bfloat16).t() for r in range(2)]
+    options = dist.AllreduceOptions()
+    works = together([lambda r=r: groups[r].allreduce([tensors[r]], options) for r in range(2)])
+    for work, tensor in zip(works, tensors, strict=True):
+        assert work.get_future().wait()[0] is not None
+        assert torch.equal(tensor, torch.full((6, 4), 2.0, dtype=torch.bfloat16))
+    options.reduceOp = dist._make_nccl_premul_sum(2.0)
+    with pytest.raises(LinkError, match="does not reduce with"):
+        groups[0].allreduce([tensors[0]], options)
+
+
+def test_a_long_message_does_not_keep_others_waiting(two):
+    a, b = (mesh.connections[1 - mesh.rank] for mesh in two)
+    into = bytearray(LONG)
+    waiting = b.send(1, 0, memoryview(data(LONG)))  # not asked for yet
+    a.receive(1, 1, memoryview(short := bytearray(3)))
+    b.send(1, 1, memoryview(b"abc")).wait(WAIT_S)
+    assert not waiting.done
+    a.receive(1, 0, memoryview(into)).wait(WAIT_S)
+    waiting.wait(WAIT_S)
+    assert (bytes(into), bytes(short)) == (data(LONG).tobytes(), b"abc")
+
+
+class TestStore:
+    def test_all_of_torchs_questions(self, two):
+        for mesh in two:
+            store = dist.PrefixStore(f"of {mesh.rank}", mesh.store)
+            store.set("a", "1")
+            store.set("b", b"\x00\xff")
+            assert (store.get("a"), store.get("b")) == (b"1", b"\x00\xff")
+            assert store.multi_get(["b", "a"]) == [b"\x00\xff", b"1"]
+            assert store.check(["a", "b"])
+            assert not store.check(["a", "c"])
+            assert [store.add("n", 2), store.add("n", -3)] == [2, -1]
+            assert store.compare_set("a", "1", "2") == b"2"
+            assert store.compare_set("a", "1", "3") == b"2"
+            assert store.clone().get("a") == b"2"
+            assert store.delete_key("b")
+            assert not store.delete_key("b")
+            assert not store.check(["b"])
+            with pytest.raises(dist.DistStoreError):
+                store.wait(["c"], timedelta(seconds=0.05))
+        assert two[1].store.num_keys() == two[0].store.num_keys() > 4
+
+    def test_a_wait_ends_when_the_key_comes(self, two):
+        for reader, writer in (two, two[::-1]):
+            key = f"late {reader.rank}"
+            waiting = threading.Thread(target=lambda r=reader, k=key: r.store.wait([k], timedelta(seconds=WAIT_S)))
+            waiting.start()
+            writer.store.set(key, "x")
+            waiting.join(WAIT_S)
+            assert not waiting.is_alive()
+
+    @pytest.mark.parametrize("key", ["pipecomp/alive/0", "p/x/pipecomp/stopped/0"])
+    def test_a_rank_cannot_speak_for_another(self, two, key):
+        with pytest.raises(dist.DistStoreError, match="rank 1 may not write"):
+            two[1].store.set(key, "stopped 0 I failed")
+        two[1].store.set(key[:-1] + "1", "mine")
+        assert not two[0].store.check([key])
+
+    def test_when_rank_0_is_gone_questions_end(self, folders):
+        meshes = meet_all(folders[:2])
+        waiting = []
+
+        def ask():
+            with pytest.raises(dist.DistNetworkError):
+                meshes[1].store.wait(["never"], timedelta(seconds=WAIT_S))
+            waiting.append(True)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.1)
+        meshes[0].connections[1]._stream.close()
+        thread.join(WAIT_S)
+        assert waiting == [True]
+        with pytest.raises(dist.DistNetworkError):
+            meshes[1].store.check(["x"])
+        close_all(meshes)
+
+
+class TestFailures:
+    def test_a_lost_connection_is_told_to_all_that_wait(self, folders):
+        meshes = meet_all(folders[:2])
+        a, b = meshes[0].connections[1], meshes[1].connections[0]
+        transfers = [a.receive(1, 0, memoryview(bytearray(9))), a.send(1, 0, memoryview(data(LONG)))]
+        b._stream.close()
+        for transfer in transfers:
+            with pytest.raises(PeerLostError, match=r"lost rank 1: its connection was closed"):
+                transfer.wait(WAIT_S)
+        with pytest.raises(PeerLostError):
+            a.send(1, 0, memoryview(b"x")).wait(WAIT_S)
+        close_all(meshes)
+
+    def test_silence_is_noticed(self, folders, monkeypatch):
+        meshes = meet_all(folders[:2])
+        for mesh in meshes:
+            mesh.set_timeout(1.0)
+        time.sleep(1.5)  # quiet connections stay
+        meshes[0].connections[1].send(1, 0, memoryview(b"x")).wait(WAIT_S)
+        monkeypatch.setattr(meshes[1].connections[0]._outbox, "take", lambda wait_s: time.sleep(0.1) or [])
+        with pytest.raises(LinkTimeoutError, match="nothing from rank 1 for 1 s"):
+            meshes[0].connections[1].receive(1, 0, memoryview(bytearray(1))).wait(WAIT_S)
+        close_all(meshes)
+
+    def test_an_orderly_end_is_told_as_one(self, folders):
+        meshes = meet_all(folders[:2])
+        waiting = meshes[0].connections[1].receive(1, 0, memoryview(bytearray(9)))
+        sent = meshes[1].connections[0].send(1, 1, memoryview(b"last"))
+        meshes[1].close()
+        sent.wait(0)
+        with pytest.raises(PeerLostError, match="rank 1 has ended its run"):
+            waiting.wait(WAIT_S)
+        meshes[0].close()
+
+    def test_what_came_before_the_end_is_there_after_it(self, folders):
+        meshes = meet_all(folders[:2])
+        last, there = meshes[1].connections[0], meshes[0].connections[1]
+        for message in (b"one", b"two"):
+            last.send(1, 1, memoryview(message)).wait(WAIT_S)
+        meshes[1].close()
+        assert there.failure is not None
+        for message in (b"one", b"two"):
+            there.receive(1, 1, memoryview(into := bytearray(3))).wait(WAIT_S)
+            assert into == message
+        with pytest.raises(PeerLostError, match="rank 1 has ended its run"):
+            there.receive(1, 1, memoryview(bytearray(3))).wait(WAIT_S)
+        meshes[0].close()
+
+    def test_an_error_in_the_receiving_thread_is_told(self, two):
+        def fail(header):
+            raise MemoryError("no more")
+
+        two[0].connections[1]._inbox.place = fail
+        waiting = two[0].connections[1].receive(1, 0, memoryview(bytearray(1)))
+        two[1].connections[0].send(1, 0, memoryview(b"x"))
+        with pytest.raises(LinkError, match="connection to rank 1 failed: MemoryError: no more"):
+            waiting.wait(WAIT_S)
+
+
+class Limited:
+    """A sink with a limit."""
+
+    most_bytes = 1000
+
+    def __init__(self):
+        self.came, self.ended, self.notes = [], threading.Event(), []
+
+    def deliver(self, packet, began):
+        self.came.append(packet)
+
+    def noted(self, note):
+        self.notes.append(note)
+
+    def failed(self, error):
+        self.error = error
+        self.ended.set()
+
+
+class TestLimits:
+    """A member of the run that sends what was not agreed is refused before memory is taken."""
+
+    def refused(self, two, *frames: bytes) -> str:
+        sink = Limited()
+        two[0].connections[1].open(77, sink)
+        two[1].connections[0]._stream.send(*frames)
+        assert sink.ended.wait(WAIT_S)
+        assert isinstance(sink.error, WireError)
+        assert "rank 1 sent" in str(sink.error)
+        return str(sink.error)
+
+    def test_a_packet_longer_than_agreed(self, two, monkeypatch):
+        took = []
+        monkeypatch.setattr("pipecomp.mesh.inbox.np.empty", lambda *a, **k: took.append(a))
+        header = Header(Kind.DATA, 5, 77, 0, 1001)
+        assert "a packet of 1001 bytes, allowed: 1000" in self.refused(two, pack(header))
+        assert took == []
+
+    @pytest.mark.parametrize("total", [EAGER_BYTES + 1, 1 << 40, (1 << 64) - 1])
+    def test_a_message_that_nobody_asked_for(self, two, monkeypatch, total):
+        took = []
+        monkeypatch.setattr("pipecomp.mesh.inbox.np.empty", lambda *a, **k: took.append(a))
+        assert "nobody asked for" in self.refused(two, pack(Header(Kind.DATA, 0, 3, 0, total)))
+        assert took == []
+
+    def test_many_messages_that_nobody_asked_for(self, two, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.inbox.EARLY_BYTES", 4000)
+        frames = [pack(Header(Kind.DATA, 0, 3, tag, 0)) for tag in range(20)]
+        assert "nobody asked for" in self.refused(two, *frames)
+
+    def test_another_length_than_that_of_the_receive(self, two):
+        waiting = two[0].connections[1].receive(4, 0, memoryview(bytearray(8)))
+        assert "9 bytes where one of 8 is expected" in self.refused(two, pack(Header(Kind.DATA, 0, 4, 0, 9)))
+        with pytest.raises(WireError):
+            waiting.wait(WAIT_S)
+
+    @pytest.mark.parametrize(
+        ("header", "said"),
+        [
+            (Header(Kind.DATA, CONTENT_BYTES + 1, 77, 0, 900), "allowed"),
+            (Header(Kind.DATA, 11, 3, 0, 10), "11 bytes of a message of 10"),
+            (Header(Kind.CALL, (1 << 22) + 1), "CALL with 4194305 bytes, allowed: 4194304"),
+            (Header(Kind.ASK, 1, 3, 0, 5), "ASK with 1 bytes, allowed: 0"),
+            (Header(99, 0), "unknown kind 99"),
+            (Header(Kind.ANSWER, 2, tag=1), "has not to do with"),
+        ],
+    )
+    def test_what_is_no_frame(self, two, header, said):
+        assert said in self.refused(two, pack(header), b"[]")
+
+    def test_a_frame_that_changes_its_messages_length(self, two):
+        frames = [pack(Header(Kind.DATA, 1, 77, 0, 10)), b"x", pack(Header(Kind.DATA, 1, 77, 0, 11)), b"x"]
+        assert "which began as one of 10" in self.refused(two, *frames)
+
+    @pytest.mark.parametrize("text", [b"[", b"\xff", b'["x"]', b'["set", 1, 2]', b'["set", "k", "?"]', b"3"])
+    def test_what_is_no_question(self, two, text):
+        assert "rank 1 sent" in self.refused(two, pack(Header(Kind.CALL, len(text), tag=1)), text)
+
+    def test_endless_announcements(self, two, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.outbox.MOST_ASKED", 10)
+        assert "more than 10 receives" in self.refused(two, *[pack(Header(Kind.ASK, 0, 3, i, 1)) for i in range(11)])
+
+
+def test_connections_end_when_the_interpreter_does(tmp_path):
+    """No thread can be started from a pool any more then."""
+    keys_for(tmp_path, 2)
+    code = """
+import atexit, sys
+from pathlib import Path
+from pipecomp.keys.folder import KeyFolder
+from pipecomp.keys.listener import Address
+from pipecomp.keys.trust import Trust
+from pipecomp.mesh.mesh import Meeting, meet
+rank, address = int(sys.argv[1]), Address.parse(sys.argv[2])
+made = meet(Meeting(rank, 2, address), Trust(KeyFolder(Path(sys.argv[3]) / f"rank-{rank}")), wait_s=60)
+atexit.register(made.close)
+"""
+    address = str(free_address())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), address, str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.communicate(timeout=120)[1] == ""
+        assert rank.returncode == 0
+
+
+class TestStrangers:
+    def test_a_rank_that_its_certificate_does_not_name(self, folders):
+        with pytest.raises(KeysError, match=r"'machine-1' says that it is rank 2; it may be 1"):
+            meet(Meeting(2, 3, free_address()), Trust(folders[1]), wait_s=0)
+
+    def test_nobody_joins_without_the_runs_keys(self, folders, tmp_path, capsys):
+        address, stranger = free_address(), new(tmp_path / "x", ranks="0-2")
+        meshes = []
+        first = threading.Thread(
+            target=lambda: meshes.append(meet(Meeting(0, 2, address), Trust(folders[0]), wait_s=WAIT_S))
+        )
+        first.start()
+        with pytest.raises(KeysError, match="is not rank 0 of this run: its certificate is of another run"):
+            meet(Meeting(1, 2, address), Trust(stranger), wait_s=WAIT_S)
+        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + bytes(600)):
+            with socket.create_connection((address.host, address.port)) as sock, contextlib.suppress(OSError):
+                sock.sendall(sent)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+        second = meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=WAIT_S)
+        first.join(WAIT_S)
+        close_all([*meshes, second])
+        assert "refused a connection from 127.0.0.1" in capsys.readouterr().err
+
+    def test_an_impostor_in_rank_0s_place(self, folders, tmp_path):
+        """A member of the run that may not be rank 0, at rank 0's address."""
+        address = free_address()
+        trap = threading.Thread(target=self.listen, args=(address, Trust(folders[2])), daemon=True)
+        trap.start()
+        with pytest.raises(KeysError, match=r"not rank 0 of this run: machine 'machine-2' says that it is rank 0"):
+            meet(Meeting(1, 3, address), Trust(folders[1]), wait_s=WAIT_S)
+        trap.join(WAIT_S)
+
+    @staticmethod
+    def listen(address, trust):
+        with socket.create_server((address.host, address.port)) as server:
+            sock, _ = server.accept()
+            with contextlib.suppress(Exception):
+                trust.secure(sock, server=True)
+
+    def test_what_else_serves_the_port_is_named_at_once(self, folders):
+        address = free_address()
+
+        def serve():
+            with socket.create_server((address.host, address.port)) as server:
+                sock, _ = server.accept()
+                sock.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                with contextlib.suppress(OSError):
+                    sock.recv(10000)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(KeysError, match="is not rank 0 of this run: what listens there does not speak TLS"):
+            meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=WAIT_S)
+
+    def test_a_rank_comes_once(self, two, folders):
+        place = hello.Place(1, 2, "")
+        with pytest.raises(hello.RefusedError, match="rank 1 is there already"):
+            connect(two[0]._meeting.address, Trust(folders[1]), place, wait_s=5, purpose=hello.JOIN, rank=0)
+        two[1].connections[0].send(1, 0, memoryview(b"x")).wait(WAIT_S)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [({"world": 3}, "rank 1 of 3 does not fit to rank 0 of 2"), ({"session": "x"}, "another start of this run")],
+    )
+    def test_who_does_not_fit_is_told(self, two, folders, change, said):
+        place = hello.Place(**{"rank": 1, "world": 2, "session": two[1]._place.session, **change})
+        with pytest.raises(hello.RefusedError, match=said):
+            connect(two[0]._meeting.address, Trust(folders[1]), place, wait_s=5, purpose=hello.RELAY, rank=0, to=1)
+
+    def test_a_revoked_machine_does_not_join_and_ranks_learn_of_it(self, tmp_path):
+        folders = keys_for(tmp_path, 2)
+        third = add_machine(folders[0], tmp_path / "third", "third", (2,))
+        revoke(folders[0].path, "third")
+        meshes = meet_all(folders)
+        assert folders[1].revoked()[0] == 2
+        place = hello.Place(2, 2, meshes[0]._place.session)
+        with pytest.raises(hello.RefusedError, match="'third' was revoked"):
+            connect(meshes[0]._meeting.address, Trust(third), place, wait_s=5, purpose=hello.JOIN, rank=0)
+        close_all(meshes)
+
+    def test_a_rank_that_never_comes(self, folders):
+        with pytest.raises(LinkTimeoutError, match=r"rank 1 did not come to the start of the run within 0\.2 s"):
+            meet(Meeting(0, 2, free_address()), Trust(folders[0]), wait_s=0.2)
+        with pytest.raises(LinkTimeoutError, match=r"did not find rank 0 at 127\.0\.0\.1"):
+            meet(Meeting(1, 2, free_address()), Trust(folders[1]), wait_s=0.2)
