@@ -32,7 +32,10 @@ def wanted_keys(config: Any = None) -> str | None:
     named = os.environ.get(KEYS) or None
     if config is None:
         return named
-    whole = config if isinstance(config, Mapping) else read_json_object("config", config)
+    try:
+        whole = config if isinstance(config, Mapping) else read_json_object("config", config)
+    except ConfigError:
+        return named  # the other ranks have to be told, which they are when all have joined
     section = whole.get("pipecomp")
     transport = section.get("transport") if isinstance(section, Mapping) else None
     if not isinstance(transport, Mapping):

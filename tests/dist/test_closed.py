@@ -1,16 +1,13 @@
-"""Training over TLS: the same losses as over gloo, everything through one port, and failures told in the right name."""
+"""Training over TLS has the losses of training over gloo."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.errors import ConfigError, LinkError, PipecompError
 from pipecomp.mesh.process_group import current_mesh
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
