@@ -98,12 +98,6 @@ class Residuals:
             scratch = self._scratch[x_d.device] = torch.empty(x_d.numel(), device=x_d.device)
         return torch.add(e_d, x_d, out=scratch[: x_d.numel()])
 
-    def rescale(self, factor: float) -> None:
-        """Multiply everything: gradients come in other units from here on."""
-        placed = [e_d for _, e_d in self._buckets.values()]
-        for e in (*placed, *self._unplaced().values(), *self._owned.values()):
-            e.mul_(factor)
-
     def _unplaced(self) -> dict[Name, Tensor]:
         """Residuals of parameters whose bucket is no more."""
         placed = {n for key, (slices, e_d) in self._buckets.items() for n, _ in _parts(key, slices, e_d.numel())}

@@ -53,6 +53,11 @@ def check_arguments(args: argparse.Namespace) -> None:
 def check_sources(args: argparse.Namespace) -> None:
     """Raise ConfigError for a wrong --dropout, and unless there is one source of training data."""
     require(args.dropout is None or 0 <= args.dropout < 1, "--dropout", args.dropout, "0, or a share below 1")
+    check_one_source(args)
+
+
+def check_one_source(args: argparse.Namespace) -> None:
+    """Raise ConfigError unless the training data come from files or from a named dataset, with its own split."""
     require(
         (args.train_file is None) != (args.dataset is None),
         "--train-file",

@@ -23,6 +23,7 @@ from pipecomp.recipes import images, run, steps
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.recipes.resume import DATA, make_folder, what_is_trained
+from pipecomp.recipes.text import check_one_source
 from pipecomp.stages import modules
 
 STAGES, SERVER = 3, 1  # client, server, client
@@ -152,18 +153,7 @@ def make_network(args: argparse.Namespace, task: Task, seed: int) -> torch.nn.Se
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
-    require(
-        (args.train_file is None) != (args.dataset is None),
-        "--train-file",
-        args.train_file,
-        "either --train-file or --dataset, and not both",
-    )
-    require(
-        args.dataset is None or args.eval_file is None,
-        "--eval-file",
-        args.eval_file,
-        "only with --train-file; --dataset brings its own split",
-    )
+    check_one_source(args)
     require(args.concentration > 0, "--concentration", args.concentration, "a number above 0")
 
 
