@@ -44,7 +44,8 @@ _numbers = itertools.count()
 class AllRanks:
     """Values of all ranks, through a key-value store that all of them reach. Every rank must ask the same questions.
 
-    store: torch's own by default. wait_s: for a rank that has not come yet. lost: what is known of lost ranks.
+    store: torch's own by default. wait_s: for a rank that has not come yet. missed: why that rank cannot answer
+    any more, None if it may.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class AllRanks:
         store: Any = None,
         *,
         wait_s: float = COMING_S,
-        lost: Callable[[], Exception | None] = lambda: None,
+        missed: Callable[[int], Exception | None] = lambda rank: None,
     ) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world = dist.get_world_size() if world is None else world
         self._store = dist.PrefixStore(
             f"{_PREFIX}/{next(_numbers)}", distributed_c10d._get_default_store() if store is None else store
         )
-        self._wait_s, self._lost = wait_s, lost
+        self._wait_s, self._missed = wait_s, missed
         self._questions = itertools.count()
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -75,15 +76,15 @@ class AllRanks:
             return [self._answer(number, rank) for rank in range(self.world)]
         except dist.DistNetworkError as error:
             gone = "lost rank 0 at the start: torch.distributed's key-value store is gone, which it serves"
-            raise self._lost() or PeerLostError(gone, 0) from error
+            raise self._missed(0) or PeerLostError(gone, 0) from error
 
     def _answer(self, number: int, rank: int) -> Any:
         key = f"{number}/{rank}"
         began = time.monotonic()
         while not self._store.check([key]):
-            lost = self._lost()
-            if lost is not None:
-                raise lost
+            missed = self._missed(rank)
+            if missed is not None:
+                raise missed
             passed_s = time.monotonic() - began
             if passed_s > self._wait_s:
                 raise LinkTimeoutError(

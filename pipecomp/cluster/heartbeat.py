@@ -113,6 +113,11 @@ class Heartbeat:
             raise self.lost
         self._waiting_since = time.monotonic()
 
+    def missed(self, rank: int) -> PipecompError | None:
+        """Tell why a rank will not answer: what is known to be lost, or its silence, whether it has an engine or not."""
+        sign = self._seen.get(rank)
+        return self.lost or (None if sign is None else self._silence(rank, sign, time.monotonic()))
+
     def leave(self) -> None:
         """Note that this rank waits for nobody any more."""
         self._waiting_since = None
@@ -214,12 +219,18 @@ class Heartbeat:
             if state == _STOPPED and sign.engine == self.engine:
                 return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
         for rank, sign in seen.items():
-            if now - sign.since > silence_s and not (sign.words[2] == _LEFT and sign.engine == self.engine):
-                return LinkTimeoutError(
-                    f"no heartbeat from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be "
-                    "reached"
-                )
+            silence = self._silence(rank, sign, now)
+            if silence is not None and not (sign.words[2] == _LEFT and sign.engine == self.engine):
+                return silence
         return None
+
+    def _silence(self, rank: int, sign: _Sign, now: float) -> LinkTimeoutError | None:
+        silence_s = _SILENCE * self.timeout_s
+        if now - sign.since <= silence_s:
+            return None
+        return LinkTimeoutError(
+            f"no heartbeat from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be reached"
+        )
 
     def _end_process(self, problem: PipecompError) -> None:
         print(

@@ -42,10 +42,9 @@ def all_ranks() -> AllRanks:
     """Begin a round of questions to all ranks of a run that has started; every rank must call this.
 
     Returns:
-        The round. If a rank ends before it has answered, that is an error on the others.
+        The round. If a rank ends before it has answered, those that wait for it raise an error.
     """
-    heartbeat = process_heartbeat()
-    return AllRanks(lost=lambda: heartbeat.lost)
+    return AllRanks(missed=process_heartbeat().missed)
 
 
 def _cores() -> int:

@@ -161,7 +161,7 @@ class Checkpoints:
             set_random_state(saved["random"])
         if engine.run is None:
             return
-        all_ranks = AllRanks(lost=lambda: engine.guard.lost)
+        all_ranks = AllRanks(missed=engine.guard.missed)
         exact = False
         with all_ranks.collective_errors():
             engine.run.loaded(own.get("run"))

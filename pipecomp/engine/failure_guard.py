@@ -11,7 +11,7 @@ from pipecomp.errors import PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
-_LINGER_S = 5.0  # for them to ask which
+_LINGER_S = 15.0  # for them to ask which; they may have much else to do
 
 
 class FailureGuard:
@@ -27,10 +27,9 @@ class FailureGuard:
         self._engine = 0  # this engine's number there
         self._depth = 0
 
-    @property
-    def lost(self) -> PipecompError | None:
-        """What the heartbeat knows to be lost."""
-        return None if self._heartbeat is None else self._heartbeat.lost
+    def missed(self, rank: int) -> PipecompError | None:
+        """Why a rank will not answer, as far as the heartbeat knows."""
+        return None if self._heartbeat is None else self._heartbeat.missed(rank)
 
     def watch(self, links: Links, heartbeat: Heartbeat) -> None:
         """Tell neighbours through these links, and all ranks through this heartbeat."""
@@ -78,7 +77,8 @@ class FailureGuard:
         """Find out who was lost: a failed collective says little; the links, or the silence of a rank, tell."""
         if isinstance(error, PipecompError) or not of_a_collective(error):
             return error
-        return self._links.failure(wait_s=1.0) or self.lost or find_lost(_FIND_LOST_S) or error
+        lost = None if self._heartbeat is None else self._heartbeat.lost
+        return self._links.failure(wait_s=1.0) or lost or find_lost(_FIND_LOST_S) or error
 
     def close(self) -> None:
         """End in order: finish the stores, end the connections; safe to call twice."""

@@ -86,7 +86,7 @@ def initialize(
     attach_deepspeed()
     heartbeat = process_heartbeat()
     with heartbeat.starting():
-        all_ranks = AllRanks(lost=lambda: heartbeat.lost)
+        all_ranks = AllRanks(missed=heartbeat.missed)
         agreed = agree(model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None)
         heartbeat.timeout_s = agreed.settings.transport.timeout_s
         with _without_noise():

@@ -310,15 +310,17 @@ def nobody_there(rank: int, world: int, note: Any) -> str:
     return error_of(rendezvous.join_processes) if rank == 1 else ""
 
 
-def gone_before_the_engine(rank: int, world: int, note: Any, timeout_s: float) -> str:
-    """Rank 1 joins and dies; the others wait for it where engines are made."""
-    from pipecomp.cluster import heartbeat
+def gone_before_the_engine(rank: int, world: int, note: Any, asked: bool, timeout_s: float) -> str:
+    """Rank 1 joins and dies; the others wait for it where engines are made, or asked before, as recipes do."""
+    from pipecomp.cluster import heartbeat, start
     from pipecomp.cluster.rendezvous import join_processes
 
     heartbeat.DEFAULT_TIMEOUT_S = timeout_s
     join_processes()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if asked:
+        return error_of(lambda: start.all_ranks().all_gather_object(rank))
     return error_of(lambda: make("nowhere", store={"backend": "memory"}))
 
 

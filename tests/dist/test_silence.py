@@ -102,8 +102,9 @@ def test_waiting_in_a_collective_for_a_stopped_rank(tmp_path):
     assert not (tmp_path / "m" / "rank-0" / "unsynced").exists(), "its store was closed in order"
 
 
-def test_a_rank_that_is_gone_before_the_engine_is_made():
-    ranks = run_ranks(4, work.gone_before_the_engine, TIMEOUT_S, timeout_s=HANG_S, may_die=(1,))
+@pytest.mark.parametrize("asked", [False, True], ids=["at the engine", "at a question before it"])
+def test_a_rank_that_is_gone_before_the_engine_is_made(asked):
+    ranks = run_ranks(4, work.gone_before_the_engine, asked, TIMEOUT_S, timeout_s=HANG_S, may_die=(1,))
     assert set(ranks) == {0, 2, 3}
     for error in ranks.values():
         assert error.startswith(("LinkTimeoutError", "PeerLostError")), error
