@@ -62,8 +62,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One averaging. number: how many came before it, the same on all ranks. key: whose error-feedback residual it
-    uses. norm: the values' norm over all workers where that is known already, and nobody has to be asked.
+    """One averaging.
+
+    number: how many came before it, the same on all ranks. key: whose error-feedback residual it uses. norm: the
+    values' norm over all workers where that is known already, and nobody has to be asked.
     """
 
     group: Group

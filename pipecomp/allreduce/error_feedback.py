@@ -64,9 +64,10 @@ class Residuals:
         self._buckets[key] = (slices, e_d)
 
     def owner(self, key: str, slices: Slices | None, d: int) -> Tensor:
-        """What this rank has not sent yet of the chunks that it owns of a bucket, one after the other: float32 on the
-        CPU, zeros at first. Change it in place. Call it after `worker`, whose residual it may change.
+        """What this rank has not sent yet of the chunks that it owns of a bucket, one after the other.
 
+        It is float32 on the CPU, zeros at first. Change it in place. Call it after `worker`, whose residual it may
+        change.
         Where chunks have other owners from here on, this rank makes up as a worker for what it has left of the mean
         over n ranks, with n times that: nothing is lost, and no other rank has to be asked.
         """

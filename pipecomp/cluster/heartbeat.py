@@ -114,7 +114,7 @@ class Heartbeat:
         self._waiting_since = time.monotonic()
 
     def missed(self, rank: int) -> PipecompError | None:
-        """Tell why a rank will not answer: what is known to be lost, or its silence, whether it has an engine or not."""
+        """Tell why a rank will not answer: what is known to be lost, or its silence, with an engine or without."""
         sign = self._seen.get(rank)
         return self.lost or (None if sign is None else self._silence(rank, sign, time.monotonic()))
 

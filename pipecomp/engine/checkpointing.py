@@ -35,8 +35,11 @@ _log = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
-    """How a run goes on. exact: every rank holds the messages of the checkpoint's step, so that losses will be the
-    same, bit for bit. dropped: samples that this rank's links forgot, because their ends differed."""
+    """How a run goes on.
+
+    exact: every rank holds the messages of the checkpoint's step, so that losses will be the same, bit for bit.
+    dropped: samples that this rank's links forgot, because their ends differed.
+    """
 
     exact: bool
     dropped: int

@@ -131,6 +131,7 @@ class TlsTransport:
     # -- what the connection's receiving thread calls
 
     def deliver(self, packet: np.ndarray, began: float) -> None:
+        """Put a packet into the inbox."""
         if self._closing:
             return
         if self.on_moved is not None:
@@ -144,6 +145,7 @@ class TlsTransport:
         self._inbox.put(packet)
 
     def noted(self, note: dict) -> None:
+        """Fail as the peer says that it has."""
         lost, reason = note.get("lost"), note.get("reason")
         if isinstance(lost, int) and isinstance(reason, str):
             self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", lost))
@@ -151,6 +153,7 @@ class TlsTransport:
             self.failed(PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer))
 
     def failed(self, error: Exception) -> None:
+        """Let every call from here on raise this, unless another error was first."""
         if self._failure is None:
             self._failure = error
             self._failed.set()

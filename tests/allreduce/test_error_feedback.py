@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -58,10 +59,10 @@ def average(
             means[p] += mean.double()
 
 
-def left_by_parameter(state: State) -> list[Tensor]:
+def left_by_parameter(state: State, sizes: Sequence[int] = SIZES) -> list[Tensor]:
     """Of each parameter, what a rank has left: as a worker, and n times what it has as an owner."""
     kept, n = state.state_dict()["memory"], state.group.size
-    found = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    found = [torch.zeros(size, dtype=torch.float64) for size in sizes]
     seen: list[int] = []
     for parts, e_d in kept["worker"].values():
         for (p, _), e in zip(parts, e_d.split([count for _, count in parts]), strict=True):

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a network lab that are forked from the tests' server: seconds of imports less than `lab.run`."""
+"""Ranks on the nodes of a network lab, forked from the tests' server: seconds of imports less than `lab.run`."""
 
 from __future__ import annotations
 

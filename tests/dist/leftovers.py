@@ -36,6 +36,8 @@ class Sessions:
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) in self._ranks and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(f"process {process.pid}: {' '.join(process.cmdline())}")
-        names = re.compile(rf"(?<!\d)({'|'.join(map(str, self._ranks))})(?!\d)")  # torch's and Python's have a process id
+        names = re.compile(
+            rf"(?<!\d)({'|'.join(map(str, self._ranks))})(?!\d)"
+        )  # torch's and Python's have a process id
         shared = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
         return found + [f"shared memory {name}" for name in shared if names.search(name)]

@@ -26,7 +26,12 @@ def fails_on_rank_1(rank: int, world: int, note: Any, how: str) -> None:
 
 
 def transfer(
-    rank: int, world: int, note: Any, sizes: list[int], gap_s: float = 0.0, tell: bool = False,
+    rank: int,
+    world: int,
+    note: Any,
+    sizes: list[int],
+    gap_s: float = 0.0,
+    tell: bool = False,
     silence_s: float = TIMEOUT_S,
 ) -> list[float]:
     """Messages of `sizes` bytes from rank 0 to rank 1, `gap_s` seconds apart.
@@ -80,12 +85,9 @@ def _transfer(transport: Any, rank: int, sizes: list[int], gap_s: float, note: A
 
 def trains(rank: int, world: int, note: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """What the first link has carried when a small GPT-2 was trained over all ranks."""
-    import sys
-    from pathlib import Path
-
-    from tests.dist.small import gpt2, samples
 
     import pipecomp
+    from tests.dist.small import gpt2, samples
 
     engine = pipecomp.initialize(gpt2(), num_stages=world, config=config, training_data=samples())
     for _ in range(steps):

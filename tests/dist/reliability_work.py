@@ -11,7 +11,6 @@ import struct
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from tests.dist.small import ds_config, gpt2, samples
@@ -184,8 +183,15 @@ def drifts(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
             error = error or error_of(engine.train_batch)
             steps += not error
     engine.close()
-    return {"quiet": quiet, "said": said, "stats": stats, "repaired": repaired, "same": same, "error": error,
-            "steps": steps}
+    return {
+        "quiet": quiet,
+        "said": said,
+        "stats": stats,
+        "repaired": repaired,
+        "same": same,
+        "error": error,
+        "steps": steps,
+    }
 
 
 # -- at the start
@@ -205,9 +211,7 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
     out = {
         "bits": error_of(lambda: start({"activations": AQSGD | {"forward_bits": 2}} if mine else None)),
         "batch": error_of(lambda: start(micro_batches=4 if mine else 3)),
-        "rate": error_of(
-            lambda: start(optimizer={"type": "AdamW", "params": {"lr": 0.5 if mine else 0.1}})
-        ),
+        "rate": error_of(lambda: start(optimizer={"type": "AdamW", "params": {"lr": 0.5 if mine else 0.1}})),
         "cut": error_of(lambda: start(cuts=[0, 1, 3, 4] if mine else [0, 2, 3, 4])),
         "model": error_of(lambda: start(layers=5 if mine else 4)),
         "dtype": error_of(lambda: start(**({"bf16": {"enabled": True}} if mine else {}))),
@@ -243,7 +247,7 @@ def lonely_interface(rank: int, world: int, note: Any) -> str:
 
 
 def is_lost(rank: int, world: int, note: Any, how: str, victim: int, folder: str, stages: int, timeout_s: float) -> Any:
-    """The victim goes in step 3, and notes its process before; what the others raise, and how long after, also noted."""
+    """The victim goes in step 3, and notes its process before; what the others raise, and how long after, is noted."""
     redirect(f"{folder}/said-{rank}")
     if rank == victim:
         note(os.getpid())
@@ -331,8 +335,7 @@ def twice_in_one_store(rank: int, world: int, note: Any, address: str, port: int
     import torch
     import torch.distributed as dist
 
-    from pipecomp.cluster import rendezvous
-    from pipecomp.cluster import heartbeat
+    from pipecomp.cluster import heartbeat, rendezvous
 
     found: list[float] = []
     for attempt in (1, 2):

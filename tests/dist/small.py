@@ -16,8 +16,17 @@ def gpt2(layers: int = 4, width: int = 32, *, tied: bool = True, seed: int = 0) 
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=4, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied,
+            vocab_size=VOCABULARY,
+            n_positions=LENGTH,
+            n_embd=width,
+            n_layer=layers,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            tie_word_embeddings=tied,
         )
     )
 
@@ -30,7 +39,9 @@ def samples(count: int = 24, length: int = LENGTH, *, seed: int = 1) -> list[dic
     ]
 
 
-def ds_config(section: dict[str, Any] | None = None, *, micro_batch: int = 2, micro_batches: int = 3, **more: Any) -> dict:
+def ds_config(
+    section: dict[str, Any] | None = None, *, micro_batch: int = 2, micro_batches: int = 3, **more: Any
+) -> dict:
     """A DeepSpeed configuration with AdamW."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,

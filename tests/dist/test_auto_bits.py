@@ -1,17 +1,13 @@
-""""auto" bits over processes: measured once, the same on every rank, and training goes on with them."""
+"""Bits "auto" over processes: measured once, the same on every rank, and training goes on with them."""
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.dist.small import ds_config, gpt2, samples
-
-from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 

@@ -34,8 +34,23 @@ pytestmark = pytest.mark.ranks
 SHAPES = ((40, 30, 3), (40,), (9, 40))
 SIZES = (4096, SHAPES)
 KEYS = {
-    "label", "method", "options", "torchs_own", "d", "n", "rounds", "total_ms", "quantize_ms", "wait_ms", "reduce_ms",
-    "decode_ms", "bytes_raw", "bytes_sent", "error", "state_error", "speedup",
+    "label",
+    "method",
+    "options",
+    "torchs_own",
+    "d",
+    "n",
+    "rounds",
+    "total_ms",
+    "quantize_ms",
+    "wait_ms",
+    "reduce_ms",
+    "decode_ms",
+    "bytes_raw",
+    "bytes_sent",
+    "error",
+    "state_error",
+    "speedup",
 }
 
 

@@ -5,16 +5,14 @@ Two nodes of a network lab, unshaped; each runs one stage. Needs root and iprout
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
-import sys
 from pathlib import Path
 
 import pytest
 
+from pipecomp.netlab import Lab, missing
 from tests.dist import small
 from tests.dist.lab_ranks import run_in_lab
-
-from pipecomp.netlab import Lab, missing
+from tests.limits import HANG_S
 
 WHY_NOT = missing()
 pytestmark = [
@@ -35,11 +33,14 @@ def train(rank, world, note):
     torch.set_num_threads(1)
     small.LENGTH = LENGTH
     section = {
-        "activations": {"method": "aqsgd", "forward_bits": BITS, "backward_bits": 8}, "tie": False,
+        "activations": {"method": "aqsgd", "forward_bits": BITS, "backward_bits": 8},
+        "tie": False,
         "store": {"backend": "memory"},
     }
     engine = pipecomp.initialize(
-        small.gpt2(2, WIDTH, tied=False), num_stages=2, training_data=small.samples(SAMPLES, LENGTH),
+        small.gpt2(2, WIDTH, tied=False),
+        num_stages=2,
+        training_data=small.samples(SAMPLES, LENGTH),
         config=small.ds_config(section, micro_batch=MICRO_BATCH, micro_batches=MICRO_BATCHES),
     )
     counts = []

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import hashlib
 import importlib.util
 import json
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.small import gpt2, samples
-
-from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError
+from tests.dist.small import gpt2, samples
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
@@ -32,8 +30,16 @@ def small_trainer(folder: str, *callbacks: Any, seed: int = 0, **more: Any) -> A
     from transformers import Trainer, TrainingArguments
 
     settings = {
-        "per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 2, "save_strategy": "no", "seed": 3,
-        "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "use_cpu": True, **more,
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "seed": 3,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **more,
     }
     args = TrainingArguments(output_dir=folder, **settings)
     held_out = samples(4, seed=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import json
 import os
 import subprocess
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.lab_ranks import run_in_lab
-
-from pipecomp.doctor import Finding
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.doctor import Finding
+from tests.dist.lab_ranks import run_in_lab
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
@@ -153,8 +152,13 @@ def test_two_ranks_here_without_a_launcher(tmp_path):
     script.write_text(SCRIPT)
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, str(script), "ok", "doctor", "--json", "--peers"], capture_output=True, text=True, timeout=HANG_S,
-        env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)}, cwd=tmp_path, check=False,
+        [sys.executable, str(script), "ok", "doctor", "--json", "--peers"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     findings = json.loads(done.stdout)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import hashlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.small import ds_config, gpt2, samples
-
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +23,9 @@ def train(stages, section=None, *, model=None, steps=STEPS, data=None, config=No
     from pipecomp import initialize
 
     engine = initialize(
-        gpt2() if model is None else model, num_stages=stages, config=config or ds_config(section, **more),
+        gpt2() if model is None else model,
+        num_stages=stages,
+        config=config or ds_config(section, **more),
         training_data=data or samples(),
     )
     return engine, [float(engine.train_batch()) for _ in range(steps)]
@@ -129,8 +128,12 @@ def algorithm_1(forward_bits: list[int], backward_bits: list[int], steps: int, m
             grad = tied[0][name].grad + tied[-1][name].grad
             tied[0][name].grad = grad
             tied[-1][name].grad = grad.clone()
-        counted = [p.grad for k, part in enumerate(parts) for p in part.parameters()
-                   if not (k == stages - 1 and any(p is t for t in tied[-1].values()))]
+        counted = [
+            p.grad
+            for k, part in enumerate(parts)
+            for p in part.parameters()
+            if not (k == stages - 1 and any(p is t for t in tied[-1].values()))
+        ]
         norm = torch.stack([g.norm() for g in counted]).double().square().sum().sqrt()
         scale = 0.5 / (norm + 1e-6)
         for part, optimizer in zip(parts, optimizers, strict=True):
@@ -164,10 +167,13 @@ def eval_data():
     return eval_batches(samples(6, seed=5), 2)
 
 
-@pytest.mark.parametrize(("bits", "forward_bits", "backward_bits"), [
-    ({"forward_bits": 3, "backward_bits": 6}, [3], [6]),
-    ({"forward_bits": [2, 5], "backward_bits": 6}, [2, 5], [6, 6]),
-])
+@pytest.mark.parametrize(
+    ("bits", "forward_bits", "backward_bits"),
+    [
+        ({"forward_bits": 3, "backward_bits": 6}, [3], [6]),
+        ({"forward_bits": [2, 5], "backward_bits": 6}, [2, 5], [6, 6]),
+    ],
+)
 def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp_path):
     torch.set_num_threads(1)
     stages = len(forward_bits) + 1
@@ -206,7 +212,9 @@ MODES = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "bf16": {"bf16": {"enabled": True}},
     "bf16-zero1": {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
     },
 }
 
@@ -217,9 +225,9 @@ def padded(samples_of_it):
     fill = torch.nn.functional.pad
     return {
         "input_ids": torch.stack([fill(s["input_ids"], (0, length - len(s["input_ids"]))) for s in samples_of_it]),
-        "attention_mask": torch.stack([
-            fill(torch.ones_like(s["input_ids"]), (0, length - len(s["input_ids"]))) for s in samples_of_it
-        ]),
+        "attention_mask": torch.stack(
+            [fill(torch.ones_like(s["input_ids"]), (0, length - len(s["input_ids"]))) for s in samples_of_it]
+        ),
         "labels": torch.stack([fill(s["labels"], (0, length - len(s["labels"])), value=-100) for s in samples_of_it]),
     }
 

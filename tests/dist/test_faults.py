@@ -1,17 +1,14 @@
-"""One rank fails in the middle of a run: every other rank says which and why, and nothing is left. Or the run goes on."""
+"""One rank fails in the middle of a run: every other says which and why, and nothing is left; or the run goes on."""
 
 from __future__ import annotations
 
-from tests.limits import HANG_S, TOLD_S
 import contextlib
 import os
 import resource
 import signal
-import sys
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 import tests.dist.reliability_work as work
-from tests.dist import small
-from tests.dist.leftovers import Sessions
-
-from pipecomp.checkpoint import manifest
 from pipecomp.buffers import LmdbEnvironment
+from pipecomp.checkpoint import manifest
 from pipecomp.cluster.failure import of_a_collective
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.cluster.network_interfaces import free_port
+from tests.dist import small
+from tests.dist.leftovers import Sessions
+from tests.limits import HANG_S, TOLD_S
 
 pytestmark = pytest.mark.ranks
 
@@ -35,6 +32,7 @@ STEP = 3
 
 def out_of_memory(engine: Any) -> None:
     """The next forward finds no memory. What it has got by then is kept as long as the error."""
+
     def eat(*_: Any) -> None:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
@@ -58,7 +56,9 @@ def not_a_number(engine: Any) -> None:
 def limit_files(size: int | None) -> None:
     """Files cannot grow above `size` bytes; None: as they like."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY if size is None else size, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY if size is None else size, resource.RLIM_INFINITY)
+    )
 
 
 def full_disk(engine: Any) -> None:
@@ -104,7 +104,14 @@ def fails(rank: int, world: int, note: Any, victim: int, fault: Any, folder: str
 def test_one_rank_fails(world, fault, words, tmp_path):
     sessions, victim = Sessions(), 1
     ranks = run_ranks(
-        world, fails, victim, fault, str(tmp_path), 200, timeout_s=HANG_S, on_note=sessions.noted,
+        world,
+        fails,
+        victim,
+        fault,
+        str(tmp_path),
+        200,
+        timeout_s=HANG_S,
+        on_note=sessions.noted,
         may_die=(victim,) if fault is killed else (),
     )
     assert set(ranks) | ({victim} if fault is killed else set()) == set(range(world))
@@ -257,11 +264,16 @@ def test_whose_error_it_is():
 
     port = free_port()
     gone = raised(lambda: dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(milliseconds=300)))
-    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:7")
+    gloo = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:7"
+    )
     assert of_a_collective(gone)
     assert of_a_collective(gloo)
     for own in (
-        raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3)), raised(lambda: torch.empty(1 << 60)), MemoryError(),
-        ValueError("gloo"), raised(lambda: torch.zeros(3, requires_grad=True).backward()),
+        raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3)),
+        raised(lambda: torch.empty(1 << 60)),
+        MemoryError(),
+        ValueError("gloo"),
+        raised(lambda: torch.zeros(3, requires_grad=True).backward()),
     ):
         assert not of_a_collective(own), own

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import hashlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.small import ds_config, gpt2, samples
-
-from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 STEPS = 5
 LINEAR = {"method": "global_qsgd", "levels": "linear", "bits": 8}

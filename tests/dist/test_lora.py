@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.small import VOCABULARY, ds_config, samples
-
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.small import VOCABULARY, ds_config, samples
+from tests.limits import HANG_S
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.ranks
@@ -21,7 +19,8 @@ pytestmark = pytest.mark.ranks
 STEPS, MICRO_BATCHES, MICRO_BATCH, RATE = 5, 3, 2, 2e-2
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}}
 BF16_ZERO1 = {
-    "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 10_000},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 10_000},
     "data_types": {"grad_accum_dtype": "fp32"},
 }
 
@@ -36,8 +35,13 @@ def llama(*, tied: bool = True) -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, tie_word_embeddings=tied,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
         )
     )
 
@@ -128,7 +132,6 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 def trainer(folder: str) -> dict[str, Any]:
     """An adapter trained by PipelineTrainer, configured by `TrainingArguments.deepspeed`."""
     import tests.dist.trainer_work as work
-
     from pipecomp import PipelineTrainer
 
     section = {"activations": {"method": "aqsgd", "first_visit": 8}, "store": {"backend": "memory"}}
@@ -190,7 +193,10 @@ def test_the_adapter_is_read_by_peft(ran: Any) -> None:
     model = peft.PeftModel.from_pretrained(llama(), folder / "adapter").eval()
     losses = [model(**b.inputs, labels=b.labels).loss.detach() for b in eval_batches(samples(4, seed=3), 2)]
     assert float(torch.stack(losses).mean()) == pytest.approx(ranks[0]["fp32"]["evaluated"], rel=1e-6)
-    assert sorted(p.name for p in (folder / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in (folder / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     again = AutoModelForCausalLM.from_pretrained(folder / "bf16")  # it says what its base model is
     assert any("lora_A" in name for name, _ in again.named_parameters())
     assert again.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape == (1, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import json
 import os
 import signal
@@ -13,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.lab_ranks import run_in_lab
-from tests.dist.netlab_work import place, plain_tcp, trains, transfer
-from tests.dist.small import ds_config
-
-from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.cluster.local_ranks import RankFailedError
+from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab.kernel import command, has_netem, namespace_names, processes_in
 from pipecomp.netlab.names import folder_of
+from tests.dist.lab_ranks import run_in_lab
+from tests.dist.netlab_work import place, plain_tcp, trains, transfer
+from tests.dist.small import ds_config
+from tests.limits import HANG_S
 
 WHY_NOT = missing()
 needs_kernel = pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs of the kernel here: {WHY_NOT}")
@@ -107,6 +106,7 @@ def test_a_message_takes_the_delay(software):
 @FORMS
 def test_a_cut_ends(software):
     with Lab(nodes=2, bandwidth="8mbit", software=software) as lab:
+
         def on_note(rank, value):
             lab.cut(1)
             time.sleep(1.0)
@@ -126,7 +126,7 @@ def test_a_cut_for_good_shows_as_silence(software):
             if not software and value == "sending":
                 lab.cut(1)
 
-        # gloo closes the connection of a receive that ran out of time: without a kernel's link, the other end sees that.
+        # gloo closes the connection of a receive that ran out of time: without a kernel's link the other end sees that
         words = LinkTimeoutError.__name__ + (f"|{PeerLostError.__name__}" if software else "")
         with pytest.raises(RankFailedError, match=words):
             lab.run(transfer, [300_000] * 4, 0.1, True, 3.0, timeout_s=HANG_S, on_line=quiet, on_note=on_note)
@@ -163,8 +163,13 @@ def test_deepspeeds_launcher(tmp_path):
     lines = []
     with Lab(nodes=2) as lab:
         done = lab.run(
-            [str(script)], launcher="deepspeed", procs_per_node=2, timeout_s=HANG_S, grace_s=30,
-            environment={"DS_ACCELERATOR": "cpu"}, on_line=lambda label, stream, line: lines.append((label, line)),
+            [str(script)],
+            launcher="deepspeed",
+            procs_per_node=2,
+            timeout_s=HANG_S,
+            grace_s=30,
+            environment={"DS_ACCELERATOR": "cpu"},
+            on_line=lambda label, stream, line: lines.append((label, line)),
         )
     shown = sorted((label, line.split()[1:]) for label, line in lines if line.startswith("ranks"))
     assert shown == [

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import hashlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.optim import QuantizedAdam
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 

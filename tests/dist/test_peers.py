@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S, TOLD_S
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.dist.small import ds_config, gpt2, samples
-
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S, TOLD_S
 
 pytestmark = pytest.mark.ranks
-
 
 
 def dies_at_step_3(rank, world, note, victim, folder, stages):

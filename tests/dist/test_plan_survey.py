@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import io
 import json
 
 import pytest
 from rich.console import Console
 
-from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
@@ -24,8 +24,14 @@ OPTIONS = {"batch": 4, "micro_batch": 1, "tokens": 16, "measure": True}
 @pytest.fixture
 def model(tmp_path):
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 32,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+        "max_position_embeddings": 32,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path

@@ -1,22 +1,19 @@
-"""Activation checkpointing: the same training, bit for bit, with less memory kept; settings without effect are refused."""
+"""Activation checkpointing: the same training, bit for bit, with less memory; settings without effect are refused."""
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import hashlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.small import ds_config, gpt2, samples
-
-from pipecomp.errors import ConfigError
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.engine.agreed import take_checkpointing
+from pipecomp.errors import ConfigError
 from pipecomp.stages import split
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 INTERVAL = {"pipeline": {"activation_checkpoint_interval": 1}}
 
@@ -31,13 +28,16 @@ def trained(rank: int, world: int, note: Any) -> dict[str, Any]:
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.1
         section = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
-        engine = pipecomp.initialize(
-            model, num_stages=2, config=ds_config(section, **more), training_data=samples()
-        )
+        engine = pipecomp.initialize(model, num_stages=2, config=ds_config(section, **more), training_data=samples())
         torch.manual_seed(rank)
         losses = [float(engine.train_batch()) for _ in range(6)]
         weights = b"".join(p.detach().numpy().tobytes() for p in engine.stage.parameters())
-        out[name] = losses, hashlib.sha256(weights).hexdigest(), engine.stage.kept_to_recompute(2, 24), engine.run_ahead.kept.bytes
+        out[name] = (
+            losses,
+            hashlib.sha256(weights).hexdigest(),
+            engine.stage.kept_to_recompute(2, 24),
+            engine.run_ahead.kept.bytes,
+        )
         engine.close()
     return out
 

@@ -1,25 +1,25 @@
-"""Checkpoints that another number of stages or replicas goes on with: same weights, same optimizer states, same losses."""
+"""Checkpoints that other numbers of stages or replicas go on with: same weights, optimizer states and losses."""
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import gc
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.dist.small import ds_config, gpt2, samples
-
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
 BF16_ZERO1 = {
-    "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "data_types": {"grad_accum_dtype": "fp32"},
 }
 MODES: dict[str, dict[str, Any]] = {"fp32": {}, "zero1": {"zero_optimization": {"stage": 1}}, "bf16": BF16_ZERO1}
 SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-3}}}
@@ -121,13 +121,17 @@ def replicas_to_stages(folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, load_module_only=True)
     out["weights alone"] = evaluated(engine), engine.global_steps
     engine.load_checkpoint(folder)
-    out |= {"held again": contents(engine), "evaluated again": evaluated(engine), "taken": engine.progress.batches_taken}
+    out |= {
+        "held again": contents(engine),
+        "evaluated again": evaluated(engine),
+        "taken": engine.progress.batches_taken,
+    }
     engine.close()
     return out
 
 
 def quantized(folder: str) -> dict[str, Any]:
-    """Two replicas of two stages, gone on with as four of one, the variance frozen and error-feedback residuals left behind."""
+    """Two replicas of two stages, gone on with as four of one, the variance frozen and residuals left behind."""
     plain = {"type": "WarmupLR", "params": {}}
     engine = engine_for(2, section=QUANTIZED, scheduler=plain)
     train(engine, 4)

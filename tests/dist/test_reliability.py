@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-import tests.dist.reliability_work as work
 from typer.testing import CliRunner
 
+import tests.dist.reliability_work as work
 from pipecomp.cli import app
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
@@ -94,7 +91,7 @@ def test_ranks_that_differ_are_told_in_what(tmp_path):
             "cut": "cuts of the model is [0, 1, 3, 4] on rank 1, [0, 2, 3, 4] on ranks 0, 2",
             "model": "parameters of its stages is",
             "dtype": "bf16.enabled is true on rank 1, not set on ranks 0, 2",
-            "versions": "order of bytes is \"big\" on rank 1, \"little\" on ranks 0, 2; torch version is \"1.0.0\" on rank 1",
+            "versions": 'order of bytes is "big" on rank 1, "little" on ranks 0, 2; torch version is "1.0.0" on rank 1',
         }.items():
             assert out[name].startswith("LinkError: the ranks of this run do not fit together"), (name, out[name])
             assert words in out[name], name
@@ -108,4 +105,6 @@ def test_a_network_interface_that_leads_nowhere():
         assert "GLOO_SOCKET_IFNAME: got 'nowhere0', allowed: interfaces of this machine that are up" in error
         assert error.startswith("ConfigError" if rank == 1 else "LinkError: rank 1 could not start")
     for error in run_ranks(2, work.lonely_interface, timeout_s=HANG_S).values():
-        assert error.startswith("LinkError: gloo would take addresses that other machines cannot reach: rank 1 127.0.1.1")
+        assert error.startswith(
+            "LinkError: gloo would take addresses that other machines cannot reach: rank 1 127.0.1.1"
+        )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.inprocess import InProcessPipeline
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import ConfigError, SplitError
-from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.recipes.images import ClientTurns, Images, Views
 from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.stages import modules
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
@@ -40,8 +40,12 @@ def task() -> tuple[Any, Views, ClientTurns, Images]:
 
 def configuration(name: str) -> dict[str, Any]:
     return {
-        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1000, "gradient_clipping": 1.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "pipecomp": SECTIONS[name],
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 1000,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "pipecomp": SECTIONS[name],
     }
 
 
@@ -59,7 +63,10 @@ def over_processes(rank: int, world: int, note: Any) -> dict[str, Any]:
         with pytest.raises(ConfigError, match="loss_fn"):
             pipecomp.initialize(source, config=configuration(name), cuts=client_cuts(net))
         engine = pipecomp.initialize(
-            source, config=configuration(name), cuts=client_cuts(net), lr_scheduler=rate,
+            source,
+            config=configuration(name),
+            cuts=client_cuts(net),
+            lr_scheduler=rate,
             loss_fn=torch.nn.functional.cross_entropy,
         )
         engine.set_loader(TrainLoader(views, turns))
@@ -81,8 +88,14 @@ def test_losses_and_bytes_are_those_of_one_process_bit_for_bit() -> None:
         for name in SECTIONS:
             net, views, turns, images = task()
             pipeline = InProcessPipeline(
-                modules(net, images.shape, margin=MARGIN), 3, configuration(name), views, sampler=turns,
-                cuts=client_cuts(net), lr_scheduler=rate, loss_fn=torch.nn.functional.cross_entropy,
+                modules(net, images.shape, margin=MARGIN),
+                3,
+                configuration(name),
+                views,
+                sampler=turns,
+                cuts=client_cuts(net),
+                lr_scheduler=rate,
+                loss_fn=torch.nn.functional.cross_entropy,
             )
             losses = [float(pipeline.train_batch()) for _ in range(STEPS)]
             losses.append(float(pipeline.eval_batch(eval_batches(images, 4))))
@@ -105,8 +118,13 @@ def test_stages_do_not_change_what_is_computed() -> None:
     """Against the whole model, trained plainly on what the views show."""
     net, views, turns, images = task()
     pipeline = InProcessPipeline(
-        modules(net, images.shape, margin=MARGIN), 3, configuration("none"), views, sampler=turns,
-        cuts=client_cuts(net), loss_fn=torch.nn.functional.cross_entropy,
+        modules(net, images.shape, margin=MARGIN),
+        3,
+        configuration("none"),
+        views,
+        sampler=turns,
+        cuts=client_cuts(net),
+        loss_fn=torch.nn.functional.cross_entropy,
     )
     losses = [float(pipeline.train_batch()) for _ in range(STEPS)]
     plain, views, turns, _ = task()

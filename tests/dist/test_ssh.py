@@ -5,7 +5,6 @@ Needs root, iproute2, and Debian's openssh-server and pdsh.
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import json
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipecomp.netlab import Lab, missing
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY_NOT = missing() or next(
@@ -40,7 +40,7 @@ def folder(tmp_path):
     (tmp_path / "bin").mkdir()
     wrapper = tmp_path / "bin" / "ssh"
     wrapper.write_text(
-        f'#!/bin/sh\nexec {shutil.which("ssh")} -i {tmp_path / "user"} -o StrictHostKeyChecking=no '
+        f"#!/bin/sh\nexec {shutil.which('ssh')} -i {tmp_path / 'user'} -o StrictHostKeyChecking=no "
         '-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"\n'
     )
     wrapper.chmod(0o755)
@@ -64,15 +64,29 @@ def folder(tmp_path):
 def test_a_recipe_over_ssh(folder):
     script = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"
     arguments = [
-        "--deepspeed_config", str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu.json"), "--model", "model.json",
-        "--tokenizer", "tokenizer", "--train-file", "text.txt", "--eval-file", "text.txt", "--epochs", "1", "--seed",
-        "1", "--metrics", "metrics.jsonl",
+        "--deepspeed_config",
+        str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu.json"),
+        "--model",
+        "model.json",
+        "--tokenizer",
+        "tokenizer",
+        "--train-file",
+        "text.txt",
+        "--eval-file",
+        "text.txt",
+        "--epochs",
+        "1",
+        "--seed",
+        "1",
+        "--metrics",
+        "metrics.jsonl",
     ]
     said = []
     with Lab(nodes=2) as lab:
         done = lab.run(
             [sys.executable, str(Path(__file__).with_name("ssh_node.py")), str(folder), str(script), *arguments],
-            timeout_s=HANG_S, on_line=lambda label, stream, line: said.append(f"{label} | {line}"),
+            timeout_s=HANG_S,
+            on_line=lambda label, stream, line: said.append(f"{label} | {line}"),
         )
         counted = lab.bytes()
     assert done.status == 0, "\n".join(said)

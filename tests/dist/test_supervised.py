@@ -1,8 +1,7 @@
-"""The example of a supervised recipe: a rank is killed, all are started again, and the run ends as if nothing had happened."""
+"""The example of a supervised recipe: a rank is killed, all start again, the run ends as if nothing had happened."""
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import contextlib
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.limits import HANG_S
 from tests.recipes.recipe_runs import ROOT, launch, run_script
 
 pytestmark = pytest.mark.ranks
@@ -41,9 +41,24 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(text: str) -> list[str]:
     return [
-        "--deepspeed_config", "../ds_config.json", "--model", "../model.json", "--tokenizer", "train:300",
-        "--train-file", text, "--block-size", "16", "--max-steps", str(STEPS), "--epochs", "5", "--seed", "3",
-        "--metrics", "metrics.jsonl",
+        "--deepspeed_config",
+        "../ds_config.json",
+        "--model",
+        "../model.json",
+        "--tokenizer",
+        "train:300",
+        "--train-file",
+        text,
+        "--block-size",
+        "16",
+        "--max-steps",
+        str(STEPS),
+        "--epochs",
+        "5",
+        "--seed",
+        "3",
+        "--metrics",
+        "metrics.jsonl",
     ]
 
 
@@ -52,7 +67,12 @@ def start(work: Path, where: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     env |= {"PYTHON": sys.executable, "SAVE_EVERY": str(EVERY), "MAX_RESTARTS": "2"}
     return subprocess.Popen(
-        command, cwd=work / where, env=env, text=True, start_new_session=True, stdout=subprocess.PIPE,
+        command,
+        cwd=work / where,
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
 
@@ -92,7 +112,8 @@ def ended(work: Path) -> tuple[str, str]:
             assert killed.poll() is None, killed.communicate()[0]
             time.sleep(0.02)
         victims = [
-            p for p in psutil.Process(killed.pid).children(recursive=True)
+            p
+            for p in psutil.Process(killed.pid).children(recursive=True)
             if p.environ().get("RANK") == "1" and any(a.endswith("train.py") for a in p.cmdline())
         ]
         assert len(victims) == 1
@@ -110,8 +131,10 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(work, ended):
     assert "goes on after step" in output
     assert "with the cached activations of that step: losses will be as without a break" in output
     assert "goes on after" not in expected
-    ours, theirs = ([{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(work, where)]
-                    for where in ("killed", "undisturbed"))
+    ours, theirs = (
+        [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(work, where)]
+        for where in ("killed", "undisturbed")
+    )
     assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
     assert ours == theirs
     kept = {p.name for p in (work / "killed" / "checkpoints").iterdir()}

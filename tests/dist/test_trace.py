@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.dist.small import ds_config, gpt2, samples
-
 from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import gc
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,22 @@ import pytest
 import torch
 
 import tests.dist.trainer_work as work
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.report.measures import link_use, rank_times
 from pipecomp.report.read import read_runs
 from tests.dist.small import gpt2, samples
-
-from pipecomp.errors import ConfigError, PipecompError
-from pipecomp.cluster.local_ranks import run_ranks
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
     "smoothed": {
-        "label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "dataloader_drop_last": True, "num_train_epochs": 1,
+        "label_smoothing_factor": 0.1,
+        "max_grad_norm": 0.0,
+        "dataloader_drop_last": True,
+        "num_train_epochs": 1,
     },
 }
 
@@ -57,8 +58,12 @@ def like(folder: str, changed: dict[str, Any]) -> dict[str, Any]:
     trainer, output, events = work.like_trainer(PipelineTrainer, folder, changed)
     trainer.save_model(f"{folder}/model")
     out = {
-        "history": trainer.state.log_history, "steps": output.global_step, "loss": output.training_loss,
-        "events": events.seen, "gradients": events.gradients, "best": trainer.state.best_model_checkpoint,
+        "history": trainer.state.log_history,
+        "steps": output.global_step,
+        "loss": output.training_loss,
+        "events": events.seen,
+        "gradients": events.gradients,
+        "best": trainer.state.best_model_checkpoint,
         "folders": work.folders(folder),
     }
     trainer.end()
@@ -69,8 +74,12 @@ def replicas(folder: str) -> dict[str, Any]:
     """The same samples to a step, but each of the two ranks is a whole pipeline of one stage."""
     from pipecomp import PipelineTrainer
 
-    changed = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "save_strategy": "no",
-               "load_best_model_at_end": False}
+    changed = {
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "save_strategy": "no",
+        "load_best_model_at_end": False,
+    }
     trainer, _, events = work.like_trainer(PipelineTrainer, folder, changed, num_stages=1)
     out = {"history": trainer.state.log_history, "predicted": trainer.predict(work.unequal(5, seed=6)).predictions}
     out["weights"] = work.digest(trainer.engine)
@@ -104,8 +113,12 @@ def loop(folder: str) -> dict[str, Any]:
     steps = 5
     for name, section in (("plain", {}), ("direct", {"activations": {"method": "direct"}})):
         args = work.arguments(
-            folder, max_steps=steps, dataloader_drop_last=True, train_sampling_strategy="random",
-            lr_scheduler_type="constant", gradient_accumulation_steps=3,
+            folder,
+            max_steps=steps,
+            dataloader_drop_last=True,
+            train_sampling_strategy="random",
+            lr_scheduler_type="constant",
+            gradient_accumulation_steps=3,
         )
         trainer = pipecomp.PipelineTrainer(gpt2(), args, train_dataset=samples(), pipecomp=section)
         trainer.train()
@@ -114,10 +127,18 @@ def loop(folder: str) -> dict[str, Any]:
         logged = [set(line) for line in trainer.state.log_history if "loss" in line]
         trainer.end()
         engine = pipecomp.initialize(
-            gpt2(), num_stages=2, training_data=samples(), parameter_groups=parameter_groups(args),
+            gpt2(),
+            num_stages=2,
+            training_data=samples(),
+            parameter_groups=parameter_groups(args),
             optimizer=lambda groups: torch.optim.AdamW(groups, lr=2e-3, fused=True),
-            config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 1.0,
-                    "steps_per_print": 10**9, "pipecomp": {**section, "seed": 3}},
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 3,
+                "gradient_clipping": 1.0,
+                "steps_per_print": 10**9,
+                "pipecomp": {**section, "seed": 3},
+            },
         )
         ours = [float(engine.train_batch()) for _ in range(steps)], work.digest(engine)
         out[name] = {"ours": ours, "theirs": theirs, "groups": groups, "logged": logged}
@@ -129,8 +150,10 @@ def loop(folder: str) -> dict[str, Any]:
 RESUMED: dict[str, dict[str, Any]] = {
     "aqsgd": {"pipecomp": work.AQSGD},
     "2 bits kept": {
-        "pipecomp": {**work.AQSGD, "store": {"bits": 2}}, "num_train_epochs": 2,
-        "train_sampling_strategy": "group_by_length", "dataloader_num_workers": 1,
+        "pipecomp": {**work.AQSGD, "store": {"bits": 2}},
+        "num_train_epochs": 2,
+        "train_sampling_strategy": "group_by_length",
+        "dataloader_num_workers": 1,
         "dataloader_multiprocessing_context": "fork",
     },
     "bf16": {"bf16": True, "gradient_checkpointing": True, "num_train_epochs": 2},
@@ -202,10 +225,21 @@ def classified(folder: str) -> dict[str, Any]:
         work.bert().save_pretrained(f"{folder}/start")
     torch.distributed.barrier()
     args = work.arguments(
-        folder, per_device_train_batch_size=8, gradient_accumulation_steps=1, num_train_epochs=12, learning_rate=1e-2,
-        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="one_accuracy",
-        report_to="tensorboard", save_total_limit=1, train_sampling_strategy="random", logging_strategy="epoch",
-        per_device_eval_batch_size=4, include_for_metrics=["loss", "inputs"],
+        folder,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        num_train_epochs=12,
+        learning_rate=1e-2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="one_accuracy",
+        report_to="tensorboard",
+        save_total_limit=1,
+        train_sampling_strategy="random",
+        logging_strategy="epoch",
+        per_device_eval_batch_size=4,
+        include_for_metrics=["loss", "inputs"],
     )
     seen: list[tuple[int, int]] = []
 
@@ -215,18 +249,28 @@ def classified(folder: str) -> dict[str, Any]:
 
     held_out = work.sentences(22, seed=5)
     trainer = PipelineTrainer(
-        f"{folder}/start", args, work.classified, work.sentences(61), {"one": held_out, "two": held_out[:6]},
-        pipecomp={"activations": {"method": "aqsgd", "forward_bits": 4}}, compute_metrics=metrics,
+        f"{folder}/start",
+        args,
+        work.classified,
+        work.sentences(61),
+        {"one": held_out, "two": held_out[:6]},
+        pipecomp={"activations": {"method": "aqsgd", "forward_bits": 4}},
+        compute_metrics=metrics,
         callbacks=[EarlyStoppingCallback(3)],
         preprocess_logits_for_metrics=lambda logits, labels: logits.to(torch.float32),
     )
     output = trainer.train()
     trainer.save_model(f"{folder}/model")
     out = {
-        "steps": output.global_step, "max": trainer.state.max_steps, "history": trainer.state.log_history,
-        "best": (trainer.state.best_metric, trainer.state.best_global_step), "folders": work.folders(folder),
-        "again": trainer.evaluate(held_out), "seen": seen,
-        "predicted": trainer.predict(held_out), "unlabelled": trainer.predict(work.sentences(5, labels=False)),
+        "steps": output.global_step,
+        "max": trainer.state.max_steps,
+        "history": trainer.state.log_history,
+        "best": (trainer.state.best_metric, trainer.state.best_global_step),
+        "folders": work.folders(folder),
+        "again": trainer.evaluate(held_out),
+        "seen": seen,
+        "predicted": trainer.predict(held_out),
+        "unlabelled": trainer.predict(work.sentences(5, labels=False)),
     }
     trainer.end()
     return out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,21 @@ import pytest
 import torch
 
 import tests.dist.trainer_work as work
-from tests.dist.small import gpt2, samples
-
-from pipecomp.errors import PipecompError
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import PipecompError
+from tests.dist.small import gpt2, samples
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
 
 def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     found = {"unlike": unlike(rank, folder), "unseeded": unseeded(rank, f"{folder}/unseeded")}
-    return {**found, "without messages": without_messages(f"{folder}/without"), "model_init": model_init(f"{folder}/init")}
+    return {
+        **found,
+        "without messages": without_messages(f"{folder}/without"),
+        "model_init": model_init(f"{folder}/init"),
+    }
 
 
 def unlike(rank: int, folder: str) -> dict[str, str]:
@@ -93,9 +95,7 @@ def without_messages(folder: str) -> dict[str, Any]:
 
     def trainer(where: str) -> Any:
         args = work.arguments(f"{folder}/{where}", save_strategy="steps", save_steps=4, num_train_epochs=3)
-        return PipelineTrainer(
-            gpt2(2, 16), args, work.padded, work.unequal(), pipecomp=work.AQSGD, save_messages=False
-        )
+        return PipelineTrainer(gpt2(2, 16), args, work.padded, work.unequal(), pipecomp=work.AQSGD, save_messages=False)
 
     def resumed(where: str) -> tuple[list[float], int]:
         again = trainer(where)
@@ -116,8 +116,13 @@ def model_init(folder: str) -> list[list[float]]:
     from pipecomp import PipelineTrainer
 
     trainer = PipelineTrainer(
-        None, work.arguments(folder), work.padded, work.unequal(), model_init=lambda: gpt2(2, 16, seed=5),
-        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), compute_loss_func=work.summed,
+        None,
+        work.arguments(folder),
+        work.padded,
+        work.unequal(),
+        model_init=lambda: gpt2(2, 16, seed=5),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
+        compute_loss_func=work.summed,
     )
     out = []
     for _ in range(2):
@@ -183,8 +188,13 @@ def test_model_init_optimizer_class_and_own_loss(ran: Any, tmp_path: Path) -> No
         return model
 
     trainer = Trainer(
-        None, work.arguments(str(tmp_path)), work.padded, work.unequal(), model_init=made,
-        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), compute_loss_func=work.summed,
+        None,
+        work.arguments(str(tmp_path)),
+        work.padded,
+        work.unequal(),
+        model_init=made,
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
+        compute_loss_func=work.summed,
     )
     trainer.train()
     for rank in (0, 1):

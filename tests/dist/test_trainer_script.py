@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.limits import HANG_S
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 
 import tests.dist.trainer_work as work
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS = (
-    "--model start --train_file train.jsonl --eval_file dev.jsonl --per_device_train_batch_size 4 "
-    "--per_device_eval_batch_size 4 --num_train_epochs 6 --learning_rate 5e-3 --eval_strategy epoch "
-    "--save_strategy epoch --load_best_model_at_end True --metric_for_best_model accuracy --patience 2 --report_to none "
-    "--train_sampling_strategy sequential --logging_strategy epoch --use_cpu True"
-).split()
+ARGUMENTS = shlex.split("""
+    --model start --train_file train.jsonl --eval_file dev.jsonl
+    --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --num_train_epochs 6
+    --learning_rate 5e-3 --eval_strategy epoch --save_strategy epoch
+    --load_best_model_at_end True --metric_for_best_model accuracy --patience 2
+    --report_to none --train_sampling_strategy sequential --logging_strategy epoch
+    --use_cpu True
+""")
 
 
 def words(path: Path) -> None:
@@ -34,7 +37,10 @@ def words(path: Path) -> None:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", model_max_length=work.WORDS,
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_max_length=work.WORDS,
         model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(path)
     work.bert(dropout=0.0).save_pretrained(path)

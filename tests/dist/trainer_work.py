@@ -8,14 +8,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.dist.small import gpt2, samples
 from transformers import TrainerCallback, TrainingArguments
+
+from tests.dist.small import gpt2, samples
 
 MICRO_BATCH, SAMPLES = 2, 9  # 5 micro-batches in an epoch, the last of one sample
 AQSGD = {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}}
 EVENTS = (
-    "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_pre_optimizer_step",
-    "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_save", "on_log", "on_prediction_step",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_substep_end",
+    "on_step_end",
+    "on_evaluate",
+    "on_save",
+    "on_log",
+    "on_prediction_step",
 )
 
 
@@ -43,10 +55,20 @@ for _name in EVENTS:
 def arguments(folder: str, **more: Any) -> TrainingArguments:
     """Small and quiet; sequential samples, so that every trainer takes them alike."""
     settings: dict[str, Any] = {
-        "per_device_train_batch_size": MICRO_BATCH, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
-        "per_device_eval_batch_size": 2, "logging_steps": 1, "save_strategy": "no", "learning_rate": 2e-3,
-        "weight_decay": 0.1, "train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True,
-        "use_cpu": True, "seed": 3, **more,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "per_device_eval_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": 2e-3,
+        "weight_decay": 0.1,
+        "train_sampling_strategy": "sequential",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        **more,
     }
     return TrainingArguments(output_dir=folder, **settings)
 
@@ -73,8 +95,14 @@ def padded(chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 LIKE_TRAINER: dict[str, Any] = {
-    "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2,
-    "lr_scheduler_type": "cosine", "warmup_steps": 2, "load_best_model_at_end": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 2,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "load_best_model_at_end": True,
     "include_num_input_tokens_seen": "non_padding",
 }
 
@@ -84,8 +112,13 @@ def like_trainer(kind: Any, folder: str, changed: dict[str, Any], **more: Any) -
     events, model = Events(), gpt2(2, 16)
     model.loss_type = "ForCausalLM"  # Trainer would count first tokens too: it goes by the name of the class
     trainer = kind(
-        model, arguments(folder, **{**LIKE_TRAINER, **changed}), padded, unequal(), unequal(5, seed=6),
-        callbacks=[events], **more,
+        model,
+        arguments(folder, **{**LIKE_TRAINER, **changed}),
+        padded,
+        unequal(),
+        unequal(5, seed=6),
+        callbacks=[events],
+        **more,
     )
     return trainer, trainer.train(), events
 
@@ -101,8 +134,14 @@ def bert(*, seed: int = 0, dropout: float = 0.1) -> Any:
     torch.manual_seed(seed)
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=WORDS, num_labels=3, hidden_dropout_prob=dropout,
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=WORDS,
+            num_labels=3,
+            hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
     )

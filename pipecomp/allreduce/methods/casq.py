@@ -33,7 +33,7 @@ LARGEST = 2.0**120  # of a value with its residual
 
 @dataclass(frozen=True, kw_only=True)
 class Casq(Method):
-    """ "casq".
+    """`casq`.
 
     bits: of a cluster's number. buckets: share of the values that means are of. interval: steps between clusterings.
     """

@@ -32,7 +32,7 @@ LARGEST = 2.0**100
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleSqueeze(Method):
-    """ "double_squeeze". bits: of a value. group_size: values that share a scale."""
+    """`double_squeeze`. bits: of a value. group_size: values that share a scale."""
 
     bits: int = option(4, widths)
     group_size: int = option(128, whole(1))
@@ -71,7 +71,7 @@ class DoubleSqueeze(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumSqueeze(DoubleSqueeze):
-    """ "quantized_adam": an optimizer exchanges its momentum so. freeze_step: step at which the variance is frozen."""
+    """`quantized_adam`: an optimizer exchanges its momentum so. freeze_step: step at which the variance is frozen."""
 
     freeze_step: int = option(REQUIRED, whole(1))
 

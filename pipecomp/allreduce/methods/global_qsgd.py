@@ -49,7 +49,7 @@ def _one_norm(key: str, value: Any) -> str | float:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalQsgd(Method):
-    """ "global_qsgd".
+    """`global_qsgd`.
 
     levels: "linear" or "exponential" (4 or 8 bits). bits: of a value. norm: "inf", a number p >= 1, or [q, p]: the
     p-norm over workers of each worker's q-norm. sparse: send only what is not zero (norm 2).

@@ -38,7 +38,7 @@ def _k(key: str, value: Any) -> int | float:
 
 @dataclass(frozen=True, kw_only=True)
 class GrandKMn(Method):
-    """ "grandk_mn": QSGD-MN on K coordinates.
+    """`grandk_mn`: QSGD-MN on K coordinates.
 
     bits: of a value. k: coordinates, a number of them or a share below 1. rescale: multiply by d/k, which makes it
     unbiased. error_feedback: keep what was not sent for later.
@@ -76,7 +76,7 @@ class GrandKMn(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class GrandKMnTs(GrandKMn):
-    """ "grandk_mn_ts": QSGD-MN-TS on K coordinates. bits: of the scales, the narrow one first."""
+    """`grandk_mn_ts`: QSGD-MN-TS on K coordinates. bits: of the scales, the narrow one first."""
 
     bits: Any = option((4, 8), widths)
 

@@ -14,7 +14,7 @@ from pipecomp.allreduce.method import Average, LinearLevels, Method, exponential
 
 @dataclass(frozen=True, kw_only=True)
 class Qsgd(LinearLevels):
-    """ "qsgd": linear levels of the L2 norm. bits: of a value. Source: arXiv:1610.02132."""
+    """`qsgd`: linear levels of the L2 norm. bits: of a value. Source: arXiv:1610.02132."""
 
     def average(self, residuals: Residuals) -> Average:
         """See Method."""
@@ -27,7 +27,7 @@ class Qsgd(LinearLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class NuQsgd(Qsgd):
-    """ "nuqsgd": powers of two of the L2 norm. bits: of a value, 4 or 8. Source: arXiv:1908.06077."""
+    """`nuqsgd`: powers of two of the L2 norm. bits: of a value, 4 or 8. Source: arXiv:1908.06077."""
 
     bits: int = option(4, widths)
 
@@ -48,7 +48,7 @@ class NuQsgd(Qsgd):
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(Method):
-    """ "terngrad": −1, 0 or 1 of the largest magnitude. Source: arXiv:1705.07878."""
+    """`terngrad`: −1, 0 or 1 of the largest magnitude. Source: arXiv:1705.07878."""
 
     def average(self, residuals: Residuals) -> Average:
         """See Method."""

@@ -24,7 +24,7 @@ _KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")  # what torch keeps of 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSgd(Method):
-    """ "powersgd". rank: of the matrices. Source: arXiv:1905.13727."""
+    """`powersgd`. rank: of the matrices. Source: arXiv:1905.13727."""
 
     rank: int = option(1, whole(1))
 

@@ -32,7 +32,7 @@ MAX_OF_L2 = (2.0, math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class QsgdMn(LinearLevels):
-    """ "qsgd_mn". bits: of a value."""
+    """`qsgd_mn`. bits: of a value."""
 
     def average(self, residuals: Residuals) -> Average:
         """See Method."""
@@ -45,7 +45,7 @@ class QsgdMn(LinearLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class QsgdMnTs(Method):
-    """ "qsgd_mn_ts". bits: of the scales, the narrow one first; codes are as wide as that."""
+    """`qsgd_mn_ts`. bits: of the scales, the narrow one first; codes are as wide as that."""
 
     bits: tuple[int, ...] = option((4, 8), widths)
 

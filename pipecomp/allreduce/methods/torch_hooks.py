@@ -22,7 +22,7 @@ from pipecomp.stats import ring_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Half(Method):
-    """ "fp16": half precision."""
+    """`fp16`: half precision."""
 
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage:
         """See Method."""

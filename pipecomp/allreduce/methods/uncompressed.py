@@ -16,7 +16,7 @@ from pipecomp.allreduce.reduce_scatter import on_device, on_host, reduce_bucket
 
 @dataclass(frozen=True, kw_only=True)
 class Uncompressed(Method):
-    """ "none": values in the dtype that they have."""
+    """`none`: values in the dtype that they have."""
 
     def average(self, residuals: Residuals) -> Average:
         """See Method."""
