@@ -84,6 +84,7 @@ class AllRanks:
         while not self._store.check([key]):
             missed = self._missed(rank)
             if missed is not None:
+                self.leave(but=rank)
                 raise missed
             passed_s = time.monotonic() - began
             if passed_s > self._wait_s:
@@ -102,12 +103,17 @@ class AllRanks:
             self.leave()
             raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
 
-    def leave(self) -> None:
-        """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers."""
+    def leave(self, *, but: int | None = None) -> None:
+        """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers.
+
+        but: the rank that will not come for them.
+        """
         with contextlib.suppress(RuntimeError):
             self._store.set(f"parted/{self.rank}", "")
             if self.rank == 0:
-                self._store.wait([f"parted/{rank}" for rank in range(self.world)], timedelta(seconds=_PART_S))
+                self._store.wait(
+                    [f"parted/{rank}" for rank in range(self.world) if rank != but], timedelta(seconds=_PART_S)
+                )
 
     @contextlib.contextmanager
     def collective_errors(self) -> Iterator[None]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
+import random
 import socket
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, LinkError
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_PORTS = range(10_000, 32_000)  # Linux takes those of outgoing connections from 32768 on, others from above
 
 
 class Interface(NamedTuple):
@@ -80,10 +83,15 @@ def gloo_address() -> str:
 
 
 def free_port() -> int:
-    """Find a TCP port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Find a TCP port that nobody listens on just now, of those that systems do not give to outgoing connections.
+
+    One of theirs could be taken before whoever asked listens.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise LinkError(f"100 ports between {_PORTS.start} and {_PORTS.stop} are all in use on this machine")
 
 
 def is_loopback(address: str) -> bool:
