@@ -14,14 +14,14 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cp
 demo: $(READY)
 	$(BIN)/pipecomp demo $(ARGS)
 
-# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Three at a
+# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Five at a
 # time on two cores: half of what they take is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
 
 # What is long and random, or for a machine that does nothing else: kills, fuzzing, sanitizers, installing.
 soak: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m soak $(ARGS)
 
 # docs/trust.md: pipelines against unsplit training. VERSIONS="deepspeed==… transformers==…" tries other versions.
 trust: $(READY)

@@ -46,6 +46,7 @@ def test_a_tree_without_symbolic_links_works(origin, tmp_path, made):
     packaging.works(tree)
 
 
+@pytest.mark.soak
 def test_an_editable_install_of_a_checkout_without_symbolic_links(origin, tmp_path):
     tree, empty = packaging.clone_without_links(origin, tmp_path), packaging.Empty(tmp_path)
     empty.install("-e", tree, **packaging.NO_COMPILER)

@@ -25,7 +25,7 @@ from tests.dist import small
 from tests.dist.leftovers import Sessions
 from tests.limits import HANG_S, TOLD_S
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 STEP = 3
 

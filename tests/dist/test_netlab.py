@@ -71,6 +71,7 @@ def test_queues_have_the_rates_of_their_directions():
 
 
 @pytest.mark.soak
+@pytest.mark.soak
 @needs_kernel
 def test_software_is_as_fast_as_the_kernel():
     """The one comparison of times, for a machine that does nothing else."""

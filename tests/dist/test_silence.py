@@ -18,7 +18,7 @@ from pipecomp.cluster.heartbeat import LOST_STATUS
 from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 from tests.limits import HANG_S, TOLD_S
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 TIMEOUT_S = 6.0
 

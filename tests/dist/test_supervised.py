@@ -17,7 +17,7 @@ import pytest
 from tests.limits import HANG_S
 from tests.recipes.recipe_runs import ROOT, launch, run_script
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"
 STEPS, EVERY, KILLED_AFTER = 14, 3, 7
