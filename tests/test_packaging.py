@@ -70,6 +70,7 @@ class TestSdist:
 PAGE = ("pipecomp/report/page.css", "pipecomp/report/page.js")  # what reports are made of beside modules
 
 
+@pytest.mark.soak
 def test_a_wheel_holds_every_module(sdist, tmp_path):
     path = packaging.wheel(sdist, tmp_path, **packaging.NO_COMPILER)
     with zipfile.ZipFile(path) as archive:

@@ -131,6 +131,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.soak
 def test_under_torchrun(tmp_path):
     script = tmp_path / "doctor.py"
     script.write_text(SCRIPT)

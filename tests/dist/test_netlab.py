@@ -71,7 +71,6 @@ def test_queues_have_the_rates_of_their_directions():
 
 
 @pytest.mark.soak
-@pytest.mark.soak
 @needs_kernel
 def test_software_is_as_fast_as_the_kernel():
     """The one comparison of times, for a machine that does nothing else."""
@@ -117,6 +116,7 @@ def test_a_cut_ends(software):
     assert found[1][-1] - found[0][0] > 1.0
 
 
+@pytest.mark.soak
 @FORMS
 def test_a_cut_for_good_shows_as_silence(software):
     notes = []
@@ -149,6 +149,7 @@ def test_training_in_software():
         assert sent < counted[node].sent < 1.15 * sent + 20_000
 
 
+@pytest.mark.soak
 @needs_kernel
 def test_deepspeeds_launcher(tmp_path):
     script = tmp_path / "show.py"

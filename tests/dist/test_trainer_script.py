@@ -15,7 +15,7 @@ import pytest
 import tests.dist.trainer_work as work
 from tests.limits import HANG_S
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = shlex.split("""

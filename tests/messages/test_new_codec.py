@@ -9,7 +9,7 @@ import pytest
 
 from tests.package_copy import PackageCopy, named_files
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 CODEC = '''
 

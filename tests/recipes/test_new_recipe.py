@@ -75,7 +75,7 @@ for method in recipes.METHODS:
     print(Config.from_dict(section).activations.method)
 """
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 def add_recipe(folder: Path) -> list[str]:
