@@ -9,6 +9,7 @@ Importing this package is cheap; torch, DeepSpeed and transformers are imported 
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ if not all((_FOLDER / name).is_dir() for name in ("stages", "buffers", "kernels"
     __path__.append(str(_FOLDER.parent))
 
 from pipecomp.errors import PipecompError
+
+# When a process that serves torch's key-value store ends, torch warns with a C++ stack, in each of its clients. What
+# has happened is said by the heartbeat. torch reads this when it is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
     from pipecomp import allreduce, buffers, kernels, netlab, optim, stages

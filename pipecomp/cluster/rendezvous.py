@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.heartbeat import process_heartbeat
+from pipecomp.cluster.launcher import watch_launcher
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
 from pipecomp.errors import LinkError, LinkTimeoutError
@@ -43,6 +44,7 @@ def join_processes(config: Any = None) -> None:
     where this machine does not belong to the run.
     """
     exchange_objects_as_json()
+    watch_launcher()
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:

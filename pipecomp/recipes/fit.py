@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from pipecomp.buffers.admin import forget
 from pipecomp.cluster.agreement import settings_of
+from pipecomp.cluster.collectives import gathered
+from pipecomp.cluster.interruption import Interruption
 from pipecomp.config import Config
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
@@ -70,6 +72,7 @@ class Fit:
             "--save": args.save is not None,
             "--checkpoint": args.checkpoint is not None,
             "--save-every": args.save_every,
+            "--save-on-signal": args.save_on_signal,
             "--resume": args.resume,
         }
 
@@ -110,6 +113,8 @@ class Fit:
     ) -> None:
         """Train to the last step, evaluate, report and save; then close the engine.
 
+        At SIGTERM and Ctrl-C it ends after the current step with a checkpoint, if there is a folder for it.
+
         Args:
             engine: Has its training data.
             samples: In the training data.
@@ -117,11 +122,15 @@ class Fit:
             units: Returns how many tokens or images the step that was just made had, on all replicas.
             evaluate: Returns the numbers of an `eval` line, None without held-out data.
             save: Writes the model to the folder of `--save`.
+
+        Raises:
+            Interrupted: SystemExit, on every rank, after such a signal.
         """
         args, plan, checkpoints = self.args, self.plan, self._checkpoints
         if args.trace:
             engine.start_trace()
-        with self._report as report, self._trackers as trackers:
+        self._interruption = Interruption(active=checkpoints.on_signal)
+        with self._interruption, self._report as report, self._trackers as trackers:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
             report.resumed(self._goes_on)
             report.resumed(checkpoints.load(engine))
@@ -129,8 +138,12 @@ class Fit:
             self._recorder.start(plan.steps, kind="recipe", **facts)
             trackers.begin(facts)
             self._meter = LinkMeter()
+            if checkpoints.evaluation_due:
+                self._epoch(engine, checkpoints.step, evaluate())
             for step in range(checkpoints.step + 1, plan.steps + 1):
-                self._step(engine, step, units)
+                interrupted = self._step(engine, step, units)
+                if interrupted and step < plan.steps:
+                    self._stop(engine, step, interrupted)
                 if plan.ends_epoch(step):
                     self._epoch(engine, step, evaluate())
                 checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
@@ -144,17 +157,28 @@ class Fit:
             report.end(Traffic.of(stats), args.save, None if folder is None else try_report([folder]))
         engine.close()
 
-    def _step(self, engine: Any, step: int, units: Callable[[], float]) -> None:
-        """Make and report one optimizer step."""
+    def _step(self, engine: Any, step: int, units: Callable[[], float]) -> str | None:
+        """Make and report one optimizer step; returns why the run ends after it, if it does."""
         lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
         loss = float(engine.train_batch())
         step_s = time.perf_counter() - began
         per_s, epoch = units() / step_s, self.plan.epoch(step)
-        stats = engine.gather_comm_stats()
+        with engine.propagate_failure():
+            told = gathered((engine.comm_stats(), self._interruption.wanted))
+        stats = [row for row, _ in told]
         self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
         self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats), stats=stats)
         values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
         self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
+        return self._interruption.decide([wanted for _, wanted in told])
+
+    def _stop(self, engine: Any, step: int, reason: str) -> NoReturn:
+        """Save and close, as all other ranks do now."""
+        self._checkpoints.save_now(engine, evaluation_due=self.plan.ends_epoch(step))
+        self._recorder.interrupted()
+        self._report.interrupted(step, reason)
+        engine.close()
+        raise self._interruption.leave(reason)
 
     def _epoch(self, engine: Any, step: int, measures: dict[str, float] | None) -> None:
         """Report the end of an epoch or round. measures: of its evaluation, if there is one."""

@@ -219,6 +219,12 @@ class Report:
             self._say(f"report    {page}")
         self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
 
+    def interrupted(self, step: int, reason: str) -> None:
+        """Say that the run ends after this step, which a checkpoint has."""
+        if not self._silent:
+            self._stop_progress()
+            self._say(f"stopped   after step {step}: {reason}; the same command with --resume auto goes on from there")
+
     def __enter__(self) -> Report:
         return self
 

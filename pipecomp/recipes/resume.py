@@ -35,6 +35,7 @@ MAY_DIFFER = frozenset(
         "save_every",
         "keep",
         "resume",
+        "save_on_signal",
         "epochs",
         "rounds",
         "max_steps",
@@ -52,7 +53,7 @@ MAY_DIFFER = frozenset(
     }
 )
 DATA = "hash of the training data"
-_STATE_KEY, _TRAINED_KEY = "recipe", "recipe_trained"
+_STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
 _HOW_BYTES_GO = (
     "pipecomp.transport.",
@@ -71,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Cal
     add("--checkpoint", metavar="FOLDER", help="write checkpoints there, after every epoch and at the end")
     add("--save-every", type=at_least(1), metavar="N", help="write them every N optimizer steps instead")
     add("--keep", type=at_least(1), metavar="N", help="checkpoints that are kept (default 2)")
+    add(
+        "--save-on-signal",
+        action=argparse.BooleanOptionalAction,
+        help="at SIGTERM or Ctrl-C write one after the step and exit with status 75 (default with --checkpoint)",
+    )
     add("--resume", choices=("auto",), help="go on from the last good checkpoint, or begin if there is none")
 
 
@@ -121,6 +127,8 @@ class Checkpoints:
 
     Attributes:
         step: Of the checkpoint that this run goes on from, 0 if it begins.
+        on_signal: Whether a run that is asked to stop writes one.
+        evaluation_due: Whether the run that wrote it was asked to stop before the evaluation after that step.
 
     Raises:
         ConfigError: For arguments that would have no effect, or a configuration that cannot be saved.
@@ -137,9 +145,11 @@ class Checkpoints:
         self._every, self._keep = args.save_every, args.keep or 2
         self._settings, self._trained = dict(settings), dict(trained)
         self._resume = args.resume is not None
+        self.on_signal = self.folder is not None and args.save_on_signal is not False
+        self.evaluation_due = False
         self.step = 0  # of the checkpoint that this run goes on from; 0: it begins
         if self.folder is None:
-            for name in ("save_every", "keep", "resume"):
+            for name in ("save_every", "keep", "resume", "save_on_signal"):
                 require(
                     getattr(args, name) is None,
                     f"--{name.replace('_', '-')}",
@@ -210,7 +220,8 @@ class Checkpoints:
         """
         if not self.step:
             return ""
-        engine.load_checkpoint(str(self.folder), tag=f"global_step{self.step}")
+        _, state = engine.load_checkpoint(str(self.folder), tag=f"global_step{self.step}")
+        self.evaluation_due = bool((state or {}).get(_DUE_KEY))
         if engine.resumed is None:
             return "as it was"
         if engine.resumed.exact:
@@ -221,9 +232,17 @@ class Checkpoints:
     def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
         """Write a checkpoint after step `step` if it is time to; every rank must call this."""
         due = ends_epoch if self._every is None else step % self._every == 0
-        if self.folder is None or not (due or last):
+        if due or last:
+            self.save_now(engine)
+
+    def save_now(self, engine: Any, *, evaluation_due: bool = False) -> None:
+        """Write a checkpoint, if there is a folder for it; every rank must call this."""
+        if self.folder is None:
             return
-        engine.save_checkpoint(str(self.folder), client_state={_STATE_KEY: self._settings, _TRAINED_KEY: self._trained})
+        state = {_STATE_KEY: self._settings, _TRAINED_KEY: self._trained}
+        if evaluation_due:
+            state[_DUE_KEY] = True
+        engine.save_checkpoint(str(self.folder), client_state=state)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             manifest.remove_old(self.folder, self._keep)
 

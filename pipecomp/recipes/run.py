@@ -111,8 +111,8 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     """Run `main` with the parsed command line and exit.
 
     The exit status is 0; 2 for a wrong command line and 1 for this project's other errors, both told in one line on
-    standard error (once per machine where all ranks have the same); 130 after Ctrl-C. Anything else is a bug and
-    leaves a traceback.
+    standard error (once per machine where all ranks have the same); 75 for a run that was asked to stop and has saved
+    a checkpoint, 130 after Ctrl-C without one. Anything else is a bug and leaves a traceback.
 
     Args:
         main: Takes the parsed arguments.

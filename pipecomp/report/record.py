@@ -128,6 +128,10 @@ class Recorder:
         self._metrics.close()
         self._metrics = None
 
+    def interrupted(self) -> None:
+        """Write that the run was asked to stop, and may go on."""
+        self._save(RUN, {**self._facts, "status": "interrupted", "seconds": round(self._seconds(), 4)})
+
     # -- what a line has
 
     def _seconds(self) -> float:

@@ -55,7 +55,7 @@ _REFUSED = {
     "ddp_find_unused_parameters": "not set: there is no DistributedDataParallel here",
     "ddp_static_graph": "not set: there is no DistributedDataParallel here",
     "debug": "''",
-    "enable_jit_checkpoint": "False",
+    "enable_jit_checkpoint": "False: save_on_signal of PipelineTrainer does that on all ranks",
     "eval_use_gather_object": "False: logits of any form are gathered already",
     "fp16_full_eval": "False: evaluation computes in the precision of training",
     "fsdp": "not set: a pipeline's stages are not sharded; zero_optimization.stage 1 shards optimizer states",
@@ -204,6 +204,17 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
             raise ConfigError("weight_decay", args.weight_decay, allowed)
         config["optimizer"] = {"type": "AdamW", "params": _adam_params(args)}
     return config
+
+
+def joining_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the user's configuration as far as joining the other processes needs it: keys, and which transport.
+
+    None where it cannot be read: the others have to be told, which they are when all have joined.
+    """
+    try:
+        return _given(args, pipecomp)
+    except ConfigError:
+        return None
 
 
 def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:

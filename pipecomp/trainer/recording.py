@@ -64,6 +64,11 @@ class Recording:
         if "eval_loss" in metrics:
             self._recorder.evaluated(step, {"loss": metrics["eval_loss"]})
 
+    def interrupted(self) -> None:
+        """Write that the training was asked to stop, and may go on."""
+        self._flush()
+        self._recorder.interrupted()
+
     def end(self, engine: Any, stats: Sequence[Mapping[str, Any]], *, page: bool) -> None:
         """Write the end of the training, and its page; every rank must call this."""
         last_step = engine.gather_last_step()

@@ -15,23 +15,34 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.allreduce.group import host_backend
 from pipecomp.cluster.agreement import versions
+from pipecomp.cluster.closed import wanted_keys
 from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, require
+from pipecomp.mesh.process_group import BACKEND
 from pipecomp.stages import plan
 from pipecomp.stages.partition.loading import resolve
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.trainer import alike, arguments
 
 
-def join(args: Any, model: Any, model_init: Callable[[], Any] | None) -> Any:
-    """Join the other processes, compare what all must have in common, and seed; returns a gloo group of all ranks.
+def join(
+    args: Any,
+    model: Any,
+    model_init: Callable[[], Any] | None,
+    pipecomp: str | os.PathLike | dict[str, Any] | None = None,
+) -> Any:
+    """Join the other processes, compare what all must have in common, and seed; returns a group of all ranks, for
+    tensors in memory. pipecomp: as for `PipelineTrainer`; its "transport" says where keys are.
 
     Raises ConfigError for arguments that a pipeline cannot follow, LinkError where the ranks differ.
     """
     if args.use_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported, which is next
-    start_processes(args.seed)
+    config = arguments.joining_config(args, pipecomp)
+    if dist.is_initialized() and dist.get_backend() != BACKEND and dist.get_world_size() > 1 and wanted_keys(config):
+        dist.destroy_process_group()  # TrainingArguments let accelerate join over gloo; nothing was sent over it yet
+    start_processes(args.seed, config)
     ranks = all_ranks()
     with ranks.collective_errors():
         arguments.check(args)

@@ -65,6 +65,8 @@ class PipelineTrainer:
         save_messages: Whether a checkpoint copies the message store, as large as it is.
         report: Whether `train` ends with report.html in `args.output_dir`, see docs/report.md; the files that it shows
             are written in any case.
+        save_on_signal: Whether SIGTERM and Ctrl-C end `train` after the current step on all ranks, with a checkpoint
+            in `args.output_dir` that resume_from_checkpoint=True goes on from, and the program with status 75.
 
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
@@ -110,9 +112,10 @@ class PipelineTrainer:
         cuts: Sequence[int] | None = None,
         save_messages: bool = True,
         report: bool = True,
+        save_on_signal: bool = True,
     ) -> None:
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
-        self.group = setup.join(self.args, model, model_init)
+        self.group = setup.join(self.args, model, model_init, pipecomp)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = model if model_init is None else model_init()
         self._pipeline = setup.Pipeline.of(self.args, model, pipecomp, num_stages, cuts)
@@ -124,7 +127,7 @@ class PipelineTrainer:
             compute_loss_func,
         )
         self._optimizers = setup.Optimizers.of(optimizers, optimizer_cls_and_kwargs, self.settings)
-        self._save_messages, self._report = save_messages, report
+        self._save_messages, self._report, self._save_on_signal = save_messages, report, save_on_signal
 
         self.processing_class = processing_class
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
@@ -209,6 +212,7 @@ class PipelineTrainer:
             ConfigError: For arguments, or a checkpoint that is not there.
             DataError: For the dataset.
             LinkError: On every rank, where ranks have different arguments or data.
+            Interrupted: SystemExit, on every rank, after SIGTERM or Ctrl-C; see `save_on_signal`.
         """
         ranks = all_ranks()
         with ranks.collective_errors():
@@ -217,7 +221,9 @@ class PipelineTrainer:
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
             facts = alike.dataset_facts(samples, "train_dataset")
-        alike.check_arguments(ranks, self.args, **facts, resumes=bool(resume_from_checkpoint))
+        alike.check_arguments(
+            ranks, self.args, **facts, resumes=bool(resume_from_checkpoint), save_on_signal=self._save_on_signal
+        )
         layout = checkpoints.layout(self.plan, self.replicas)
         found = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
         self._holder.begin_training(self.args, found.folder if found is not None and found.same else None)
@@ -229,6 +235,7 @@ class PipelineTrainer:
             make_scheduler=self._optimizers.scheduler,
             save_messages=self._save_messages,
             report=self._report,
+            save_on_signal=self._save_on_signal,
         )
         return self._training.run()
 

@@ -14,6 +14,7 @@ from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoi
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.cluster.collectives import broadcast, gathered
+from pipecomp.cluster.interruption import Interruption
 from pipecomp.trainer import callbacks, checkpoints, message_stores, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
@@ -62,6 +63,7 @@ class Training:
         make_scheduler: The user's, of the optimizer; None for the one that the arguments name.
         save_messages: Whether a checkpoint copies the message store.
         report: Whether to write the page of `pipecomp report` at the end.
+        save_on_signal: Whether SIGTERM and SIGINT end it after a step, with a checkpoint.
 
     Attributes:
         tokens_before: `state.num_input_tokens_seen` when it began.
@@ -77,10 +79,11 @@ class Training:
         make_scheduler: Callable[[Any], Any] | None,
         save_messages: bool,
         report: bool,
+        save_on_signal: bool,
     ) -> None:
         args, engine = trainer.args, trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
-        self._report = report
+        self._report, self._interruption = report, Interruption(active=save_on_signal)
         # The last stages of all replicas, which average their counts of labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
@@ -130,7 +133,11 @@ class Training:
     # -- from the first step to the last
 
     def run(self) -> TrainOutput:
-        """Train; every rank must call this."""
+        """Train; every rank must call this. Interrupted, a SystemExit, on every rank that was asked to stop."""
+        with self._interruption:
+            return self._run()
+
+    def _run(self) -> TrainOutput:
         trainer, length = self._trainer, self._length
         fire(trainer, "on_train_begin")
         if trainer.args.eval_on_start:
@@ -154,11 +161,26 @@ class Training:
             trainer.state.global_step += 1
             trainer.state.epoch = epoch + min(1.0, (update + 1) * length.accumulation / length.per_epoch)
             fire(trainer, "on_step_end")
+            self._stop_if_asked(logs)
             self._log_evaluate_save(logs)
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
         fire(trainer, "on_epoch_end")
         self._log_evaluate_save(logs)
+
+    def _stop_if_asked(self, logs: dict[str, float]) -> None:
+        """After a step: if any rank was asked to stop, save, close and leave on all of them."""
+        trainer, state = self._trainer, self._trainer.state
+        with self._engine.propagate_failure():
+            reason = self._interruption.agree(trainer.group)
+        if reason is None or state.global_step >= self._length.max_steps:
+            return
+        self._log(logs)
+        self._save()
+        self._recording.interrupted()
+        _log.warning("stopped after step %d: %s; resume_from_checkpoint=True goes on", state.global_step, reason)
+        trainer.end()
+        raise self._interruption.leave(reason)
 
     def _step(self, micro_batches: int) -> dict[str, float]:
         """One optimizer step; its gradient's norm and learning rate, for the log."""
@@ -199,8 +221,8 @@ class Training:
             labels = [batch.labels for batch in batches if batch.labels is not None]
             self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
 
-    def _log_evaluate_save(self, logs: dict[str, float]) -> None:
-        """Do what the callbacks have asked for."""
+    def _log(self, logs: dict[str, float]) -> None:
+        """Log if the callbacks have asked for it."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
             mean = self._losses.log(state.global_step)
@@ -208,6 +230,11 @@ class Training:
             self._recording.counters(stats)
             told = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
             trainer.log({"loss": mean, **logs, **told}, self._began)
+
+    def _log_evaluate_save(self, logs: dict[str, float]) -> None:
+        """Do what the callbacks have asked for."""
+        trainer, state = self._trainer, self._trainer.state
+        self._log(logs)
         if trainer.control.should_evaluate:
             metrics = trainer.evaluate()
             self._recording.evaluated(state.global_step, metrics)
@@ -217,9 +244,7 @@ class Training:
             if trainer.args.save_strategy == "best":
                 trainer.control.should_save = new_best
         if trainer.control.should_save:
-            with self._engine.propagate_failure():
-                self._save_checkpoint()
-            fire(trainer, "on_save")
+            self._save()
 
     def _finish(self) -> TrainOutput:
         """Finish: the training's metrics, the best model if it is asked for, and the last events."""
@@ -258,6 +283,12 @@ class Training:
             place = 1 if counted == "non_padding" else 0
             trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[place] for _, tokens in rows)
         return [stats for stats, _ in rows]
+
+    def _save(self) -> None:
+        """Write a checkpoint, and tell the callbacks."""
+        with self._engine.propagate_failure():
+            self._save_checkpoint()
+        fire(self._trainer, "on_save")
 
     def _save_checkpoint(self) -> None:
         """Write checkpoint-N, its state file last; every rank must call this."""

@@ -75,10 +75,17 @@ def given(*words: str) -> argparse.Namespace:
 
 
 class TestArguments:
-    @pytest.mark.parametrize("words", [("--resume", "auto"), ("--save-every", "3"), ("--keep", "1")])
-    def test_without_a_folder_they_have_no_effect(self, words: tuple[str, str]) -> None:
+    @pytest.mark.parametrize("words", [("--resume", "auto"), ("--save-every", "3"), ("--keep", "1"), ("--save-on-signal",)])
+    def test_without_a_folder_they_have_no_effect(self, words: tuple[str, ...]) -> None:
         with pytest.raises(ConfigError, match=f"{words[0]}: got .*, allowed: only with --checkpoint"):
             Checkpoints(given(*words), {}, {}, {})
+
+    def test_a_run_is_saved_when_it_is_asked_to_stop_unless_told_otherwise(self, tmp_path: Path) -> None:
+        folder = ("--checkpoint", str(tmp_path / "c"))
+        assert Checkpoints(given(*folder), {}, {}, {}).on_signal
+        assert Checkpoints(given(*folder, "--save-on-signal"), {}, {}, {}).on_signal
+        assert not Checkpoints(given(*folder, "--no-save-on-signal"), {}, {}, {}).on_signal
+        assert not Checkpoints(given(), {}, {}, {}).on_signal
 
     def test_what_deepspeed_cannot_load_is_known_before_training(self, tmp_path: Path) -> None:
         args = given("--checkpoint", str(tmp_path / "c"))
@@ -99,8 +106,9 @@ class Engine:
         self.resumed = None if exact is None else SimpleNamespace(exact=exact)
         self.saved: list[tuple] = []
 
-    def load_checkpoint(self, folder: str, tag: str) -> None:
+    def load_checkpoint(self, folder: str, tag: str) -> tuple[str, dict]:
         self.loaded = (folder, tag)
+        return folder, {"recipe_evaluation_due": True}
 
     def save_checkpoint(self, folder: str, client_state: dict) -> None:
         self.saved.append((folder, client_state))
@@ -148,6 +156,7 @@ class TestResume:
         engine = Engine(exact=True)
         assert checkpoints.load(engine) == "with the cached activations of that step: losses will be as without a break"
         assert engine.loaded == (str(tmp_path), "global_step10")
+        assert checkpoints.evaluation_due
         assert "in common" in checkpoints.load(Engine(exact=False))
         assert checkpoints.load(Engine()) == "as it was"
 
