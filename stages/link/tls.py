@@ -37,6 +37,7 @@ class TlsTransport:
         if peer not in mesh.connections:
             raise LinkError(f"a transport joins this rank ({mesh.rank}) and one other, not rank {peer}")
         self.peer, self.most_bytes = peer, MAX_PACKET_BYTES
+        self._mesh = mesh
         self._connection: Connection = mesh.connections[peer]
         self._connection.timeout_s = timeout_s
         self._stream = mesh.next_stream(peer)
@@ -82,6 +83,7 @@ class TlsTransport:
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
+        self._mesh.hurry()
         self._connection.note(self._stream, {"lost": lost_rank, "reason": reason[:_REASON]})
         self._connection.flush(_ABORT_S)
 
