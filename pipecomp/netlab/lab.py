@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from pipecomp.errors import require
-from pipecomp.netlab import kernel
+from pipecomp.netlab import filters, kernel, wireguard
 from pipecomp.netlab.jobs import Functions, Starter
 from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
@@ -41,6 +41,12 @@ class Finished:
     seconds: float
 
 
+def missing_for(shape: Shape) -> str | None:
+    """Say what this machine lacks for a shape beside what every lab of the kernel's needs, None if nothing."""
+    problem = filters.missing() if shape.loss or shape.nat else None
+    return problem or (wireguard.missing() if shape.wireguard else None)
+
+
 class Lab:
     """Join nodes 0, 1, … by links of a stated rate and delay; use it in a `with` statement.
 
@@ -51,6 +57,10 @@ class Lab:
         delay: time one way ("20ms").
         jitter: how far the delay varies ("2ms").
         cuts: lost connections, "NODE@TIME" for good or "NODE@TIME+TIME" for a while ("1@30s+5s").
+        outages: all connections lost for a while, "TIME@TIME" ("60s@300s": for 60 s, from 300 s on).
+        loss: share of the packets that are lost ("2%"), each for itself.
+        nat: put every node but 0 behind a router of its own, which lets no connection in.
+        wireguard: let the nodes talk through WireGuard; their addresses are then those inside it.
         software: do without the kernel and slow down only pipecomp's own links between stages.
 
     Raises:
@@ -73,11 +83,26 @@ class Lab:
         delay: str | None = None,
         jitter: str | None = None,
         cuts: Sequence[str] = (),
+        outages: Sequence[str] = (),
+        loss: str | None = None,
+        nat: bool = False,
+        wireguard: bool = False,
         software: bool = False,
     ) -> None:
         self.shape: Shape = read_shape(
-            nodes=nodes, bandwidth=bandwidth, asymmetric=asymmetric, delay=delay, jitter=jitter, cuts=cuts
+            nodes=nodes,
+            bandwidth=bandwidth,
+            asymmetric=asymmetric,
+            delay=delay,
+            jitter=jitter,
+            cuts=cuts,
+            outages=outages,
+            loss=loss,
+            nat=nat,
+            wireguard=wireguard,
         )
+        only_kernel = [name for name in ("loss", "nat", "wireguard") if getattr(self.shape, name)]
+        require(not (software and only_kernel), "software", software, f"a lab without {', '.join(only_kernel)}")
         self._software = software
         self._network: Network | None = None
         self.name = ""
@@ -87,6 +112,8 @@ class Lab:
         remove_leftovers()
         if not self._software and (problem := kernel.missing()):
             raise NetlabError(f"{problem}; {kernel.WITHOUT}")
+        if problem := missing_for(self.shape):
+            raise NetlabError(problem)
         folder = folder_of(self.name)
         folder.mkdir(mode=0o700)
         try:

@@ -14,6 +14,7 @@ from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
 
 MAX_CUT_S = 86400.0
 MAX_NODES = 64
+MAX_LOSS = 0.5
 _CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: which node is cut off, when, and for how long (else for good)"
 
 _BURST_S = 0.004  # what a token bucket may save up: with less, a busy machine's late timers cost rate (100 Mbit/s: 7 %)
@@ -34,7 +35,8 @@ class Cut:
 class Shape:
     """All links of a lab. up, down: bits per second from and to each node (None: as fast as it goes).
 
-    delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept.
+    delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept. loss: share of the packets
+    that do not arrive. nat: all nodes but 0 are behind routers of their own. wireguard: nodes talk through WireGuard.
     """
 
     nodes: int
@@ -43,6 +45,9 @@ class Shape:
     delay_s: float = 0.0
     jitter_s: float = 0.0
     cuts: tuple[Cut, ...] = ()
+    loss: float = 0.0
+    nat: bool = False
+    wireguard: bool = False
 
 
 def read_shape(
@@ -53,10 +58,15 @@ def read_shape(
     delay: str | None = None,
     jitter: str | None = None,
     cuts: Sequence[str] = (),
+    outages: Sequence[str] = (),
+    loss: str | None = None,
+    nat: bool = False,
+    wireguard: bool = False,
 ) -> Shape:
     """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect.
 
     bandwidth: both directions of every node. asymmetric: "DOWN/UP", as providers name it, for all nodes or one each.
+    outages: cuts of all nodes at once.
     """
     require(
         not isinstance(nodes, bool) and isinstance(nodes, int) and 2 <= nodes <= MAX_NODES,
@@ -86,7 +96,10 @@ def read_shape(
         down=down,
         delay_s=delay_s,
         jitter_s=jitter_s,
-        cuts=tuple(_cut(text, nodes) for text in cuts),
+        cuts=(*(_cut(text, nodes) for text in cuts), *(cut for text in outages for cut in _outage(text, nodes))),
+        loss=0.0 if loss is None else _share(loss),
+        nat=nat,
+        wireguard=wireguard,
     )
 
 
@@ -102,6 +115,21 @@ def _cut(text: str, nodes: int) -> Cut:
         raise ConfigError("cut", text, f"{_CUTS}; nodes 0 to {nodes - 1}")
     for_s = None if found[3] is None else parse_time("cut", found[3], MAX_CUT_S)
     return Cut(node=int(found[1]), at_s=parse_time("cut", found[2], MAX_CUT_S), for_s=for_s)
+
+
+def _outage(text: str, nodes: int) -> list[Cut]:
+    length, at, begin = text.partition("@") if isinstance(text, str) else ("", "", "")
+    if not at:
+        raise ConfigError("outage", text, "TIME@TIME, as in 60s@300s: for how long all nodes are cut off, and when")
+    at_s, for_s = parse_time("outage", begin, MAX_CUT_S), parse_time("outage", length, MAX_CUT_S)
+    return [Cut(node=node, at_s=at_s, for_s=for_s) for node in range(nodes)]
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text) if isinstance(text, str) else None
+    if found is None or not 0 < float(found[1]) <= 100 * MAX_LOSS:
+        raise ConfigError("loss", text, f"a share in percent, more than 0% and at most {100 * MAX_LOSS:g}%, as in 2%")
+    return float(found[1]) / 100
 
 
 def burst_bytes(rate: int) -> int:
