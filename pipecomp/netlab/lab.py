@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from pipecomp.errors import require
 from pipecomp.netlab import filters, kernel, wireguard
@@ -19,9 +19,12 @@ from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
 from pipecomp.netlab.network import NetlabError, Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
-from pipecomp.netlab.shape import Shape, read_shape
+from pipecomp.netlab.shape import Options, Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 from pipecomp.rates import parse_rate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LAUNCHERS = ("none", "deepspeed")
 _TICK_S = 0.02
@@ -51,6 +54,7 @@ class Lab:
     """Join nodes 0, 1, … by links of a stated rate and delay; use it in a `with` statement.
 
     Args:
+        options: the following but `software`, by name.
         nodes: 2 to 64.
         bandwidth: rate of both directions of every node ("100mbit"); None for as fast as it goes.
         asymmetric: instead, "DOWN/UP" once for all nodes or once for each.
@@ -74,33 +78,8 @@ class Lab:
             print(lab.bytes())
     """
 
-    def __init__(
-        self,
-        *,
-        nodes: int = 2,
-        bandwidth: str | None = None,
-        asymmetric: Sequence[str] = (),
-        delay: str | None = None,
-        jitter: str | None = None,
-        cuts: Sequence[str] = (),
-        outages: Sequence[str] = (),
-        loss: str | None = None,
-        nat: bool = False,
-        wireguard: bool = False,
-        software: bool = False,
-    ) -> None:
-        self.shape: Shape = read_shape(
-            nodes=nodes,
-            bandwidth=bandwidth,
-            asymmetric=asymmetric,
-            delay=delay,
-            jitter=jitter,
-            cuts=cuts,
-            outages=outages,
-            loss=loss,
-            nat=nat,
-            wireguard=wireguard,
-        )
+    def __init__(self, *, software: bool = False, **options: Unpack[Options]) -> None:
+        self.shape: Shape = read_shape(**options)
         only_kernel = [name for name in ("loss", "nat", "wireguard") if getattr(self.shape, name)]
         require(not (software and only_kernel), "software", software, f"a lab without {', '.join(only_kernel)}")
         self._software = software

@@ -8,9 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 from pipecomp.errors import ConfigError, require
 from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MAX_CUT_S = 86400.0
 MAX_NODES = 64
@@ -50,30 +54,55 @@ class Shape:
     wireguard: bool = False
 
 
-def read_shape(
-    *,
-    nodes: int,
-    bandwidth: str | None = None,
-    asymmetric: Sequence[str] = (),
-    delay: str | None = None,
-    jitter: str | None = None,
-    cuts: Sequence[str] = (),
-    outages: Sequence[str] = (),
-    loss: str | None = None,
-    nat: bool = False,
-    wireguard: bool = False,
-) -> Shape:
-    """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect.
+class Options(TypedDict, total=False):
+    """What a lab is like, as text; see `Lab`."""
 
-    bandwidth: both directions of every node. asymmetric: "DOWN/UP", as providers name it, for all nodes or one each.
-    outages: cuts of all nodes at once.
-    """
+    nodes: int
+    bandwidth: str | None
+    asymmetric: Sequence[str]
+    delay: str | None
+    jitter: str | None
+    cuts: Sequence[str]
+    outages: Sequence[str]
+    loss: str | None
+    nat: bool
+    wireguard: bool
+
+
+def read_shape(**options: Unpack[Options]) -> Shape:
+    """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect."""
+    nodes = options.get("nodes", 2)
     require(
         not isinstance(nodes, bool) and isinstance(nodes, int) and 2 <= nodes <= MAX_NODES,
         "nodes",
         nodes,
         f"2 to {MAX_NODES}",
     )
+    down, up = _rates(nodes, options.get("bandwidth"), options.get("asymmetric", ()))
+    delay, jitter, loss = options.get("delay"), options.get("jitter"), options.get("loss")
+    delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
+    jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
+    require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
+    cuts = [_cut(text, nodes) for text in options.get("cuts", ())]
+    cuts += [cut for text in options.get("outages", ()) for cut in _outage(text, nodes)]
+    return Shape(
+        nodes=nodes,
+        up=up,
+        down=down,
+        delay_s=delay_s,
+        jitter_s=jitter_s,
+        cuts=tuple(cuts),
+        loss=0.0 if loss is None else _share(loss),
+        nat=options.get("nat", False),
+        wireguard=options.get("wireguard", False),
+    )
+
+
+_Rates = tuple[int | None, ...]
+
+
+def _rates(nodes: int, bandwidth: str | None, asymmetric: Sequence[str]) -> tuple[_Rates, _Rates]:
+    """Bits per second down and up, of each node."""
     require(bandwidth is None or not asymmetric, "asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
     if asymmetric:
         require(
@@ -87,20 +116,7 @@ def read_shape(
         rate = None if bandwidth is None else parse_rate("bandwidth", bandwidth)
         pairs = [(rate, rate)]
     down, up = zip(*(pairs if len(pairs) == nodes else pairs * nodes), strict=True)
-    delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
-    jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
-    require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
-    return Shape(
-        nodes=nodes,
-        up=up,
-        down=down,
-        delay_s=delay_s,
-        jitter_s=jitter_s,
-        cuts=(*(_cut(text, nodes) for text in cuts), *(cut for text in outages for cut in _outage(text, nodes))),
-        loss=0.0 if loss is None else _share(loss),
-        nat=nat,
-        wireguard=wireguard,
-    )
+    return down, up
 
 
 def _pair(text: str) -> tuple[int | None, int | None]:
