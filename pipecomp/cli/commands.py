@@ -138,6 +138,16 @@ def netlab(
         list[str] | None,
         typer.Option(help="Lose a node's connection: NODE@TIME for good, NODE@TIME+TIME for a while, as in 1@30s+5s."),
     ] = None,
+    outage: Annotated[
+        list[str] | None, typer.Option(help="Lose all connections: TIME@TIME, as in 60s@300s: for how long, and when.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of the packets that are lost, as in 2%.")] = None,
+    nat: Annotated[
+        bool, typer.Option("--nat", help="Put every node but 0 behind a router of its own, which lets nobody in.")
+    ] = False,
+    wireguard: Annotated[
+        bool, typer.Option("--wireguard", help="Let the nodes talk through WireGuard (wireguard-go in user space).")
+    ] = False,
     software: Annotated[
         bool, typer.Option("--software", help="Needs no root, but slows down only pipecomp's own links between stages.")
     ] = False,
@@ -164,6 +174,10 @@ def netlab(
         delay=delay,
         jitter=jitter,
         cuts=cut or (),
+        outages=outage or (),
+        loss=loss,
+        nat=nat,
+        wireguard=wireguard,
         software=software,
     )
     report = run_in_lab(lab, command, procs_per_node=procs_per_node, launcher=launcher, say=say)

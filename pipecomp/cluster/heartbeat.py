@@ -29,6 +29,7 @@ LOST_STATUS = 13  # exit status of a rank that had to end itself
 DEFAULT_TIMEOUT_S = 120.0
 _BEAT_S = 1.0
 _SILENCE = 0.75  # share of the timeout after which a rank is lost; links notice by the whole timeout
+_SILENCE_HEALING = 1.0  # where a lost connection may be made anew until then
 _GRACE_S = 5.0  # after that, for an error to end the waiting
 _ON_EXIT_S = 10.0
 _LINGER_S, _LINGER_POLL_S = 5.0, 0.1
@@ -63,11 +64,12 @@ class Heartbeat:
     engine that `begin` announced.
     """
 
-    def __init__(self, rank: int, world: int, store: Any) -> None:
-        """store: that all ranks share; a connection of its own is made to it."""
+    def __init__(self, rank: int, world: int, store: Any, *, heals: bool = False) -> None:
+        """store: that all ranks share; a connection of its own is made to it. heals: lost ones are made anew."""
         self._rank = rank
         self._others = [r for r in range(world) if r != rank]
         self._store = store.clone()  # a wait on the shared connection would stop the beats
+        self._silence = _SILENCE_HEALING if heals else _SILENCE
         self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, lambda: None
         self.lost: PipecompError | None = None
         self.engine = 0  # how many this process has begun to make
@@ -134,7 +136,7 @@ class Heartbeat:
         deadline = time.monotonic() + _LINGER_S
         while self._rank == 0 and time.monotonic() < deadline:
             now = time.monotonic()
-            silence_s = _SILENCE * self.timeout_s
+            silence_s = self._silence * self.timeout_s
             seen = dict(self._seen)
             gone = [
                 sign.words[2] == _STOPPED or sign.engine > self.engine or now - sign.since > silence_s
@@ -203,13 +205,13 @@ class Heartbeat:
             waiting = self._waiting_since
             if problem is None or noticed is None or waiting is None:
                 continue
-            if now > max(noticed, waiting) + (1 - _SILENCE) * self.timeout_s + _GRACE_S:
+            if now > max(noticed, waiting) + (1 - self._silence) * self.timeout_s + _GRACE_S:
                 self._end_process(problem)
 
     def _problem(self, now: float) -> PipecompError | None:
         if self._state == _LEFT or self._state.startswith(_STOPPED):
             return None
-        silence_s = _SILENCE * self.timeout_s
+        silence_s = self._silence * self.timeout_s
         if now - self._answered > silence_s:
             why = "is gone" if self._answered == -math.inf else f"has not answered for {silence_s:g} s"
             return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {why}", 0)
@@ -246,10 +248,10 @@ class Heartbeat:
         os._exit(LOST_STATUS)
 
 
-def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heartbeat:
+def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, heals: bool = False) -> Heartbeat:
     """Give this process's watch, made at the first call and again for processes that have joined anew.
 
-    store, rank, world: of processes that torch has not joined yet; its own otherwise.
+    store, rank, world: of processes that torch has not joined yet; its own otherwise. heals: as of `Heartbeat`.
     """
     global _current, _group
     joined = dist.group.WORLD if dist.is_initialized() else None
@@ -261,6 +263,6 @@ def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1) -> Heart
     if store is None:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
-    _current, _group = Heartbeat(rank, world, store), joined
+    _current, _group = Heartbeat(rank, world, store, heals=heals), joined
     atexit.register(_current.end)
     return _current

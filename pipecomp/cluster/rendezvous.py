@@ -78,7 +78,7 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
         earlier.close()
     mesh = join_mesh(keys, rank, world, wait_s=COMING_S)
     atexit.register(mesh.close)
-    process_heartbeat(mesh.store, rank, world)
+    process_heartbeat(mesh.store, rank, world, heals=True)
     together = AllRanks(rank, world, mesh.store, wait_s=_CONNECT_S)
     with together.collective_errors():
         check_byte_order()

@@ -79,6 +79,7 @@ class SecureStream:
         """early: what was read from the socket already."""
         self.sock = sock
         self.on_wait: Callable[[], None] | None = None  # called when the socket's timeout is over, to go on waiting
+        self.before_wait: Callable[[], None] | None = None  # called when nothing more is there to be received
         self.heard = time.monotonic()  # when something came last
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=server)
@@ -184,6 +185,8 @@ class SecureStream:
                 self._keep_waiting()
 
     def _pull(self) -> None:
+        if self.before_wait is not None:
+            self.before_wait()
         while True:
             try:
                 count = self.sock.recv_into(self._buffer)

@@ -1,10 +1,11 @@
-"""The connection to one rank: a thread sends what waits, another takes what comes; whatever ends it is told to all."""
+"""The connection to one rank: a thread sends what waits, another takes what comes; whatever ends it is told to all.
+
+It outlives the TCP connections that carry it (`Line`): frames are kept until the other side has said that it has them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,50 +13,56 @@ from typing import Any
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.keys.stream import SecureStream
-from pipecomp.mesh.frames import CALL_BYTES, EAGER_BYTES, HEADER_BYTES, NOTE_BYTES, Header, Kind, unpack
+from pipecomp.mesh.frames import CALL_BYTES, EAGER_BYTES, HEADER_BYTES, NOTE_BYTES, Header, Kind, pack, unpack
 from pipecomp.mesh.inbox import Inbox, Sink
+from pipecomp.mesh.line import Line, Way
 from pipecomp.mesh.outbox import Outbox
 from pipecomp.mesh.transfer import Transfer
 
-_POLL_S = 0.5
-_CLOSE_S = 10.0
-_UNSENT_BYTES = 1 << 18  # that the system may hold back: what is urgent waits behind it
-_NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT of Linux
+_CLOSE_S, _SAY_S = 10.0, 2.0
+_REASON = 1000  # characters
+_ACKNOWLEDGED = 8  # frames of one message that are acknowledged together
 
 
 class Connection:
     """One end; both threads let go of the interpreter to wait, encrypt and decrypt.
 
-    peer: global rank. timeout_s: silence after which it counts as lost; may be set at any time. called: takes questions
-    to the key-value store; answered: takes answers. Both are called on the receiving thread.
+    peer: global rank. way: how to get there, and there again. timeout_s: silence after which it counts as lost. called:
+    takes questions to the key-value store; answered: takes answers. Both are called on the receiving thread. hurry: a
+    connection that is lost when this one ends is not waited for.
     """
 
     def __init__(
         self,
         peer: int,
-        stream: SecureStream,
+        way: Way,
         *,
         timeout_s: float,
         called: Callable[[Connection, int, Any], None] | None = None,
         answered: Callable[[int, Any], None] | None = None,
         on_end: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        self.peer, self.timeout_s = peer, timeout_s
+        self.peer, self.hurry = peer, False
         self.failure: Exception | None = None
-        self._stream, self._outbox, self._inbox = stream, Outbox(), Inbox()
+        self._outbox, self._inbox = Outbox(), Inbox()
+        self._told = 0  # frames that were acknowledged
+        self._complete = False  # whether what came since is worth an acknowledgement of its own
+        self.line = Line(peer, way, self._outbox, timeout_s, self._drained)
         self._called, self._answered, self._on_end = called, answered, on_end
-        self._closing = False
         self._lock = threading.Lock()
-        sock = stream.sock
-        sock.settimeout(_POLL_S)
-        stream.on_wait = self._check_silence
-        with contextlib.suppress(OSError):  # a socket pair, or another system
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{peer}", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name=f"pipecomp-recv-{peer}", daemon=True)
         self._sender.start()
         self._receiver.start()
+
+    @property
+    def timeout_s(self) -> float:
+        """Silence after which the peer counts as lost; may be set at any time."""
+        return self.line.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self.line.timeout_s = timeout_s
 
     # -- messages
 
@@ -105,10 +112,13 @@ class Connection:
 
     def say_goodbye(self) -> None:
         """The first half of `close`."""
-        self._closing = True
-        self._outbox.empty(_CLOSE_S)
+        deadline = time.monotonic() + _CLOSE_S
+        while not self._outbox.empty(0.1):  # a connection that is lost now is still made anew
+            if time.monotonic() > deadline and (self.hurry or not self.line.lost):
+                break
+        self.line.closing = True
         self._outbox.notice(Header(Kind.BYE, 0))
-        self._outbox.empty(_CLOSE_S)
+        self._outbox.handed_over(_CLOSE_S)
 
     def finish(self) -> None:
         """The second half of `close`."""
@@ -118,8 +128,12 @@ class Connection:
             thread.join(_CLOSE_S)
 
     def flush(self, wait_s: float) -> bool:
-        """Whether everything that may leave has been handed to the system within `wait_s` seconds."""
+        """Whether the peer has everything that may leave within `wait_s` seconds."""
         return self._outbox.empty(wait_s)
+
+    def give_up(self, error: Exception) -> None:
+        """End it for a reason that is known from elsewhere."""
+        self._end(error)
 
     def _end(self, error: Exception) -> None:
         with self._lock:
@@ -128,7 +142,7 @@ class Connection:
             self.failure = error
         self._outbox.end(error)
         self._inbox.end(error)
-        self._stream.close()
+        self.line.give_up(error)
         self._on_end(error)
 
     def _explain(self, error: Exception) -> Exception:
@@ -145,60 +159,98 @@ class Connection:
             return PeerLostError(f"lost rank {self.peer}: its connection was closed ({why})", self.peer)
         return LinkError(f"the connection to rank {self.peer} failed: {type(error).__name__}: {error}")
 
-    def _check_silence(self) -> None:
-        if time.monotonic() - self._stream.heard > self.timeout_s:
-            raise TimeoutError
-
-    # -- threads
+    # -- the sending thread
 
     def _send_all(self) -> None:
-        quiet_since = time.monotonic()
-        try:
-            while self.failure is None:
-                parts = self._outbox.take(min(1.0, self.timeout_s / 4))
+        sent_at = time.monotonic()
+        while self.failure is None:
+            stream, epoch = self.line.now()
+            beat_s = min(1.0, self.timeout_s / 10)
+            try:
+                parts = self._outbox.take(epoch, beat_s)
+                received = self.line.received
+                if received != self._told or (not parts and time.monotonic() - sent_at >= beat_s):
+                    first = pack(Header(Kind.HAVE, 0, total=received))  # nothing else to say is a sign of life
+                    parts = [first + parts[0], *parts[1:]] if parts else [first]
                 if parts:
-                    self._stream.send(*parts)
-                    self._outbox.sent()
-                    quiet_since = time.monotonic()
-                elif time.monotonic() - quiet_since > self.timeout_s / 4:
-                    self._outbox.notice(Header(Kind.ALIVE, 0))
-        except Exception as error:
-            self._receiver.join(1.0)  # what the peer has said last says more than a failed send
-            self._end(self._explain(error))
+                    stream.send(*parts)
+                    self._told, sent_at = received, time.monotonic()
+            except (OSError, EOFError) as error:
+                self.line.drop(stream, error)
+                self.line.wait_for_other(stream)
+            except Exception as error:
+                self._end(self._explain(error))
+
+    def _say_why(self, error: Exception) -> None:
+        """Tell the other side that this one gives up, which must not wait for a new connection."""
+        text = json.dumps(str(error)[:_REASON]).encode()
+        self._outbox.notice(Header(Kind.BYE, len(text)), text)
+        self._outbox.handed_over(_SAY_S)
+
+    def _drained(self) -> None:
+        """On the receiving thread, which has nothing more to do for now."""
+        if self._complete or self.line.received - self._told >= _ACKNOWLEDGED:
+            self._complete = False
+            self._outbox.wake()
+
+    # -- the receiving thread
 
     def _receive_all(self) -> None:
         beginning = memoryview(bytearray(HEADER_BYTES))
         try:
-            while True:
-                self._stream.receive_into(beginning)
-                header = unpack(beginning)
-                if header.kind == Kind.DATA:
-                    place = self._inbox.place(header)
-                    self._stream.receive_into(place)
-                    self._inbox.placed(header)
-                elif header.kind == Kind.BYE:
-                    raise PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
-                else:
-                    self._take_notice(header)
+            while self.failure is None:
+                stream, _ = self.line.now()
+                try:
+                    self._receive_from(stream, beginning)
+                except PeerLostError:
+                    raise
+                except (OSError, EOFError) as error:
+                    self.line.renew(stream, error)
         except Exception as error:
             explained = self._explain(error)
-            if self._closing:
-                self._outbox.empty(1.0)  # so that the other side hears that this one ends in order
+            if self.line.closing:
+                self._outbox.handed_over(_SAY_S)  # so that the other side hears that this one ends in order
+            elif self.failure is None and not isinstance(explained, (PeerLostError, LinkTimeoutError)):
+                self._say_why(explained)
             self._end(explained)
 
-    def _take_notice(self, header: Header) -> None:
+    def _receive_from(self, stream: SecureStream, beginning: memoryview) -> None:
+        """Take frames until the connection ends."""
+        while True:
+            stream.receive_into(beginning)
+            header = unpack(beginning)
+            if header.kind == Kind.DATA:
+                place = self._inbox.place(header)
+                stream.receive_into(place)
+                self.line.received += 1
+                self._complete |= self._inbox.placed(header)
+            elif header.kind == Kind.BYE:
+                raise self._farewell(stream, header)
+            elif header.kind == Kind.HAVE:
+                self._outbox.acknowledge(header.total)
+            else:
+                self._take_notice(stream, header)
+            self.line.heard = time.monotonic()
+
+    def _take_notice(self, stream: SecureStream, header: Header) -> None:
         content = bytearray(header.size)
-        self._stream.receive_into(memoryview(content))
+        stream.receive_into(memoryview(content))
+        self.line.received += 1
+        self._complete = True
         if header.kind == Kind.ASK:
             self._outbox.asked(header.stream, header.tag, header.total)
         elif header.kind == Kind.OPEN:
             self._outbox.opened(header.stream)
-        elif header.kind != Kind.ALIVE:
-            try:
-                value = json.loads(content.decode())
-            except (ValueError, RecursionError) as error:
-                raise WireError(f"a frame {header.kind.name} that is no JSON") from error
-            self._take_json(header, value)
+        else:
+            self._take_json(header, _value(header, content))
+
+    def _farewell(self, stream: SecureStream, header: Header) -> Exception:
+        content = bytearray(header.size)
+        stream.receive_into(memoryview(content))
+        if not content:
+            return PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
+        reason = str(_value(header, content))[:_REASON]
+        return PeerLostError(f"rank {self.peer} gave up the connection to this rank: {reason}", self.peer)
 
     def _take_json(self, header: Header, value: Any) -> None:
         if header.kind == Kind.NOTE:
@@ -211,3 +263,10 @@ class Connection:
             self._answered(header.tag, value)
         else:
             raise WireError(f"a frame {header.kind.name} that this rank has not to do with")
+
+
+def _value(header: Header, content: bytearray) -> Any:
+    try:
+        return json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a frame {header.kind.name} that is no JSON") from error

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipecomp.errors import WireError
 
-VERSION = 1
+VERSION = 2
 CONTENT_BYTES = 1 << 17  # of a DATA frame: 10 ms at 100 Mbit/s, which is how long others wait behind it
 CALL_BYTES = 1 << 22  # of a question to the key-value store, and of its answer
 NOTE_BYTES = 1 << 13
@@ -25,7 +25,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Kind(enum.IntEnum):
-    """Of a frame. Only DATA is numbered among others of its stream; the rest is sent before any DATA that waits."""
+    """Of a frame. All but DATA is sent before any DATA that waits."""
 
     DATA = 1  # a piece of a message
     ASK = 2  # a receive of `total` bytes is ready for a message of this stream and tag
@@ -33,11 +33,22 @@ class Kind(enum.IntEnum):
     NOTE = 4  # JSON for who uses the stream: why it ends
     CALL = 5  # JSON: a question to the key-value store; `tag` numbers it
     ANSWER = 6  # JSON: its answer
-    ALIVE = 7  # nothing, so that silence means something
-    BYE = 8  # nothing comes after this
+    HAVE = 7  # `total` numbered frames have come so far; also sent when there is nothing to say
+    BYE = 8  # nothing comes after this; JSON says why, unless the run is over
+
+    @property
+    def numbered(self) -> bool:
+        """Whether frames of this kind are kept until they are acknowledged, and sent again on a new connection."""
+        return self not in (Kind.HAVE, Kind.BYE)
 
 
-_MOST = {Kind.DATA: CONTENT_BYTES, Kind.CALL: CALL_BYTES, Kind.ANSWER: CALL_BYTES, Kind.NOTE: NOTE_BYTES}
+_MOST = {
+    Kind.DATA: CONTENT_BYTES,
+    Kind.NOTE: NOTE_BYTES,
+    Kind.CALL: CALL_BYTES,
+    Kind.ANSWER: CALL_BYTES,
+    Kind.BYE: NOTE_BYTES,
+}
 
 
 class Header(NamedTuple):

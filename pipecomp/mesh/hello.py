@@ -9,13 +9,13 @@ import secrets
 import socket
 from typing import Any, NamedTuple
 
-from pipecomp.errors import KeysError, LinkError, PipecompError
+from pipecomp.errors import KeysError, LinkError, PipecompError, WireError
 from pipecomp.keys.certificates import Identity
 from pipecomp.keys.stream import SecureStream, explain
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh.frames import VERSION
 
-JOIN, PEER, RELAY = "join", "peer", "relay"  # what a connection can be for
+JOIN, PEER, RELAY, AGAIN = "join", "peer", "relay", "again"  # what a connection can be for
 
 
 class Place(NamedTuple):
@@ -27,13 +27,30 @@ class Place(NamedTuple):
 
 
 class Guest(NamedTuple):
-    """Who connected, and what for. to: of RELAY, the rank that it wants to talk to."""
+    """Who connected, and what for. to: of RELAY, the rank that it wants to talk to. received: frames that it has."""
 
     rank: int
     machine: str
     purpose: str
     to: int
+    received: int
     stream: SecureStream
+
+
+class Answer(NamedTuple):
+    """What the listening end says. received: frames that it has."""
+
+    session: str
+    received: int
+
+
+class Wish(NamedTuple):
+    """What the connecting end wants, and of which rank. to, received: as of a Guest."""
+
+    purpose: str
+    rank: int
+    to: int = -1
+    received: int = 0
 
 
 class RefusedError(LinkError):
@@ -45,13 +62,12 @@ def new_session() -> str:
     return secrets.token_hex(16)
 
 
-def greet(
-    stream: SecureStream, who: Identity, trust: Trust, mine: Place, *, purpose: str, rank: int, to: int = -1
-) -> str:
-    """The connecting end's part; rank: whom it must be talking to. Returns the session.
+def greet(stream: SecureStream, who: Identity, trust: Trust, mine: Place, wish: Wish) -> Answer:
+    """The connecting end's part.
 
-    Raises KeysError if the other end is not that rank, RefusedError if it does not want this one.
+    Raises KeysError if the other end is not the rank that was wanted, RefusedError if it does not want this one.
     """
+    rank = wish.rank
     trust.check(who)
     trust.check_rank(who, rank)
     asked = {
@@ -59,8 +75,9 @@ def greet(
         "rank": mine.rank,
         "world": mine.world,
         "session": mine.session,
-        "purpose": purpose,
-        "to": to,
+        "purpose": wish.purpose,
+        "to": wish.to,
+        "received": wish.received,
         "revoked": trust.revoked,
     }
     try:
@@ -74,7 +91,7 @@ def greet(
         raise KeysError(f"it says that it is rank {answer.get('rank')!r}, not {rank}")
     trust.learn(answer.get("revoked"))
     trust.check(who)
-    return str(answer.get("session"))
+    return Answer(str(answer.get("session")), _count(answer))
 
 
 def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str, ...], early: bytes = b"") -> Guest:
@@ -86,7 +103,7 @@ def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str,
         trust.learn(asked.get("revoked"))
         trust.check(who)
         rank = trust.check_rank(who, asked.get("rank"))
-        purpose, to = asked.get("purpose"), asked.get("to")
+        purpose, to, received = asked.get("purpose"), asked.get("to"), _count(asked)
         if asked.get("version") != VERSION:
             raise LinkError(
                 f"rank {mine.rank} speaks version {VERSION} of frames, rank {rank} {asked.get('version')!r}"
@@ -100,18 +117,26 @@ def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str,
             raise LinkError(f"rank {mine.rank} does not do {purpose!r}")
         if purpose != JOIN and asked.get("session") != mine.session:
             raise LinkError(f"rank {rank} is of another start of this run")
-        return Guest(rank, who.machine, str(purpose), to, stream)
+        return Guest(rank, who.machine, str(purpose), to, received, stream)
     except PipecompError as error:
         refuse(stream, str(error))
         raise
 
 
-def welcome(guest: Guest, trust: Trust, mine: Place) -> None:
-    """Let it in."""
-    guest.stream.send_json({"rank": mine.rank, "session": mine.session, "revoked": trust.revoked})
+def welcome(guest: Guest, trust: Trust, mine: Place, received: int = 0) -> None:
+    """Let it in; received: frames of it that have come."""
+    answer = {"rank": mine.rank, "session": mine.session, "received": received, "revoked": trust.revoked}
+    guest.stream.send_json(answer)
 
 
 def refuse(stream: SecureStream, reason: str) -> None:
     """Say why not."""
     answer: dict[str, Any] = {"error": reason}
     stream.send_json(answer)
+
+
+def _count(said: dict[str, Any]) -> int:
+    found = said.get("received", 0)
+    if type(found) is not int or found < 0:
+        raise WireError(f"a number of frames that is none: {found!r}")
+    return found

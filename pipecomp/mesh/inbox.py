@@ -89,13 +89,13 @@ class Inbox:
             )
         return arriving.view[arriving.filled : arriving.filled + header.size]
 
-    def placed(self, header: Header) -> None:
-        """The content is there."""
+    def placed(self, header: Header) -> bool:
+        """The content is there. Whether the message is, too."""
         key = header.stream, header.tag
         arriving = self._arriving[key]
         arriving.filled += header.size
         if arriving.filled < header.total:
-            return
+            return False
         with self._lock:
             del self._arriving[key]
             sink = self.sinks.get(header.stream)
@@ -108,6 +108,7 @@ class Inbox:
             sink.deliver(arriving.data, arriving.began)
         else:
             self._match(key)
+        return True
 
     def end(self, error: Exception) -> None:
         """Nothing comes any more; all that waits ends with `error`."""

@@ -13,22 +13,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from pipecomp.errors import KeysError, LinkError, LinkTimeoutError
+from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError
 from pipecomp.keys.listener import Address, Listener
 from pipecomp.keys.stream import SecureStream
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
 from pipecomp.mesh.connection import Connection
 from pipecomp.mesh.frames import LINKS
-from pipecomp.mesh.hello import Guest, Place
+from pipecomp.mesh.hello import Guest, Place, Wish
+from pipecomp.mesh.line import Way
 from pipecomp.mesh.relay import Relay
-from pipecomp.mesh.routes import DIRECT, Routes, connect
+from pipecomp.mesh.routes import DIRECT, Routes, address_key, connect, refuses
 from pipecomp.mesh.store import MeshStore, Questions, Table
 
 _AGAIN_S = 0.5
-_CONNECT_S = 5.0
+_CONNECT_S, _AGAIN_CONNECT_S = 5.0, 3.0
 _TIMEOUT_S = 120.0
 _LAST_S = 5.0
 _READY_S = 180.0
@@ -82,6 +83,11 @@ class Mesh:
         for connection in self.connections.values():
             connection.timeout_s = timeout_s
 
+    def hurry(self) -> None:
+        """This rank's training has failed: `close` does not wait for connections that are lost."""
+        for connection in self.connections.values():
+            connection.hurry = True
+
     def close(self) -> None:
         """End all connections in order; rank 0, which serves the store and relays, goes last."""
         every = list(self.connections.values())  # no threads: at the interpreter's end none can be started
@@ -108,21 +114,46 @@ class Mesh:
                 raise LinkTimeoutError(f"rank {missing[0]} did not come to the start of the run within {wait_s:g} s")
 
     def _admit(self, sock: socket.socket) -> Callable[[], None]:
-        guest = hello.receive(sock, self._trust, self._place, (hello.JOIN, hello.RELAY))
+        guest = hello.receive(sock, self._trust, self._place, (hello.JOIN, hello.RELAY, hello.AGAIN))
+        if guest.purpose == hello.AGAIN:
+            return self._take_again(guest)
         if guest.purpose == hello.RELAY:
             assert self._relay is not None
-            relay = self._relay
+            relay, wanted = self._relay, self.connections.get(guest.to)
+            if wanted is not None and wanted.failure is not None:
+                self._refuse(guest, f"rank {guest.to} is gone: {wanted.failure}")
             return lambda: relay.take(guest)
         with self._came:
             there = self.connections.get(guest.rank)
+            if there is not None and there.line.lost:
+                there.give_up(PeerLostError(f"lost rank {guest.rank}: its process was started anew", guest.rank))
+                self._refuse(guest, f"rank {self.rank} still runs from the start before: start all ranks together")
             if there is not None and there.failure is None:
-                hello.refuse(guest.stream, f"rank {guest.rank} is there already: give each process a RANK of its own")
-                raise LinkError(f"rank {guest.rank} came twice")
+                self._refuse(guest, f"rank {guest.rank} is there already: give each process a RANK of its own")
         return lambda: self._let_in(guest)
+
+    def _take_again(self, guest: Guest) -> Callable[[], None]:
+        """A rank that was connected before, and lost its connection."""
+        there = self.connections.get(guest.rank)
+        if there is None or there.failure is not None:
+            self._refuse(guest, f"rank {self.rank} has given up the connection to rank {guest.rank}")
+        return lambda: there.line.adopt(
+            guest.stream, guest.received, lambda count: hello.welcome(guest, self._trust, self._place, count)
+        )
 
     def _let_in(self, guest: Guest) -> None:
         hello.welcome(guest, self._trust, self._place)
-        self._connect(guest.rank, guest.stream, DIRECT)
+        self._connect(guest.rank, Way(guest.stream, DIRECT, waits=True, gone=lambda: self._is_gone(guest.rank)))
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether nothing listens any more where that rank did."""
+        key = address_key(rank)
+        text = self.store.get(key).decode() if self.store.check([key]) else ""
+        return bool(text) and refuses(Address.parse(text))
+
+    def _refuse(self, guest: Guest, reason: str) -> NoReturn:
+        hello.refuse(guest.stream, reason)
+        raise LinkError(f"rank {guest.rank} was refused: {reason}")
 
     def _say_refused(self, who: str, error: Exception) -> None:
         self._refused += 1
@@ -137,9 +168,7 @@ class Mesh:
         address, began = self._meeting.address, time.monotonic()
         while True:
             try:
-                stream, session = connect(
-                    address, self._trust, self._place, wait_s=_CONNECT_S, purpose=hello.JOIN, rank=0
-                )
+                stream, answer = connect(address, self._trust, self._place, Wish(hello.JOIN, 0), wait_s=_CONNECT_S)
                 break
             except OSError as error:
                 if time.monotonic() - began > wait_s:
@@ -152,9 +181,15 @@ class Mesh:
                 raise KeysError(f"what listens at {address} is not rank 0 of this run: {error}") from error
             except hello.RefusedError as error:
                 raise LinkError(f"rank 0 at {address} refuses this rank: {error}") from error
-        self._place = self._place._replace(session=session)
-        self._connect(0, stream, DIRECT)
-        self._routes = Routes(self._trust, self._place, self.store, address, self._own_address(stream))
+        self._place = self._place._replace(session=answer.session)
+        self._connect(0, Way(stream, DIRECT, (self._dial_first,)))
+        listen = self._own_address(stream)
+        self._routes = Routes(self._trust, self._place, self.store, address, listen, self._take_again)
+
+    def _dial_first(self, received: int) -> tuple[SecureStream, int]:
+        wish = Wish(hello.AGAIN, 0, received=received)
+        stream, answer = connect(self._meeting.address, self._trust, self._place, wish, wait_s=_AGAIN_CONNECT_S)
+        return stream, answer.received
 
     def _own_address(self, stream: SecureStream) -> Address | None:
         if self._meeting.quiet:
@@ -166,16 +201,16 @@ class Mesh:
         others = [rank for rank in range(1, self.world) if rank != self.rank]
         if others and self._routes is not None:
             with ThreadPoolExecutor(len(others)) as pool:
-                for rank, (stream, route) in zip(others, pool.map(self._routes.find, others), strict=True):
-                    self._connect(rank, stream, route)
+                for rank, way in zip(others, pool.map(self._routes.find, others), strict=True):
+                    self._connect(rank, way)
 
     # -- all
 
-    def _connect(self, rank: int, stream: SecureStream, route: str) -> None:
+    def _connect(self, rank: int, way: Way) -> None:
         table, questions = self._table, self._questions if rank == 0 else None
         connection = Connection(
             rank,
-            stream,
+            way,
             timeout_s=_TIMEOUT_S,
             called=table.serve if table is not None else None,
             answered=questions.answered if questions is not None else None,
@@ -184,7 +219,7 @@ class Mesh:
         if questions is not None:
             questions.connection = connection
         with self._came:
-            self.connections[rank], self.routes[rank] = connection, route
+            self.connections[rank], self.routes[rank] = connection, way.route
             self._came.notify_all()
 
 

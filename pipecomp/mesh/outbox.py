@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from typing import NamedTuple
 
 from pipecomp.errors import WireError
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, pack
 from pipecomp.mesh.transfer import Transfer
 
+KEPT_BYTES = 1 << 26  # of messages that were sent and not acknowledged; they stay where they are, nothing is copied
 MOST_ASKED = 1 << 16  # receives that a rank may have ready and unmet: a few bytes each
 
 
@@ -27,21 +29,39 @@ class _Lane:
         self.ready = False  # among those that take turns
 
 
+class _Kept(NamedTuple):
+    """A numbered frame that the other side has not acknowledged. ends: the message that ends when it is."""
+
+    parts: tuple[bytes, bytes | memoryview]
+    ends: Transfer | None
+
+
 class Outbox:
-    """`send` and `notice` may be called on any thread, `take` on one."""
+    """`send` and `notice` may be called on any thread, `take` on one.
+
+    A long message's transfer ends when the other side has all of it, for until then its memory may be needed again. A
+    short one's, which is copied, and a link's packet, which nobody changes, end when the system has them.
+    """
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[int, int], _Lane] = {}
         self._open: set[int] = set()
         self._ready: deque[tuple[int, int]] = deque()
-        self._notices: deque[tuple[bytes, bytes]] = deque()
+        self._notices: deque[tuple[Kind, tuple[bytes, bytes]]] = deque()
         self._asked = 0
-        self._taken = False  # whether a piece of the first lane is being sent
+        self._kept: deque[_Kept] = deque()
+        self._kept_bytes = 0
+        self._acknowledged = 0  # frames, which the first one that is kept comes after
+        self._again: deque[_Kept] = deque()  # to be sent anew
+        self._epoch = 0  # how many connections there were before this one
+        self._leaving: Transfer | None = None  # of which `take` gave the end
+        self._woken = False
+        self._out = False  # whether what `take` gave may not have been handed to the system
         self._ended: Exception | None = None
         self._changed = threading.Condition()
 
     def send(self, stream: int, tag: int, view: memoryview) -> Transfer:
-        """Queue a message, which must not change until its transfer has ended: then the system has it."""
+        """Queue a message, which must not change until its transfer has ended."""
         transfer = Transfer(view)
         with self._changed:
             ended = self._ended
@@ -56,7 +76,7 @@ class Outbox:
     def notice(self, header: Header, content: bytes = b"") -> None:
         """Queue a frame that goes before all messages."""
         with self._changed:
-            self._notices.append((pack(header), content))
+            self._notices.append((header.kind, (pack(header), content)))
             self._changed.notify()
 
     def asked(self, stream: int, tag: int, total: int) -> None:
@@ -79,61 +99,132 @@ class Outbox:
                 if key[0] == stream:
                     self._check(key, lane)
 
-    def take(self, wait_s: float) -> list[bytes | memoryview]:
-        """What to send next, as buffers: all notices and one frame of a message; [] if there was nothing to send.
-
-        Call `sent` when it is.
-        """
+    def wake(self) -> None:
+        """Let `take` return, whether there is something to send or not."""
         with self._changed:
-            if not self._notices and not self._ready and self._ended is None:
+            self._woken = True
+            self._changed.notify_all()
+
+    def take(self, epoch: int, wait_s: float) -> list[bytes | memoryview]:
+        """What to send next, as buffers: all notices and one frame of a message.
+
+        [] if there was nothing to send, somebody called `wake`, or `epoch` is over.
+        """
+        if self._leaving is not None:
+            self._leaving.finish()
+            self._leaving = None
+        with self._changed:
+            self._out = False
+            self._changed.notify_all()
+            if not self._may_take() and self._ended is None and not self._woken:
                 self._changed.wait(wait_s)
+            self._woken = False
             parts: list[bytes | memoryview] = []
+            if epoch != self._epoch:
+                return parts
+            self._out = True
+            if self._again:
+                return list(self._again.popleft().parts)
             while self._notices:
-                parts += self._notices.popleft()
-            self._taken = bool(self._ready)
-            if self._taken:
-                key = self._ready[0]
-                lane = self._lanes[key]
-                message = lane.messages[0]
-                if lane.sent == 0:
-                    message.began = time.perf_counter()
-                piece = message.view[lane.sent : lane.sent + CONTENT_BYTES]
-                lane.sent += len(piece)
-                parts += [pack(Header(Kind.DATA, len(piece), *key, len(message.view))), piece]
+                kind, frame = self._notices.popleft()
+                parts += frame
+                if kind.numbered:
+                    self._keep(_Kept(frame, None))
+            if self._ready and self._kept_bytes < KEPT_BYTES:
+                parts += self._next_piece()
             return parts
 
-    def sent(self) -> None:
-        """What `take` gave was sent: the next lane's turn."""
-        finished = None
+    def _may_take(self) -> bool:
+        return bool(self._again or self._notices or (self._ready and self._kept_bytes < KEPT_BYTES))
+
+    def _next_piece(self) -> tuple[bytes, bytes | memoryview]:
+        """A frame of the lane whose turn it is."""
+        key = self._ready.popleft()
+        lane = self._lanes[key]
+        lane.ready = False
+        message = lane.messages[0]
+        size = len(message.view)
+        if lane.sent == 0:
+            message.began = time.perf_counter()
+        piece: bytes | memoryview = message.view[lane.sent : lane.sent + CONTENT_BYTES]
+        if size <= EAGER_BYTES and key[0] < LINKS:
+            piece = bytes(piece)
+        lane.sent += len(piece)
+        frame = pack(Header(Kind.DATA, len(piece), *key, size)), piece
+        ends = None
+        if lane.sent == size:
+            if size <= EAGER_BYTES or key[0] >= LINKS:
+                self._leaving = message
+            else:
+                ends = message
+            lane.messages.popleft()
+            lane.sent = 0
+            if size > EAGER_BYTES and lane.asked and key[0] not in self._open:
+                lane.asked.popleft()
+                self._asked -= 1
+        self._keep(_Kept(frame, ends))
+        self._check(key, lane)
+        if not lane.messages and not lane.asked:
+            del self._lanes[key]
+        return frame
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept.append(kept)
+        self._kept_bytes += sum(map(len, kept.parts))
+
+    # -- what the other side has
+
+    def acknowledge(self, count: int) -> None:
+        """It has `count` frames. WireError if there were not so many."""
+        finished = []
         with self._changed:
-            if self._taken and self._ready:
-                key = self._ready.popleft()
-                lane = self._lanes[key]
-                lane.ready = False
-                message = lane.messages[0]
-                if lane.sent == len(message.view):
-                    finished = lane.messages.popleft()
-                    lane.sent = 0
-                    if len(message.view) > EAGER_BYTES and lane.asked and key[0] not in self._open:
-                        lane.asked.popleft()
-                        self._asked -= 1
-                self._check(key, lane)
-                if not lane.messages and not lane.asked:
-                    del self._lanes[key]
+            sent = self._acknowledged + len(self._kept) - len(self._again)
+            if not self._acknowledged <= count <= sent:
+                raise WireError(f"an acknowledgement of {count} frames, of {sent}")
+            while self._acknowledged < count:
+                kept = self._kept.popleft()
+                self._kept_bytes -= sum(map(len, kept.parts))
+                self._acknowledged += 1
+                if kept.ends is not None:
+                    finished.append(kept.ends)
             self._changed.notify_all()
-        if finished is not None:
-            finished.finish()
+        for transfer in finished:
+            transfer.finish()
+
+    def renew(self, count: int) -> int:
+        """A new connection, over which `count` frames need not be sent again; returns its epoch."""
+        with self._changed:
+            self._again.clear()  # of the connection before
+        self.acknowledge(count)
+        with self._changed:
+            self._again = deque(self._kept)
+            self._epoch += 1
+            self._changed.notify_all()
+            return self._epoch
 
     def empty(self, wait_s: float) -> bool:
-        """Whether everything is sent, at once or before `wait_s` seconds are over."""
+        """Whether the other side has everything, at once or before `wait_s` seconds are over."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._ended is not None or not (self._ready or self._notices), wait_s)
+            return self._changed.wait_for(
+                lambda: self._ended is not None or not (self._ready or self._notices or self._kept), wait_s
+            )
+
+    def handed_over(self, wait_s: float) -> bool:
+        """Whether the system has all notices, at once or before `wait_s` seconds are over."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._ended is not None or not (self._notices or self._out or self._again), wait_s
+            )
 
     def end(self, error: Exception) -> None:
         """Nothing can be sent any more; all that waits ends with `error`."""
         with self._changed:
             self._ended = self._ended or error
             waiting = [message for lane in self._lanes.values() for message in lane.messages]
+            waiting += [kept.ends for kept in self._kept if kept.ends is not None]
+            waiting += [] if self._leaving is None else [self._leaving]
+            self._kept.clear()
+            self._again.clear()
             self._lanes.clear()
             self._ready.clear()
             self._notices.clear()

@@ -24,21 +24,28 @@ class Relay:
         self._trust, self._mine = trust, mine
         self._waiting: dict[tuple[int, int], Guest] = {}
         self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
+        self._carried: dict[tuple[int, int], list[socket.socket]] = {}
         self.bytes = 0  # that went through, both ways
 
     def take(self, guest: Guest) -> None:
         """A rank that wants to talk to another one; carries both ways when that one comes too."""
         pair = min(guest.rank, guest.to), max(guest.rank, guest.to)
         with self._lock:
+            for sock in self._carried.pop(pair, ()):
+                close(sock)  # one of them has lost the connection from before; the other hears it by this
             other = self._waiting.pop(pair, None)
             if other is None or other.rank == guest.rank:  # the first, or the same again
                 self._waiting[pair] = guest
                 if other is not None:
                     other.stream.close()
                 return
-        ends = [(end.stream.sock, self._strip(end)) for end in (other, guest)]
-        self._sockets += [sock for sock, _ in ends]
+        try:
+            ends = [(end.stream.sock, self._strip(end)) for end in (other, guest)]
+        except BaseException:
+            other.stream.close()
+            raise
+        with self._lock:
+            self._carried[pair] = [sock for sock, _ in ends]
         for (sock, early), (to, _) in (ends, ends[::-1]):
             sock.settimeout(None)
             name = f"pipecomp-relay-{pair[0]}-{pair[1]}"
@@ -46,7 +53,10 @@ class Relay:
 
     def close(self) -> None:
         """Carry no more."""
-        for sock in [*self._sockets, *(guest.stream.sock for guest in self._waiting.values())]:
+        with self._lock:
+            carried = [sock for pair in self._carried.values() for sock in pair]
+            waiting = [guest.stream.sock for guest in self._waiting.values()]
+        for sock in carried + waiting:
             close(sock)
 
     def _strip(self, guest: Guest) -> bytes:

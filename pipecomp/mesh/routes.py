@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from pipecomp.errors import KeysError, LinkTimeoutError, PipecompError
@@ -17,17 +18,19 @@ from pipecomp.keys.listener import Address, Listener
 from pipecomp.keys.stream import SecureStream, close
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
-from pipecomp.mesh.hello import Guest, Place
+from pipecomp.mesh.hello import Answer, Guest, Place, Wish
+from pipecomp.mesh.line import Way
 
 DIRECT, RELAYED = "direct", "relayed by rank 0"
 _DIRECT_S = 3.0  # for a direct connection: behind NAT there is none, and nothing says so
 _HELLO_S = 10.0
 _ROUTE_S = 60.0  # for an attempt of both
+_AGAIN_S = 4.0  # at the relay, for the other side of a lost connection: it comes there again and again
 _KEY = "pipecomp/mesh/{}"
 
 
-def connect(address: Address, trust: Trust, mine: Place, *, wait_s: float, **wanted: Any) -> tuple[SecureStream, str]:
-    """A connection to a rank that listens, and its session; wanted: as for `hello.greet`.
+def connect(address: Address, trust: Trust, mine: Place, wish: Wish, *, wait_s: float) -> tuple[SecureStream, Answer]:
+    """A connection to a rank that listens, and what it answers.
 
     OSError if nothing listens; KeysError or RefusedError from `greet`.
     """
@@ -35,18 +38,47 @@ def connect(address: Address, trust: Trust, mine: Place, *, wait_s: float, **wan
     sock.settimeout(_HELLO_S)
     try:
         stream, who = trust.secure(sock, server=False)
-        return stream, hello.greet(stream, who, trust, mine, **wanted)
+        return stream, hello.greet(stream, who, trust, mine, wish)
     except BaseException:
         close(sock)
         raise
 
 
-class Routes:
-    """This rank's way to each other rank but 0. listener: its own, None if it cannot have one."""
+def refuses(address: Address | None) -> bool:
+    """Whether nothing listens there, and that is certain."""
+    if address is None:
+        return False
+    try:
+        close(socket.create_connection((address.host, address.port), _DIRECT_S))
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
-    def __init__(self, trust: Trust, mine: Place, store: Any, first: Address, listen: Address | None) -> None:
-        """first: rank 0's address. listen: where this rank may listen; None if nowhere."""
-        self._trust, self._mine, self._store, self._first = trust, mine, store, first
+
+def address_key(rank: int) -> str:
+    """Where a rank says in the key-value store where it listens; empty for nowhere."""
+    return _KEY.format(f"address/{rank}")
+
+
+class Routes:
+    """This rank's way to each other rank but 0."""
+
+    def __init__(
+        self,
+        trust: Trust,
+        mine: Place,
+        store: Any,
+        first: Address,
+        listen: Address | None,
+        again: Callable[[Guest], Callable[[], None]],
+    ) -> None:
+        """first: rank 0's address. listen: where this rank may listen; None if nowhere.
+
+        again: takes ranks that were connected before; returns what to do next.
+        """
+        self._trust, self._mine, self._store, self._first, self._again = trust, mine, store, first, again
         self._guests: dict[int, Guest] = {}
         self._came = threading.Condition()
         self._listener: Listener | None = None
@@ -55,18 +87,19 @@ class Routes:
             with contextlib.suppress(PipecompError):
                 self._listener = Listener(listen, self._admit)
                 said = str(self._listener.address)
-        store.set(_KEY.format(f"address/{mine.rank}"), said)
+        store.set(address_key(mine.rank), said)
 
     def close(self) -> None:
         """Listen no more."""
         if self._listener is not None:
             self._listener.close()
 
-    def find(self, other: int) -> tuple[SecureStream, str]:
-        """A stream to another rank, and how it goes there. LinkTimeoutError if there is no way."""
+    def find(self, other: int) -> Way:
+        """The way to another rank. LinkTimeoutError if there is none."""
         me = self._mine.rank
         low, high = min(me, other), max(me, other)
         at = {rank: self._address(rank) for rank in (low, high)}
+        around = partial(self._relayed, other, _AGAIN_S)
         attempts = [(a, b) for a, b in ((high, low), (low, high)) if at[b] is not None]
         for number, (source, target) in enumerate(attempts):
             key = _KEY.format(f"{low}-{high}/{number}")
@@ -74,40 +107,51 @@ class Routes:
                 address = at[target]
                 assert address is not None
                 try:
-                    stream, _ = connect(
-                        address, self._trust, self._mine, wait_s=_DIRECT_S, purpose=hello.PEER, rank=target
-                    )
+                    stream, _ = self._direct(address, Wish(hello.PEER, target))
                 except (OSError, PipecompError):
                     self._store.set(key, "no")
                     continue
                 self._store.set(key, "yes")
-                return stream, DIRECT
+                return Way(stream, DIRECT, (partial(self._once_more, address, target), around))
             if self._read(key) == "yes":
-                return self._guest(other), DIRECT
-        return self._relayed(other), RELAYED
+                gone = partial(refuses, at[other])
+                return Way(self._guest(other), DIRECT, (around,), waits=True, gone=gone)
+        return Way(self._relayed(other, _ROUTE_S, 0)[0], RELAYED, (around,))
 
-    def _relayed(self, other: int) -> SecureStream:
-        wanted = {"purpose": hello.RELAY, "rank": 0, "to": other}
+    def _direct(self, address: Address, wish: Wish) -> tuple[SecureStream, int]:
+        stream, answer = connect(address, self._trust, self._mine, wish, wait_s=_DIRECT_S)
+        return stream, answer.received
+
+    def _once_more(self, address: Address, target: int, received: int) -> tuple[SecureStream, int]:
+        return self._direct(address, Wish(hello.AGAIN, target, received=received))
+
+    def _relayed(self, other: int, wait_s: float, received: int) -> tuple[SecureStream, int]:
+        """A stream, and how many frames the other side has; wait_s: for it to come, too."""
         try:
-            outer, _ = connect(self._first, self._trust, self._mine, wait_s=_HELLO_S, **wanted)
-            outer.sock.settimeout(_ROUTE_S)
+            wish = Wish(hello.RELAY, 0, other)
+            outer, _ = connect(self._first, self._trust, self._mine, wish, wait_s=_DIRECT_S)
+            outer.sock.settimeout(wait_s)
             early = outer.strip()
             if other > self._mine.rank:
                 guest = hello.receive(outer.sock, self._trust, self._mine, (hello.PEER,), early)
                 if guest.rank != other:
                     raise KeysError(f"rank {guest.rank} is at the other end")
-                hello.welcome(guest, self._trust, self._mine)
-                return guest.stream
+                hello.welcome(guest, self._trust, self._mine, received)
+                return guest.stream, guest.received
             inner, who = self._trust.secure(outer.sock, server=False, early=early)
-            hello.greet(inner, who, self._trust, self._mine, purpose=hello.PEER, rank=other)
+            answer = hello.greet(inner, who, self._trust, self._mine, Wish(hello.PEER, other, received=received))
+        except hello.RefusedError:
+            raise
         except (OSError, EOFError, PipecompError) as error:
             raise LinkTimeoutError(
                 f"rank {self._mine.rank} cannot reach rank {other}, neither directly nor through rank 0: {error}"
             ) from error
-        return inner
+        return inner, answer.received
 
     def _admit(self, sock: socket.socket) -> Callable[[], None]:
-        guest = hello.receive(sock, self._trust, self._mine, (hello.PEER,))
+        guest = hello.receive(sock, self._trust, self._mine, (hello.PEER, hello.AGAIN))
+        if guest.purpose == hello.AGAIN:
+            return self._again(guest)
 
         def come() -> None:
             hello.welcome(guest, self._trust, self._mine)
@@ -124,7 +168,7 @@ class Routes:
             return self._guests[rank].stream
 
     def _address(self, rank: int) -> Address | None:
-        text = self._read(_KEY.format(f"address/{rank}"))
+        text = self._read(address_key(rank))
         return Address.parse(text) if text else None
 
     def _read(self, key: str) -> str:

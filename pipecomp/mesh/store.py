@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 28  # of all keys and values
 MOST_WAITS = 1 << 10  # questions of a rank that wait for keys
 _OWNED = re.compile(r"pipecomp/(?:alive|stopped)/(\d+)$")
 _DEFAULT = timedelta(minutes=5)  # as torch's stores wait
-_ANSWER_S = 60.0  # for rank 0 to answer what needs no waiting
+_ANSWER_S = 60.0  # for rank 0 to answer what needs no waiting, beside the time in which a lost connection is made anew
 _KEY_BYTES = 1 << 12
 
 
@@ -282,7 +282,8 @@ class MeshStore(dist.Store):
     def _do(self, here: Callable[[Table], Any], question: list[Any]) -> Any:
         if self._table is None:
             assert self._questions is not None
-            return self._questions.ask(question, _ANSWER_S)
+            connection = self._questions.connection
+            return self._questions.ask(question, _ANSWER_S + (connection.timeout_s if connection is not None else 0.0))
         try:
             return here(self._table)
         except (KeyError, ValueError) as error:

@@ -96,6 +96,9 @@ def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
         "delay_s": shape.delay_s,
         "jitter_s": shape.jitter_s,
         "cuts": [asdict(cut) for cut in shape.cuts],
+        "loss": shape.loss,
+        "nat": shape.nat,
+        "wireguard": shape.wireguard,
         "nodes": nodes,
     }
 
@@ -111,8 +114,11 @@ def describe(shape: Shape, form: str) -> str:
         rates = f"{rate_text(shape.down[0])} down, {rate_text(shape.up[0])} up"
     delay = f", {1000 * shape.delay_s:g} ms one way" if shape.delay_s else ""
     jitter = f" (± {1000 * shape.jitter_s:g} ms)" if shape.jitter_s else ""
+    loss = f", {100 * shape.loss:g} % lost" if shape.loss else ""
+    nat = ", all but node 0 behind routers" if shape.nat else ""
+    through = ", through WireGuard" if shape.wireguard else ""
     by = "shaped by the kernel" if form == "kernel" else "in software"
-    return f"{shape.nodes} nodes, {rates}{delay}{jitter}, {by}"
+    return f"{shape.nodes} nodes, {rates}{delay}{jitter}{loss}{nat}{through}, {by}"
 
 
 def bytes_table(report: dict[str, Any]) -> Table:

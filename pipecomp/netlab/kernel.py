@@ -5,6 +5,7 @@
     node 1: eth0 ── port1 ┘
 
 eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too.
+With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipecomp.netlab import filters, wireguard
 from pipecomp.netlab.names import new_name
 from pipecomp.netlab.network import NetlabError, NodeBytes
 from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
@@ -24,7 +26,8 @@ from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
 WITHOUT = "--software (software=True in Python) needs none of this, but slows down only pipecomp's own links"
 CONFIGURATION = Path("/etc/netns")
-_PREFIX_BITS = 15  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks
+_PREFIX_BITS = 16  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks; its other half is behind routers
+_PRIVATE_BITS = 24
 _COMMAND_S = 20.0
 _ADD, _DELETE = "ip netns add {0}", "ip netns delete {0}"
 _KINDS = {
@@ -99,12 +102,14 @@ class KernelNetwork:
     """
 
     form = "kernel"
-    interface = "eth0"
 
     def __init__(self, shape: Shape, folder: Path, name: str, *, run: Run = command, netem: bool | None = None) -> None:
         self._shape, self._run, self._ports = shape, run, 29500
         self._hub = f"{name}-hub"
         self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
+        self._routers = {node: f"{name}-r{node}" for node in range(1, shape.nodes) if shape.nat}
+        self._wireguard: wireguard.WireGuard | None = None
+        self.interface = wireguard.INTERFACE if shape.wireguard else "eth0"
         self.delay_by: str | None = None
         self._state = folder / "state"
         if shape.delay_s:
@@ -112,6 +117,9 @@ class KernelNetwork:
             SharedState.create(self._state, shape.nodes)
         try:
             self._build()
+            if shape.wireguard:
+                outside = [self._outside(node) for node in range(shape.nodes)]
+                self._wireguard = wireguard.WireGuard(self._nodes, outside, folder, run, star=shape.nat)
         except BaseException:
             self.close()
             raise
@@ -123,9 +131,12 @@ class KernelNetwork:
         self._without_ipv6(hub, "br0")
         run(f"ip -n {hub} link set br0 up")
         for node, name in enumerate(self._nodes):
-            port = f"port{node}"
+            port, router = f"port{node}", self._routers.get(node)
             run(f"ip netns add {name}")
-            run(f"ip link add eth0 netns {name} type veth peer name {port} netns {hub}")
+            if router is None:
+                run(f"ip link add eth0 netns {name} type veth peer name {port} netns {hub}")
+            else:
+                self._build_router(node, router)
             self._without_ipv6(name, "eth0")
             self._without_ipv6(hub, port)
             delay = shape if self.delay_by == "netem" else None
@@ -135,10 +146,27 @@ class KernelNetwork:
                 run(text)
             run(f"ip -n {hub} link set {port} master br0")
             run(f"ip -n {hub} link set {port} up")
-            run(f"ip -n {name} addr add {self.address(node)}/{_PREFIX_BITS} dev eth0")
+            bits = _PREFIX_BITS if router is None else _PRIVATE_BITS
+            run(f"ip -n {name} addr add {self._outside(node)}/{bits} dev eth0")
             run(f"ip -n {name} link set eth0 up")
             run(f"ip -n {name} link set lo up")
+            if router is not None:
+                run(f"ip -n {name} route add default via {_lan(node)}")
+            if shape.loss:
+                filters.lose_packets(name, "eth0", shape.loss, run)
             self._name_nodes(name)
+
+    def _build_router(self, node: int, router: str) -> None:
+        """eth0 of a node, a router's two sides, and a port of the bridge."""
+        run = self._run
+        run(f"ip netns add {router}")
+        run(f"ip link add eth0 netns {self._nodes[node]} type veth peer name lan netns {router}")
+        run(f"ip link add wan netns {router} type veth peer name port{node} netns {self._hub}")
+        for side, own, bits in (("lan", _lan(node), _PRIVATE_BITS), ("wan", _on_bridge(node), _PREFIX_BITS)):
+            self._without_ipv6(router, side)
+            run(f"ip -n {router} addr add {own}/{bits} dev {side}")
+            run(f"ip -n {router} link set {side} up")
+        filters.masquerade(router, "wan", run)
 
     def _name_nodes(self, namespace: str) -> None:
         # `ip netns exec` shows this as /etc/hosts. Without names, torch warns of every connection, which it looks up as
@@ -157,7 +185,10 @@ class KernelNetwork:
 
     def address(self, node: int) -> str:
         """See Network."""
-        return f"198.18.0.{node + 1}"
+        return wireguard.address(node) if self._shape.wireguard else self._outside(node)
+
+    def _outside(self, node: int) -> str:
+        return f"198.19.{node}.2" if node in self._routers else _on_bridge(node)
 
     def port(self) -> int:
         """See Network."""
@@ -217,11 +248,27 @@ class KernelNetwork:
 
     def processes(self) -> set[int]:
         """See Network."""
-        return processes_in([*self._nodes, self._hub], self._run)
+        own = set() if self._wireguard is None else self._wireguard.processes
+        return processes_in(self._namespaces, self._run) - own
 
     def close(self) -> None:
         """See Network."""
-        delete_namespaces([*self._nodes, self._hub], self._run)
+        if self._wireguard is not None:
+            self._wireguard.close()
+        delete_namespaces(self._namespaces, self._run)
+
+    @property
+    def _namespaces(self) -> list[str]:
+        return [*self._nodes, *self._routers.values(), self._hub]
+
+
+def _on_bridge(node: int) -> str:
+    return f"198.18.0.{node + 1}"
+
+
+def _lan(node: int) -> str:
+    """A router's address towards its node."""
+    return f"198.19.{node}.1"
 
 
 def queue_commands(

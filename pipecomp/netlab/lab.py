@@ -10,18 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from pipecomp.errors import require
-from pipecomp.netlab import kernel
+from pipecomp.netlab import filters, kernel, wireguard
 from pipecomp.netlab.jobs import Functions, Starter
 from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
 from pipecomp.netlab.network import NetlabError, Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
-from pipecomp.netlab.shape import Shape, read_shape
+from pipecomp.netlab.shape import Options, Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 from pipecomp.rates import parse_rate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LAUNCHERS = ("none", "deepspeed")
 _TICK_S = 0.02
@@ -41,16 +44,27 @@ class Finished:
     seconds: float
 
 
+def missing_for(shape: Shape) -> str | None:
+    """Say what this machine lacks for a shape beside what every lab of the kernel's needs, None if nothing."""
+    problem = filters.missing() if shape.loss or shape.nat else None
+    return problem or (wireguard.missing() if shape.wireguard else None)
+
+
 class Lab:
     """Join nodes 0, 1, … by links of a stated rate and delay; use it in a `with` statement.
 
     Args:
+        options: the following but `software`, by name.
         nodes: 2 to 64.
         bandwidth: rate of both directions of every node ("100mbit"); None for as fast as it goes.
         asymmetric: instead, "DOWN/UP" once for all nodes or once for each.
         delay: time one way ("20ms").
         jitter: how far the delay varies ("2ms").
         cuts: lost connections, "NODE@TIME" for good or "NODE@TIME+TIME" for a while ("1@30s+5s").
+        outages: all connections lost for a while, "TIME@TIME" ("60s@300s": for 60 s, from 300 s on).
+        loss: share of the packets that are lost ("2%"), each for itself.
+        nat: put every node but 0 behind a router of its own, which lets no connection in.
+        wireguard: let the nodes talk through WireGuard; their addresses are then those inside it.
         software: do without the kernel and slow down only pipecomp's own links between stages.
 
     Raises:
@@ -64,20 +78,10 @@ class Lab:
             print(lab.bytes())
     """
 
-    def __init__(
-        self,
-        *,
-        nodes: int = 2,
-        bandwidth: str | None = None,
-        asymmetric: Sequence[str] = (),
-        delay: str | None = None,
-        jitter: str | None = None,
-        cuts: Sequence[str] = (),
-        software: bool = False,
-    ) -> None:
-        self.shape: Shape = read_shape(
-            nodes=nodes, bandwidth=bandwidth, asymmetric=asymmetric, delay=delay, jitter=jitter, cuts=cuts
-        )
+    def __init__(self, *, software: bool = False, **options: Unpack[Options]) -> None:
+        self.shape: Shape = read_shape(**options)
+        only_kernel = [name for name in ("loss", "nat", "wireguard") if getattr(self.shape, name)]
+        require(not (software and only_kernel), "software", software, f"a lab without {', '.join(only_kernel)}")
         self._software = software
         self._network: Network | None = None
         self.name = ""
@@ -87,6 +91,8 @@ class Lab:
         remove_leftovers()
         if not self._software and (problem := kernel.missing()):
             raise NetlabError(f"{problem}; {kernel.WITHOUT}")
+        if problem := missing_for(self.shape):
+            raise NetlabError(problem)
         folder = folder_of(self.name)
         folder.mkdir(mode=0o700)
         try:

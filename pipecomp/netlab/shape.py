@@ -8,12 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 from pipecomp.errors import ConfigError, require
 from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 MAX_CUT_S = 86400.0
 MAX_NODES = 64
+MAX_LOSS = 0.5
 _CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: which node is cut off, when, and for how long (else for good)"
 
 _BURST_S = 0.004  # what a token bucket may save up: with less, a busy machine's late timers cost rate (100 Mbit/s: 7 %)
@@ -34,7 +39,8 @@ class Cut:
 class Shape:
     """All links of a lab. up, down: bits per second from and to each node (None: as fast as it goes).
 
-    delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept.
+    delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept. loss: share of the packets
+    that do not arrive. nat: all nodes but 0 are behind routers of their own. wireguard: nodes talk through WireGuard.
     """
 
     nodes: int
@@ -43,27 +49,60 @@ class Shape:
     delay_s: float = 0.0
     jitter_s: float = 0.0
     cuts: tuple[Cut, ...] = ()
+    loss: float = 0.0
+    nat: bool = False
+    wireguard: bool = False
 
 
-def read_shape(
-    *,
-    nodes: int,
-    bandwidth: str | None = None,
-    asymmetric: Sequence[str] = (),
-    delay: str | None = None,
-    jitter: str | None = None,
-    cuts: Sequence[str] = (),
-) -> Shape:
-    """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect.
+class Options(TypedDict, total=False):
+    """What a lab is like, as text; see `Lab`."""
 
-    bandwidth: both directions of every node. asymmetric: "DOWN/UP", as providers name it, for all nodes or one each.
-    """
+    nodes: int
+    bandwidth: str | None
+    asymmetric: Sequence[str]
+    delay: str | None
+    jitter: str | None
+    cuts: Sequence[str]
+    outages: Sequence[str]
+    loss: str | None
+    nat: bool
+    wireguard: bool
+
+
+def read_shape(**options: Unpack[Options]) -> Shape:
+    """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect."""
+    nodes = options.get("nodes", 2)
     require(
         not isinstance(nodes, bool) and isinstance(nodes, int) and 2 <= nodes <= MAX_NODES,
         "nodes",
         nodes,
         f"2 to {MAX_NODES}",
     )
+    down, up = _rates(nodes, options.get("bandwidth"), options.get("asymmetric", ()))
+    delay, jitter, loss = options.get("delay"), options.get("jitter"), options.get("loss")
+    delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
+    jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
+    require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
+    cuts = [_cut(text, nodes) for text in options.get("cuts", ())]
+    cuts += [cut for text in options.get("outages", ()) for cut in _outage(text, nodes)]
+    return Shape(
+        nodes=nodes,
+        up=up,
+        down=down,
+        delay_s=delay_s,
+        jitter_s=jitter_s,
+        cuts=tuple(cuts),
+        loss=0.0 if loss is None else _share(loss),
+        nat=options.get("nat", False),
+        wireguard=options.get("wireguard", False),
+    )
+
+
+_Rates = tuple[int | None, ...]
+
+
+def _rates(nodes: int, bandwidth: str | None, asymmetric: Sequence[str]) -> tuple[_Rates, _Rates]:
+    """Bits per second down and up, of each node."""
     require(bandwidth is None or not asymmetric, "asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
     if asymmetric:
         require(
@@ -77,17 +116,7 @@ def read_shape(
         rate = None if bandwidth is None else parse_rate("bandwidth", bandwidth)
         pairs = [(rate, rate)]
     down, up = zip(*(pairs if len(pairs) == nodes else pairs * nodes), strict=True)
-    delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
-    jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
-    require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
-    return Shape(
-        nodes=nodes,
-        up=up,
-        down=down,
-        delay_s=delay_s,
-        jitter_s=jitter_s,
-        cuts=tuple(_cut(text, nodes) for text in cuts),
-    )
+    return down, up
 
 
 def _pair(text: str) -> tuple[int | None, int | None]:
@@ -102,6 +131,21 @@ def _cut(text: str, nodes: int) -> Cut:
         raise ConfigError("cut", text, f"{_CUTS}; nodes 0 to {nodes - 1}")
     for_s = None if found[3] is None else parse_time("cut", found[3], MAX_CUT_S)
     return Cut(node=int(found[1]), at_s=parse_time("cut", found[2], MAX_CUT_S), for_s=for_s)
+
+
+def _outage(text: str, nodes: int) -> list[Cut]:
+    length, at, begin = text.partition("@") if isinstance(text, str) else ("", "", "")
+    if not at:
+        raise ConfigError("outage", text, "TIME@TIME, as in 60s@300s: for how long all nodes are cut off, and when")
+    at_s, for_s = parse_time("outage", begin, MAX_CUT_S), parse_time("outage", length, MAX_CUT_S)
+    return [Cut(node=node, at_s=at_s, for_s=for_s) for node in range(nodes)]
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text) if isinstance(text, str) else None
+    if found is None or not 0 < float(found[1]) <= 100 * MAX_LOSS:
+        raise ConfigError("loss", text, f"a share in percent, more than 0% and at most {100 * MAX_LOSS:g}%, as in 2%")
+    return float(found[1]) / 100
 
 
 def burst_bytes(rate: int) -> int:

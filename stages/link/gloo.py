@@ -21,7 +21,6 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -29,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved, Pacer
+from pipecomp.stages.link.delivery import Delivery
+from pipecomp.stages.link.transport import Pacer
 
 FRAME_BYTES = 1 << 19
 _RING = 16  # receives posted ahead
@@ -44,7 +44,7 @@ _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
 _CLOSE_SECONDS = 10.0  # how long an orderly end may take
 
 
-class GlooTransport:
+class GlooTransport(Delivery):
     """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
 
     group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
@@ -57,15 +57,10 @@ class GlooTransport:
             raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
         self._group = group
         self._to = 1 - ranks.index(dist.get_rank())
-        self.peer = ranks[self._to]
+        super().__init__(ranks[self._to])
         self._timeout = timedelta(seconds=timeout_s)
-        self.on_arrival: Callable[[np.ndarray], None] | None = None
-        self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
         self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
-        self._pacer, self._most_bytes = pacer, MAX_PACKET_BYTES
-        self.on_moved: Moved | None = None
-        self._failure: Exception | None = None
-        self._closing = False
+        self._pacer = pacer
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
@@ -75,23 +70,8 @@ class GlooTransport:
 
     def send(self, packet: np.ndarray) -> None:
         """Queue a packet; see Transport."""
-        if self._failure is not None:
-            raise self._failure
-        if self._closing:
-            raise LinkError(f"the connection to rank {self.peer} is closed")
+        self.check_open()
         self._outbox.put((_DATA, packet, time.monotonic()))
-
-    def recv(self) -> np.ndarray:
-        """Wait for the next packet; see Transport."""
-        item = self._inbox.get()
-        if isinstance(item, Exception):
-            self._inbox.put(item)
-            raise item
-        return item
-
-    def limit(self, most_bytes: int) -> None:
-        """Take no packet of more bytes; see Transport."""
-        self._most_bytes = most_bytes
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
@@ -102,12 +82,6 @@ class GlooTransport:
             deadline = time.monotonic() + 2.0
             while self._outbox.unfinished_tasks and self._sender.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.005)
-
-    def failure(self, wait_s: float = 0.0) -> Exception | None:
-        """Find what ended the connection; see Transport."""
-        if self._failure is None:
-            self._receiver.join(wait_s)
-        return self._failure
 
     def close(self) -> None:
         """End the connection in order; see Transport."""
@@ -156,15 +130,15 @@ class GlooTransport:
                         post(kind, packet[at : at + _CONTENT], packet.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
-                if self.on_moved is not None and kind == _DATA:
-                    self.on_moved("send", began, time.perf_counter(), None, packet.size)
+                if kind == _DATA:
+                    self.moved("send", began, packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
         except RuntimeError as error:
             # What the receiver reads (the peer's own account of what happened) says more than a failed send.
             self._receiver.join(1.0)
-            self._fail(self._explain(error))
+            self.failed(self._explain(error))
 
     # -- receiving thread
 
@@ -187,9 +161,9 @@ class GlooTransport:
                 if kind == _DATA:
                     if filled == 0:
                         began = time.perf_counter()
-                        if total > self._most_bytes:
+                        if total > self.most_bytes:
                             raise WireError(
-                                f"rank {self.peer} announces a packet of {total} bytes, allowed: {self._most_bytes}"
+                                f"rank {self.peer} announces a packet of {total} bytes, allowed: {self.most_bytes}"
                             )
                         packet = np.empty(total, dtype=np.uint8)
                     if total != packet.size or filled + size > total:
@@ -198,16 +172,14 @@ class GlooTransport:
                     filled += size
                     if filled == total:
                         filled = 0
-                        if self.on_moved is not None:
-                            self.on_moved("receive", began, time.perf_counter(), None, packet.size)
-                        self._deliver(packet)
+                        self.deliver(packet, began)
                 elif kind == _ABORT:
                     if size < _RANK.size:
                         raise WireError(f"rank {self.peer} sent a notice of a failure that names no rank")
                     (rank,) = _RANK.unpack_from(content)
                     reason = bytes(content[_RANK.size :]).decode(errors="replace")
                     # Keep receiving: the peer's orderly end needs receives to end in.
-                    self._fail(PeerLostError(f"{reason} (told by rank {self.peer})", rank))
+                    self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", rank))
                 elif kind == _CLOSE:
                     while posted:
                         posted.popleft()[0].wait(self._timeout)
@@ -216,20 +188,11 @@ class GlooTransport:
                     raise WireError(f"rank {self.peer} sent a frame of unknown kind {kind}")
                 post(frame)
         except (LinkError, WireError) as error:
-            self._fail(error)
+            self.failed(error)
         except RuntimeError as error:
-            self._fail(self._explain(error))
+            self.failed(self._explain(error))
         except Exception as error:  # a receiving thread never ends without a word
-            self._fail(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
-
-    def _deliver(self, packet: np.ndarray) -> None:
-        if self.on_arrival is not None:
-            try:
-                self.on_arrival(packet)
-            except Exception as error:  # the packet itself decides later, on the thread that asks for it
-                self._fail(error)
-                return
-        self._inbox.put(packet)
+            self.failed(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
 
     # -- failures
 
@@ -241,11 +204,6 @@ class GlooTransport:
                 "it is down"
             )
         return PeerLostError(f"lost rank {self.peer}: its connection was closed ({text})", self.peer)
-
-    def _fail(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
-        self._inbox.put(self._failure)
 
 
 def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:

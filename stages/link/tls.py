@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from pipecomp.mesh.connection import Connection
 from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.transfer import Transfer
-from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved, Pacer
+from pipecomp.stages.link.delivery import Delivery
+from pipecomp.stages.link.transport import Pacer
 
 _RECORD_BYTES, _SEAL_BYTES = 1 << 14, 22  # of TLS: what it seals at once, and what that adds
 _PACED_BYTES = 1 << 19  # held back at once, as gloo's frames are
@@ -26,7 +26,7 @@ _CLOSE_S, _ABORT_S = 10.0, 2.0
 _REASON = 1000  # characters
 
 
-class TlsTransport:
+class TlsTransport(Delivery):
     """One end of a link between two ranks of a mesh.
 
     mesh: of this process; both ends must make their transports in the same order. timeout_s: silence after which the
@@ -36,18 +36,13 @@ class TlsTransport:
     def __init__(self, mesh: Mesh, peer: int, *, timeout_s: float, pacer: Pacer | None = None) -> None:
         if peer not in mesh.connections:
             raise LinkError(f"a transport joins this rank ({mesh.rank}) and one other, not rank {peer}")
-        self.peer, self.most_bytes = peer, MAX_PACKET_BYTES
+        super().__init__(peer)
+        self._mesh = mesh
         self._connection: Connection = mesh.connections[peer]
         self._connection.timeout_s = timeout_s
         self._stream = mesh.next_stream(peer)
-        self.on_arrival: Callable[[np.ndarray], None] | None = None
-        self.on_moved: Moved | None = None
-        self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
-        self._failure: Exception | None = None
-        self._failed = threading.Event()
         self._waiting = 0  # packets that have not left
         self._left = threading.Condition()
-        self._closing = False
         self._pacer = pacer
         self._paced: queue.SimpleQueue[tuple[np.ndarray, float] | None] = queue.SimpleQueue()
         if pacer is not None:
@@ -58,9 +53,7 @@ class TlsTransport:
 
     def send(self, packet: np.ndarray) -> None:
         """Queue a packet; see Transport."""
-        self._raise_failure()
-        if self._closing:
-            raise LinkError(f"the connection to rank {self.peer} is closed")
+        self.check_open()
         with self._left:
             self._waiting += 1
         if self._pacer is not None:
@@ -68,27 +61,11 @@ class TlsTransport:
         else:
             self._hand_over(packet)
 
-    def recv(self) -> np.ndarray:
-        """Wait for the next packet; see Transport."""
-        item = self._inbox.get()  # the connection notices silence
-        if isinstance(item, Exception):
-            self._inbox.put(item)
-            raise item
-        return item
-
-    def limit(self, most_bytes: int) -> None:
-        """Take no packet of more bytes; see Transport."""
-        self.most_bytes = most_bytes
-
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
+        self._mesh.hurry()
         self._connection.note(self._stream, {"lost": lost_rank, "reason": reason[:_REASON]})
         self._connection.flush(_ABORT_S)
-
-    def failure(self, wait_s: float = 0.0) -> Exception | None:
-        """Find what ended the connection; see Transport."""
-        self._failed.wait(wait_s)
-        return self._failure
 
     def close(self) -> None:
         """End the connection in order; see Transport."""
@@ -109,8 +86,8 @@ class TlsTransport:
         with self._left:
             self._waiting -= 1
             self._left.notify_all()
-        if transfer.error is None and self.on_moved is not None:
-            self.on_moved("send", transfer.began, transfer.ended, None, len(transfer.view))
+        if transfer.error is None:
+            self.moved("send", transfer.began, len(transfer.view), transfer.ended)
 
     def _hold_back(self) -> None:
         assert self._pacer is not None
@@ -130,22 +107,7 @@ class TlsTransport:
 
     # -- what the connection's receiving thread calls
 
-    def deliver(self, packet: np.ndarray, began: float) -> None:
-        """Put a packet into the inbox."""
-        if self._closing:
-            return
-        if self.on_moved is not None:
-            self.on_moved("receive", began, time.perf_counter(), None, packet.size)
-        if self.on_arrival is not None:
-            try:
-                self.on_arrival(packet)
-            except Exception as error:  # the packet itself decides later, on the thread that asks for it
-                self.failed(error)
-                return
-        self._inbox.put(packet)
-
     def noted(self, note: dict) -> None:
-        """Fail as the peer says that it has."""
         lost, reason = note.get("lost"), note.get("reason")
         if isinstance(lost, int) and isinstance(reason, str):
             self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", lost))
@@ -153,17 +115,9 @@ class TlsTransport:
             self.failed(PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer))
 
     def failed(self, error: Exception) -> None:
-        """Let every call from here on raise this, unless another error was first."""
-        if self._failure is None:
-            self._failure = error
-            self._failed.set()
-            with self._left:
-                self._left.notify_all()
-        self._inbox.put(self._failure)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        super().failed(error)
+        with self._left:
+            self._left.notify_all()
 
 
 def bytes_on_wire(size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.mesh.process_group import current_mesh
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
-from tests.mesh.meshes import keys_for
+from tests.mesh.meshes import Trouble, keys_for
 
 pytestmark = pytest.mark.ranks
 
@@ -19,21 +20,22 @@ AQSGD = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
 STEPS = 3
 
 
-def losses(rank, world, note, keys, stages, *, tied=True, **section):
+def losses(rank, world, note, keys, stages, disturbed=False):
     from pipecomp import initialize
 
     if keys is not None:
         os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
-    engine = initialize(
-        gpt2(tied=tied), num_stages=stages, config=ds_config({**AQSGD, **section}), training_data=samples()
-    )
-    found = [float(engine.train_batch()) for _ in range(STEPS)]
+    engine = initialize(gpt2(tied=True), num_stages=stages, config=ds_config(AQSGD), training_data=samples())
+    connections = current_mesh().connections.values() if disturbed else []
+    with Trouble(*connections, seed=rank) if disturbed else contextlib.nullcontext():
+        found = [float(engine.train_batch()) for _ in range(STEPS)]
     stats = engine.gather_comm_stats()
     assert {event["pid"] for event in engine.gather_last_step()} == set(range(world))
     engine.close()
     if keys is not None:
         current_mesh().close()
-    return found, dist.get_backend(), sorted(len(s["links"]) for s in stats)
+    healed = sum(connection.line.healed for connection in connections)
+    return found, dist.get_backend(), sorted(len(s["links"]) for s in stats), healed
 
 
 @pytest.mark.timeout(HANG_S)
@@ -45,3 +47,13 @@ def test_losses_are_those_over_gloo(tmp_path, world, stages):
     assert [closed[r][0] for r in range(world)] == [plain[r][0] for r in range(world)]
     assert {closed[r][1] for r in range(world)} == {"tls"}
     assert closed[0][2] == plain[0][2]
+
+
+@pytest.mark.timeout(HANG_S)
+def test_lost_connections_change_no_loss(tmp_path):
+    """Every rank closes one of its connections several times a second."""
+    keys_for(tmp_path, 4)
+    plain = run_ranks(4, losses, None, 4, timeout_s=HANG_S)
+    closed = run_ranks(4, losses, str(tmp_path), 4, True, timeout_s=HANG_S)
+    assert [closed[r][0] for r in range(4)] == [plain[r][0] for r in range(4)]
+    assert sum(closed[r][3] for r in range(4)) > 0

@@ -14,11 +14,11 @@ import pytest
 
 from pipecomp.cluster.local_ranks import RankFailedError
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.netlab import Lab, NetlabError, missing
+from pipecomp.netlab import Lab, NetlabError, filters, missing, wireguard
 from pipecomp.netlab.kernel import command, has_netem, namespace_names, processes_in
 from pipecomp.netlab.names import folder_of
 from tests.dist.lab_ranks import run_in_lab
-from tests.dist.netlab_work import place, plain_tcp, trains, transfer
+from tests.dist.netlab_work import place, plain_tcp, reached, trains, transfer
 from tests.dist.small import ds_config
 from tests.limits import HANG_S
 
@@ -68,6 +68,46 @@ def test_queues_have_the_rates_of_their_directions():
                 assert (queue["kind"], queue["root"]) == ("tbf", True)
                 rates.append(queue["options"]["rate"] * 8)
     assert rates == [10_000_000, 100_000_000, 3_000_000, 30_000_000]
+
+
+needs_filters = pytest.mark.skipif(
+    (problem := WHY_NOT or filters.missing()) is not None, reason=f"no filters here: {problem}"
+)
+needs_wireguard = pytest.mark.skipif(
+    (problem := WHY_NOT or wireguard.missing()) is not None, reason=f"no WireGuard here: {problem}"
+)
+
+
+@needs_filters
+def test_lost_packets_are_sent_again():
+    with Lab(nodes=2, loss="10%") as lab:
+        found = lab.run(plain_tcp, 1_000_000, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
+        sent = lab.bytes()[1].sent
+    assert found[1][0] == 1_000_000
+    assert sent > 1_000_000 * HEADERS * 1.05  # about a tenth twice
+
+
+@needs_filters
+def test_nobody_comes_in_through_a_router():
+    with Lab(nodes=3, nat=True) as lab:
+        found = lab.run(reached, [lab.network.address(node) for node in range(3)], timeout_s=HANG_S, on_line=quiet)
+        name = lab.name
+    assert found == {0: [True, False, False], 1: [True, True, False], 2: [True, False, True]}
+    assert not left_over(name)
+
+
+@needs_wireguard
+@pytest.mark.parametrize("nat", [False, pytest.param(True, marks=needs_filters)])
+def test_nodes_talk_through_wireguard(nat):
+    with Lab(nodes=3, wireguard=True, nat=nat) as lab:
+        addresses = [lab.network.address(node) for node in range(3)]
+        found = lab.run(reached, addresses, timeout_s=HANG_S, on_line=quiet)
+        lab.run(plain_tcp, 100_000, addresses[0], timeout_s=HANG_S, on_line=quiet)  # a run does not end WireGuard
+        name, serving = lab.name, lab.network._wireguard.processes
+    assert found == {rank: [True] * 3 for rank in range(3)}
+    assert lab.shape.wireguard
+    assert not left_over(name)
+    assert not [pid for pid in serving if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.soak

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pipecomp.errors import PeerLostError
 from pipecomp.keys import certificates
 from pipecomp.keys.authority import issue, new
 from pipecomp.keys.folder import KeyFolder
 from pipecomp.keys.listener import Address
+from pipecomp.keys.stream import close
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh.mesh import Meeting, Mesh, meet
 
@@ -59,6 +64,36 @@ def meet_all(folders: Sequence[KeyFolder], quiet: Sequence[int] = ()) -> list[Me
     return together([lambda rank=rank: one(rank) for rank in range(world)])
 
 
+def kill(mesh: Mesh) -> None:
+    """What is left when a rank's process is killed: nothing."""
+    for part in (mesh._listener, mesh._routes):
+        if part is not None:
+            part.close()
+    for connection in mesh.connections.values():
+        connection._end(PeerLostError("killed", mesh.rank))
+
+
 def close_all(meshes: Sequence[Mesh]) -> None:
     """End them together."""
     together([mesh.close for mesh in meshes])
+
+
+class Trouble:
+    """Closes connections in turn at random instants, until it is told to stop."""
+
+    def __init__(self, *connections, seed: int) -> None:
+        self._draw, self._connections = random.Random(seed), itertools.cycle(connections)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._draw.uniform(0.05, 0.25)):
+            close(next(self._connections).line._stream.sock)
+
+    def __enter__(self) -> Trouble:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()

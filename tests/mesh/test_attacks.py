@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import resource
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import LinkError, WireError
-from pipecomp.keys.listener import Address
+from pipecomp.keys.listener import MOST_WAITING, Address
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import inbox as inbox_module
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, Header, Kind, pack, unpack
@@ -23,6 +26,7 @@ from tests.mesh.meshes import WAIT_S, close_all, free_address, keys_for, meet_al
 
 SECRET = b"a sample's text, which nobody else must read. " * 4000
 PIECES = 8
+STRANGERS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +120,7 @@ def test_a_listener_reads_nothing(tapped):
 
 
 @pytest.mark.parametrize("what", ["changed", "repeated", "left out", "inserted", "swapped"])
-def test_bytes_that_were_tampered_with_end_the_connection(tapped, what):
+def test_bytes_that_were_tampered_with_are_not_taken_but_sent_again(tapped, what):
     first, second, between = tapped
     held: list[bytes] = []
     count = iter(range(10**9))
@@ -137,11 +141,8 @@ def test_bytes_that_were_tampered_with_end_the_connection(tapped, what):
         return data + held.pop() if held else data
 
     between.change = change
-    found = pass_over(first.connections[1], second.connections[0])
-    arrived = [piece for piece in found if isinstance(piece, bytes)]
-    assert arrived == [SECRET] * len(arrived)  # what did arrive is right
-    assert len(arrived) < PIECES
-    assert first.connections[1].failure is not None
+    assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
+    assert first.connections[1].line.healed == second.connections[0].line.healed == 1
 
 
 def test_the_relay_sees_ciphertext(folders, monkeypatch):
@@ -164,22 +165,83 @@ def test_the_relay_sees_ciphertext(folders, monkeypatch):
         assert known not in carried
 
 
-def test_idle_and_garbage_connections_change_nothing(folders):
+@pytest.fixture
+def many_files():
+    """As many open connections as the tests below make."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 3 * STRANGERS:
+        pytest.skip(f"a process may have {hard} open files here, and the test needs {3 * STRANGERS}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3 * STRANGERS), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("garbage", [False, True], ids=["idle", "garbage"])
+def test_a_thousand_strangers_change_nothing(folders, many_files, garbage):
+    """They stay as long as they are let, and a rank that lost its connection still comes in among them."""
     meshes = meet_all(folders[:2])
     where = meshes[0]._listener.address
     strangers = []
-    for number in range(400):
-        sock = socket.create_connection((where.host, where.port))
-        strangers.append(sock)
-        if number % 2:
+    for number in range(STRANGERS):
+        strangers.append(socket.create_connection((where.host, where.port)))
+        if garbage:
             with contextlib.suppress(OSError):
-                sock.sendall(np.random.default_rng(number).bytes(300))
-        if number % 100 == 0:
+                strangers[-1].sendall(np.random.default_rng(number).bytes(300))
+        if number % 250 == 0:
             assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
+        if number == STRANGERS // 2:
+            meshes[1].connections[0].line.now()[0].close()
+    assert len(meshes[0]._listener._waiting) <= MOST_WAITING + 1
+    assert pass_over(meshes[1].connections[0], meshes[0].connections[1]) == [SECRET] * PIECES
+    assert meshes[1].connections[0].line.healed == 1
     for sock in strangers:
         sock.close()
-    assert pass_over(meshes[1].connections[0], meshes[0].connections[1]) == [SECRET] * PIECES
     close_all(meshes)
+
+
+def test_a_slow_handshake_keeps_nobody_out(folders, monkeypatch):
+    monkeypatch.setattr("pipecomp.keys.listener.PATIENCE_S", 1.0)
+    meshes = meet_all(folders[:2])
+    where = meshes[0]._listener.address
+    slow = [socket.create_connection((where.host, where.port)) for _ in range(MOST_WAITING)]
+    beginning = bytes.fromhex("16030102000100")  # of a ClientHello, which goes on a byte at a time
+    ended = 0
+    for byte in itertools.chain(beginning, itertools.repeat(0, 60)):
+        for sock in slow:
+            with contextlib.suppress(OSError):
+                sock.send(bytes([byte]))
+        time.sleep(0.1)
+        meshes[1].connections[0].line.now()[0].close()
+        assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
+        ended = MOST_WAITING - len(meshes[0]._listener._waiting)
+        if ended == MOST_WAITING:
+            break
+    assert ended == MOST_WAITING
+    for sock in slow:
+        sock.close()
+    close_all(meshes)
+
+
+def test_a_replayed_connection_is_refused(tapped):
+    """Everything that rank 1 has sent is sent to rank 0 once more, by a stranger who recorded it."""
+    first, second, between = tapped
+    recorded: list[bytes] = []
+    between.change = lambda data: recorded.append(data) or data
+    second.connections[0].line.now()[0].close()  # a new connection, from its first byte on
+    assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
+    assert second.connections[0].line.healed == 1
+    between.change = lambda data: data
+    received = first.connections[1].line.received
+    with socket.create_connection((between._to.host, between._to.port), WAIT_S) as stranger:
+        stranger.settimeout(WAIT_S)
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(b"".join(recorded))
+            while stranger.recv(1 << 16):  # rank 0's half of the handshake, an alert and the end
+                continue
+    assert first.connections[1].line.healed == 1
+    assert first.connections[1].failure is None
+    assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
+    assert first.connections[1].line.received > received
 
 
 HEADERS = st.builds(

@@ -26,7 +26,7 @@ from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
 from pipecomp.mesh.mesh import Meeting, meet
 from pipecomp.mesh.process_group import MeshProcessGroup
 from pipecomp.mesh.routes import DIRECT, RELAYED, connect
-from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, meet_all, together
+from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
 LONG = 3 * CONTENT_BYTES + 17
 
@@ -241,7 +241,8 @@ class TestStore:
         two[1].store.set(key[:-1] + "1", "mine")
         assert not two[0].store.check([key])
 
-    def test_when_rank_0_is_gone_questions_end(self, folders):
+    def test_when_rank_0_is_gone_questions_end(self, folders, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         waiting = []
 
@@ -253,7 +254,7 @@ class TestStore:
         thread = threading.Thread(target=ask)
         thread.start()
         time.sleep(0.1)
-        meshes[0].connections[1]._stream.close()
+        kill(meshes[0])
         thread.join(WAIT_S)
         assert waiting == [True]
         with pytest.raises(dist.DistNetworkError):
@@ -262,16 +263,19 @@ class TestStore:
 
 
 class TestFailures:
-    def test_a_lost_connection_is_told_to_all_that_wait(self, folders):
+    @pytest.mark.parametrize("gone", [0, 1])
+    def test_a_lost_rank_is_told_to_all_that_wait(self, folders, monkeypatch, gone):
+        monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
-        a, b = meshes[0].connections[1], meshes[1].connections[0]
-        transfers = [a.receive(1, 0, memoryview(bytearray(9))), a.send(1, 0, memoryview(data(LONG)))]
-        b._stream.close()
+        meshes[0].set_timeout(1.0)  # rank 1 makes connections: rank 0 can only wait for it
+        there = meshes[1 - gone].connections[gone]
+        transfers = [there.receive(1, 0, memoryview(bytearray(9))), there.send(1, 0, memoryview(data(LONG)))]
+        kill(meshes[gone])
         for transfer in transfers:
-            with pytest.raises(PeerLostError, match=r"lost rank 1: its connection was closed"):
+            with pytest.raises(PeerLostError, match=rf"lost rank {gone}: its connection was closed"):
                 transfer.wait(WAIT_S)
         with pytest.raises(PeerLostError):
-            a.send(1, 0, memoryview(b"x")).wait(WAIT_S)
+            there.send(1, 0, memoryview(b"x")).wait(WAIT_S)
         close_all(meshes)
 
     def test_silence_is_noticed(self, folders, monkeypatch):
@@ -280,9 +284,13 @@ class TestFailures:
             mesh.set_timeout(4.0)
         time.sleep(5)  # quiet connections stay
         meshes[0].connections[1].send(1, 0, memoryview(b"x")).wait(WAIT_S)
-        monkeypatch.setattr(meshes[1].connections[0]._outbox, "take", lambda wait_s: time.sleep(0.1) or [])
+        stopped = meshes[1].connections[0]
+        goes_on = threading.Event()
+        monkeypatch.setattr(stopped._outbox, "take", lambda *_: goes_on.wait(WAIT_S) and [])
+        monkeypatch.setattr(stopped.line, "_try", lambda *_: goes_on.wait(WAIT_S) and (False, None))
         with pytest.raises(LinkTimeoutError, match="nothing from rank 1 for 4 s"):
             meshes[0].connections[1].receive(1, 0, memoryview(bytearray(1))).wait(WAIT_S)
+        goes_on.set()
         close_all(meshes)
 
     def test_an_orderly_end_is_told_as_one(self, folders):
@@ -316,8 +324,12 @@ class TestFailures:
         two[0].connections[1]._inbox.place = fail
         waiting = two[0].connections[1].receive(1, 0, memoryview(bytearray(1)))
         two[1].connections[0].send(1, 0, memoryview(b"x"))
+        there = two[1].connections[0].receive(1, 0, memoryview(bytearray(1)))
         with pytest.raises(LinkError, match="connection to rank 1 failed: MemoryError: no more"):
             waiting.wait(WAIT_S)
+        with pytest.raises(PeerLostError, match=r"rank 0 gave up the connection .*MemoryError: no more") as raised:
+            there.wait(WAIT_S)
+        assert raised.value.rank == 0
 
 
 class Limited:
@@ -345,7 +357,9 @@ class TestLimits:
     def refused(self, two, *frames: bytes) -> str:
         sink = Limited()
         two[0].connections[1].open(77, sink)
-        two[1].connections[0]._stream.send(*frames)
+        outbox = two[1].connections[0]._outbox
+        outbox._notices.append((Kind.HAVE, (b"".join(frames), b"")))  # by the thread that sends, as everything
+        outbox.wake()
         assert sink.ended.wait(WAIT_S)
         assert isinstance(sink.error, WireError)
         assert "rank 1 sent" in str(sink.error)
@@ -490,7 +504,7 @@ class TestStrangers:
     def test_a_rank_comes_once(self, two, folders):
         place = hello.Place(1, 2, "")
         with pytest.raises(hello.RefusedError, match="rank 1 is there already"):
-            connect(two[0]._meeting.address, Trust(folders[1]), place, wait_s=5, purpose=hello.JOIN, rank=0)
+            connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.JOIN, 0), wait_s=5)
         two[1].connections[0].send(1, 0, memoryview(b"x")).wait(WAIT_S)
 
     @pytest.mark.parametrize(
@@ -500,7 +514,7 @@ class TestStrangers:
     def test_who_does_not_fit_is_told(self, two, folders, change, said):
         place = hello.Place(**{"rank": 1, "world": 2, "session": two[1]._place.session, **change})
         with pytest.raises(hello.RefusedError, match=said):
-            connect(two[0]._meeting.address, Trust(folders[1]), place, wait_s=5, purpose=hello.RELAY, rank=0, to=1)
+            connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.RELAY, 0, 1), wait_s=5)
 
     def test_a_revoked_machine_does_not_join_and_ranks_learn_of_it(self, tmp_path):
         folders = keys_for(tmp_path, 2)
@@ -510,7 +524,7 @@ class TestStrangers:
         assert folders[1].revoked()[0] == 2
         place = hello.Place(2, 2, meshes[0]._place.session)
         with pytest.raises(hello.RefusedError, match="'third' was revoked"):
-            connect(meshes[0]._meeting.address, Trust(third), place, wait_s=5, purpose=hello.JOIN, rank=0)
+            connect(meshes[0]._meeting.address, Trust(third), place, hello.Wish(hello.JOIN, 0), wait_s=5)
         close_all(meshes)
 
     def test_a_rank_that_never_comes(self, folders):

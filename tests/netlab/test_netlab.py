@@ -43,6 +43,11 @@ def test_cuts():
     assert [(c.node, c.at_s, c.for_s) for c in shape.cuts] == [(1, 30.0, 0.5), (2, 1.0, None)]
 
 
+def test_an_outage_cuts_all_nodes():
+    shape = read_shape(nodes=2, outages=["60s@300s"], cuts=["1@1s"])
+    assert [(c.node, c.at_s, c.for_s) for c in shape.cuts] == [(1, 1.0, None), (0, 300.0, 60.0), (1, 300.0, 60.0)]
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
@@ -61,6 +66,15 @@ def test_cuts():
         ({"cuts": ["1@"]}, "cut"),
         ({"cuts": ["1@1s+"]}, "cut"),
         ({"cuts": ["1s"]}, "cut"),
+        ({"outages": ["60s"]}, "outage"),
+        ({"outages": ["60s@"]}, "outage"),
+        ({"outages": ["60@300s"]}, "outage"),
+        ({"loss": "2"}, "loss"),
+        ({"loss": "0%"}, "loss"),
+        ({"loss": "51%"}, "loss"),
+        ({"loss": "2%", "software": True}, "software"),
+        ({"nat": True, "software": True}, "software"),
+        ({"wireguard": True, "software": True}, "software"),
     ],
 )
 def test_impossible_options_are_refused(options, key):
@@ -72,6 +86,11 @@ def test_impossible_options_are_refused(options, key):
 def test_links_are_described():
     text = describe(read_shape(nodes=2, asymmetric=["100mbit/10mbit"], delay="20ms", jitter="1ms"), "kernel")
     assert text == "2 nodes, 100 Mbit/s down, 10 Mbit/s up, 20 ms one way (± 1 ms), shaped by the kernel"
+    text = describe(read_shape(nodes=3, loss="2.5%", nat=True, wireguard=True), "kernel")
+    assert text == (
+        "3 nodes, unlimited each way, 2.5 % lost, all but node 0 behind routers, through WireGuard, shaped by the "
+        "kernel"
+    )
 
 
 # -- the throttle
@@ -363,6 +382,33 @@ def test_pipecomp_delays_where_the_kernel_cannot(tmp_path):
     assert (told.node, told.delay_s, told.up, told.down) == (1, 0.02, [None] * 2, [None] * 2)
     assert not any("netem" in text for text in fake.commands)
     SharedState(told.state).read(1)
+
+
+def test_routers_and_losses_are_asked_for(tmp_path):
+    fake = Fake()
+    network = KernelNetwork(read_shape(nodes=3, nat=True, loss="2%"), tmp_path, "lab", run=fake)
+    assert fake.namespaces == {"lab-hub", "lab-n0", "lab-n1", "lab-n2", "lab-r1", "lab-r2"}
+    assert [network.address(node) for node in range(3)] == ["198.18.0.1", "198.19.1.2", "198.19.2.2"]
+    assert "ip netns exec lab-r2 nft add rule ip pipecomp out oifname wan masquerade" in fake.commands
+    lost = "nft add rule inet pipecomp loss iifname eth0 numgen random mod 1000000 < 20000 counter drop"
+    assert [f"ip netns exec lab-n{node} {lost}" in fake.commands for node in range(3)] == [True] * 3
+    network.close()
+    assert not fake.namespaces
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "2%"}, "no packet filter here: install nftables and procps"),
+        ({"nat": True}, "no packet filter here: install nftables and procps"),
+        ({"wireguard": True}, "no WireGuard here: install wireguard-go and wireguard-tools"),
+    ],
+)
+def test_what_a_shape_needs_is_named(monkeypatch, options, message):
+    monkeypatch.setattr(kernel_module, "missing", lambda: None)
+    monkeypatch.setattr("shutil.which", lambda program: None)
+    with pytest.raises(NetlabError, match=message), Lab(nodes=2, **options):
+        pytest.fail("the lab is open")
 
 
 def test_bursts_and_queues_grow_with_the_rate():

@@ -75,7 +75,9 @@ def given(*words: str) -> argparse.Namespace:
 
 
 class TestArguments:
-    @pytest.mark.parametrize("words", [("--resume", "auto"), ("--save-every", "3"), ("--keep", "1"), ("--save-on-signal",)])
+    @pytest.mark.parametrize(
+        "words", [("--resume", "auto"), ("--save-every", "3"), ("--keep", "1"), ("--save-on-signal",)]
+    )
     def test_without_a_folder_they_have_no_effect(self, words: tuple[str, ...]) -> None:
         with pytest.raises(ConfigError, match=f"{words[0]}: got .*, allowed: only with --checkpoint"):
             Checkpoints(given(*words), {}, {}, {})

@@ -1,0 +1,78 @@
+"""What transports share: packets that have come, for `recv`; and what ended the connection, for all that ask."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pipecomp.errors import LinkError
+from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved
+
+
+class Delivery:
+    """The half of a Transport that looks at this process; the other half moves bytes.
+
+    That half calls `deliver` and `failed`, on its receiving thread, and `check_open` before it sends.
+    """
+
+    def __init__(self, peer: int) -> None:
+        self.peer, self.most_bytes = peer, MAX_PACKET_BYTES
+        self.on_arrival: Callable[[np.ndarray], None] | None = None
+        self.on_moved: Moved | None = None
+        self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._failed = threading.Event()
+        self._closing = False
+
+    def recv(self) -> np.ndarray:
+        """Wait for the next packet; see Transport."""
+        item = self._inbox.get()  # who receives notices silence
+        if isinstance(item, Exception):
+            self._inbox.put(item)
+            raise item
+        return item
+
+    def limit(self, most_bytes: int) -> None:
+        """Take no packet of more bytes; see Transport."""
+        self.most_bytes = most_bytes
+
+    def failure(self, wait_s: float = 0.0) -> Exception | None:
+        """Find what ended the connection; see Transport."""
+        self._failed.wait(wait_s)
+        return self._failure
+
+    def check_open(self) -> None:
+        """Raise what ended the connection, LinkError if this end did."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise LinkError(f"the connection to rank {self.peer} is closed")
+
+    def deliver(self, packet: np.ndarray, began: float) -> None:
+        """A packet has come, uint8 [n]; its first byte at `began` of perf_counter."""
+        if self._closing:
+            return
+        self.moved("receive", began, packet.size)
+        if self.on_arrival is not None:
+            try:
+                self.on_arrival(packet)
+            except Exception as error:  # the packet itself decides later, on the thread that asks for it
+                self.failed(error)
+                return
+        self._inbox.put(packet)
+
+    def moved(self, what: str, began: float, size: int, ended: float | None = None) -> None:
+        """Tell `on_moved` of a packet that has gone or come; ended: of perf_counter, now by default."""
+        if self.on_moved is not None:
+            self.on_moved(what, began, time.perf_counter() if ended is None else ended, None, size)
+
+    def failed(self, error: Exception) -> None:
+        """Nothing more will come; the first error stays."""
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()
+        self._inbox.put(self._failure)
