@@ -48,7 +48,15 @@ MAY_IMPORT = {
     "lmdb": {"buffers"},
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
-    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "pipecomp.engine.connect", "pipecomp.engine.facts", "pipecomp.recipes.planned"},
+    "pipecomp.netlab": {
+        "netlab",
+        "bench",
+        "cli",
+        "doctor",
+        "pipecomp.engine.connect",
+        "pipecomp.engine.facts",
+        "pipecomp.recipes.planned",
+    },
     "pipecomp.recipes": {"recipes"},
     **{name: set() for name in house.OUTSIDE},  # the bare names of folders beside pipecomp/
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +62,9 @@ def train(
     save_every: Annotated[
         int | None, typer.Option(help="With --out: a checkpoint every N steps; the same command goes on from the last.")
     ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder on each machine's own disk for cached activations; by default in --out.")
+    ] = None,
     report_to: Annotated[
         list[str] | None, typer.Option(help="Curves for tensorboard, trackio, mlflow or wandb; may be repeated.")
     ] = None,
@@ -73,7 +77,8 @@ def train(
     pipecomp train --model gpt2 --data text.txt --peers host1,host2
 
     Each peer needs the same Python, working directory and files, and must let this machine in by ssh without a
-    password; --dry-run says what to run on each of them by hand instead.
+    password; --dry-run says what to run on each of them by hand instead. Under a launcher (torchrun, srun) every
+    process runs this command with --out and is one rank.
     """
     given = {
         "--model": model,
@@ -88,9 +93,15 @@ def train(
         "--dtype": dtype,
         "--seed": seed,
         "--save-every": save_every,
+        "--store": store,
     }
     check_arguments(given, data, out)
-    words = arguments(given, data, out, report_to or [])
+    if "RANK" in os.environ:
+        require(
+            peers is None, "--peers", peers, "nothing where a launcher has started this process as one of its ranks"
+        )
+        require(out is not None, "--out", None, "a folder where a launcher has started this process: one for all ranks")
+    words = arguments({**given, "--stages": stages if "RANK" in os.environ else None}, data, out, report_to or [])
     start(words, stages, None if peers is None else [host.strip() for host in peers.split(",")], dry_run=dry_run)
 
 
@@ -123,9 +134,11 @@ def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_
 
 
 def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_run: bool) -> None:
-    """Start the ranks, or say how they are started. Exits with their status."""
+    """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
     from pipecomp.cluster.remote_ranks import python_module, ranks_of, run_ranks_of
 
+    if "RANK" in os.environ:
+        os.execv(sys.executable, python_module(_RANK, *words))
     ranks = ranks_of(python_module(_RANK, *words), stages or len(hosts or ()) or 2, hosts or [])
     if dry_run or any(rank.host for rank in ranks):
         for rank in ranks:

@@ -26,7 +26,7 @@ _SSH = ("ssh", "-o", "BatchMode=yes")
 _GRACE_S, _POLL_S = 60.0, 0.05
 # Variables that other machines get, too; what names this machine's own network or devices is not among them.
 _CARRIED = ("PIPECOMP_", "HF_", "TRACKIO_", "MLFLOW_", "WANDB_", "DS_ACCELERATOR", "PYTHONPATH")
-_STAYS = ("PIPECOMP_LISTEN",)
+_STAYS = ("PIPECOMP_LISTEN", "PIPECOMP_LAUNCHER")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,9 @@ def run_ranks_of(ranks: Sequence[Rank]) -> int:
 
 def _started(rank: Rank) -> subprocess.Popen[bytes]:
     if rank.host is None:
-        command, environment = list(rank.command), {**os.environ, **rank.variables}
+        # With the process that a rank is not to outlive.
+        environment = {**os.environ, **rank.variables, "PIPECOMP_LAUNCHER": str(os.getpid())}
+        command = list(rank.command)
     else:
         command, environment = [*_SSH, rank.host, rank.line(os.getcwd(), os.environ)], dict(os.environ)
     try:

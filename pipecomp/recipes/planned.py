@@ -39,6 +39,7 @@ def arguments() -> argparse.ArgumentParser:
     language.add_document_arguments(parser)
     parser.add_argument("--batch", type=run.at_least(1), metavar="N", help="samples of a step, over all replicas")
     parser.add_argument("--lr", type=float, required=True, metavar="RATE", help="AdamW's rate, after its warm-up")
+    parser.add_argument("--store", metavar="FOLDER", help="for cached activations (default: in --run)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="training precision")
     return parser
 
@@ -109,7 +110,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
                 tokens=size,
                 dtype=args.dtype,
                 measure=True,
-                store=folder / "messages",
+                store=Path(args.store or folder / "messages"),
             )
             made = run_plan(Console(), options, throttle_to, settings=False)
             if made is not None:
@@ -135,7 +136,7 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
     """Make DeepSpeed's configuration. planned: what the plan says of batches, links and gradients."""
     section = dict(planned["pipecomp"])
     if section.get("activations", {}).get("method") == "aqsgd":
-        section["store"] = {"path": str(folder / "messages")}
+        section["store"] = {"path": args.store or str(folder / "messages")}
     warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
     return {
         **planned,

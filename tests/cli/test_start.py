@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,25 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_pa
     assert message in told("train", "--model", "model", *arguments, status=1)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"), [(["--peers", "a,b"], "--peers: got 'a,b', allowed: nothing where a launcher"), ([], "--out")]
+)
+def test_under_a_launcher_the_command_is_one_rank(more, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.txt")
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words) or sys.exit(0))
+    given = ["train", "--model", "model", "--data", "text.txt"]
+    assert message in told(*given, *more, status=1)
+    assert started == []
+    told(*given, "--out", "shared", "--stages", "2")
+    ((python, *words),) = started
+    assert (python, words[:2]) == (sys.executable, ["-m", "pipecomp.recipes.planned"])
+    assert words[words.index("--stages") + 1] == "2"
+    assert words[words.index("--run") + 1] == "shared"
+
+
 def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "my text.txt")
@@ -105,14 +125,17 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     assert "--train-file 'my text.txt'" in text
 
 
+COMMAND = """train --model model --data text.txt --eval held-out.txt --lr 1e-2 --batch 8 --stages 2 --max-steps 8 \
+    --out mine --save-every 4 --store elsewhere"""
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """A run, and the same command again; its folder, and what they said."""
     folder = tmp_path_factory.mktemp("train")
     save_model(folder / "model", write_text(folder / "text.txt"))
     write_text(folder / "held-out.txt", lines=40)
-    command = [sys.executable, "-m", "pipecomp.cli", *"train --model model --data text.txt --eval held-out.txt".split()]
-    command += "--lr 1e-2 --batch 8 --stages 2 --max-steps 8 --out mine --save-every 4".split()
+    command = [sys.executable, "-m", "pipecomp.cli", *shlex.split(COMMAND)]
     parts = [run(folder, *command) for _ in range(2)]
     assert [part.status for part in parts] == [0, 0], parts
     return folder, *[part.output for part in parts]
