@@ -31,7 +31,7 @@ _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection
 _SILENCE_S = 10.0  # of a rank that is being measured
 _PAIR_S = 30.0  # that one measurement may take
-_MEASURE_S = 60.0  # no measurement begins after that
+_MEASURE_S = 120.0  # no measurement begins after that
 _SAID_NOTHING = "it did not answer"
 
 
@@ -120,9 +120,14 @@ class Meeting:
             peer = GlooPeer(pair[1], _SILENCE_S)
             try:
                 measured = lead(peer)
-                result: object = [measured, lead_path(peer, measured.round_trip_s) if apart else None]
             except RuntimeError as error:
-                result = _first_line(error)
+                result: object = _first_line(error)
+            else:
+                path = None
+                if apart:
+                    with contextlib.suppress(RuntimeError):  # `check_path` says that it is not known
+                        path = lead_path(peer, measured.round_trip_s)
+                result = [measured, path]
             self._store.set(f"pair/{number}", json.dumps(result))
         else:
             with contextlib.suppress(RuntimeError, OSError):  # the leading rank reports it

@@ -60,10 +60,12 @@ def lead_path(peer: Peer, round_trip_s: float) -> Path | None:
 
     round_trip_s: known from `measure.lead`. None where no UDP socket can be had.
     """
-    address = _address_of(peer.receive(torch.empty(18, dtype=torch.int64)).tolist())
+    length, port, *packed = peer.receive(torch.empty(18, dtype=torch.int64)).tolist()
     try:
+        if not length:
+            return None
         with _socket() as udp:
-            udp.connect(address)
+            udp.connect((str(ipaddress.ip_address(bytes(packed[:length]))), port))
             return _measured(udp, round_trip_s)
     except OSError:
         return None
@@ -73,10 +75,16 @@ def lead_path(peer: Peer, round_trip_s: float) -> Path | None:
 
 def follow_path(peer: Peer) -> None:
     """Send back what the leading rank sends, until it is done; see `lead_path`."""
-    with _socket() as udp:
-        _let_be_cut(udp, False)
-        packed = ipaddress.ip_address(udp.getsockname()[0]).packed
-        peer.send(torch.tensor([len(packed), udp.getsockname()[1], *packed.ljust(16, b"\0")]))
+    try:
+        udp = _socket()
+    except OSError:
+        peer.send(torch.zeros(18, dtype=torch.int64))
+        peer.receive(torch.empty(1, dtype=torch.int64))
+        return
+    with udp:
+        address, port = udp.getsockname()[:2]
+        packed = ipaddress.ip_address(address.split("%")[0]).packed
+        peer.send(torch.tensor([len(packed), port, *packed.ljust(16, b"\0")]))
         done = threading.Event()
         echo = threading.Thread(target=_echo, args=(udp, done))
         echo.start()
@@ -96,11 +104,6 @@ def _socket() -> socket.socket:
     return udp
 
 
-def _address_of(values: list[int]) -> tuple[str, int]:
-    length, port, *packed = values
-    return str(ipaddress.ip_address(bytes(packed[:length]))), port
-
-
 def _echo(udp: socket.socket, done: threading.Event) -> None:
     while not done.is_set():
         if select.select([udp], [], [], 0.05)[0]:
@@ -111,7 +114,9 @@ def _echo(udp: socket.socket, done: threading.Event) -> None:
 
 
 def _let_be_cut(udp: socket.socket, allowed: bool) -> None:
-    """Let routers cut packets into pieces, or not."""
+    """Let routers cut packets into pieces, or not; only Linux can be told."""
+    if sys.platform != "linux":
+        return
     level, option = _DISCOVER[6 if udp.family == socket.AF_INET6 else 4]
     udp.setsockopt(level, option, _MAY_BE_CUT if allowed else _NEVER_CUT)
 

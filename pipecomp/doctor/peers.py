@@ -11,7 +11,7 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.measure import Measured
 from pipecomp.rates import bits_per_second, milliseconds
 
-_MOST_PAIRS = 28  # two seconds each
+_MOST_PAIRS = 28  # four seconds each
 _ALL_PAIRS_RANKS = 4
 _SKEW_S = 1.0
 _SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0

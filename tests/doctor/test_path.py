@@ -34,6 +34,17 @@ class Queues:
         return self.into.get(timeout=HANG_S)
 
 
+def measured() -> Path | None:
+    """What the leading rank finds, with a follower in a thread."""
+    a, b = queue.Queue(), queue.Queue()
+    follower = threading.Thread(target=follow_path, args=(Queues(a, b),))
+    follower.start()
+    found = lead_path(Queues(b, a), 0.001)
+    follower.join(HANG_S)
+    assert not follower.is_alive()
+    return found
+
+
 def over(monkeypatch, takes, mtu: int = 1500) -> Path:
     """Measure a way where `takes(packet, number)` says whether a packet is sent back; it may wait."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -53,12 +64,7 @@ def over(monkeypatch, takes, mtu: int = 1500) -> Path:
             number += 1
 
     monkeypatch.setattr(path, "_echo", echo)
-    a, b = queue.Queue(), queue.Queue()
-    follower = threading.Thread(target=follow_path, args=(Queues(a, b),))
-    follower.start()
-    found = lead_path(Queues(b, a), 0.001)
-    follower.join(HANG_S)
-    assert not follower.is_alive()
+    found = measured()
     assert found is not None
     return found
 
@@ -104,6 +110,14 @@ def test_nothing_comes_back(monkeypatch):
     assert (found.came, found.mtu) == (0, 0)
     (finding,) = check_path((0, 1), found, FINE)
     expect(finding, OK, "UDP does not get through", "firewall")
+
+
+def test_without_a_socket_nothing_is_known(monkeypatch):
+    def refuse():
+        raise OSError("no socket")
+
+    monkeypatch.setattr(path, "_socket", refuse)
+    assert measured() is None
 
 
 def test_what_it_costs():
