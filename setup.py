@@ -17,6 +17,9 @@ linked = [pattern for name in outside for pattern in (name, f"{name}.*")]
 inside = find_packages(include=["pipecomp", "pipecomp.*"], exclude=linked)
 below = [f"pipecomp.{name}.{inner}" for name in OUTSIDE for inner in find_packages(name)]
 
+# Recipes for `pipecomp init`: no modules, files to copy.
+RECIPES = "pipecomp.recipe_files"
+
 KERNELS = Path("kernels")
 build = runpy.run_path(str(Path(__file__).parent / KERNELS / "build.py"), run_name="build")
 
@@ -40,9 +43,14 @@ class BuildKernels(build_ext):
 
 
 setup(
-    packages=[*inside, *outside, *below],
-    package_dir={f"pipecomp.{name}": name for name in OUTSIDE},
-    package_data={"pipecomp": ["py.typed"], "pipecomp.kernels": ["*.cpp", "*.h"], "pipecomp.report": ["*.css", "*.js"]},
+    packages=[*inside, *outside, *below, RECIPES],
+    package_dir={f"pipecomp.{name}": name for name in OUTSIDE} | {RECIPES: "recipes"},
+    package_data={
+        "pipecomp": ["py.typed"],
+        "pipecomp.kernels": ["*.cpp", "*.h"],
+        "pipecomp.report": ["*.css", "*.js"],
+        RECIPES: ["*.md", "*/*.py", "*/*.json", "*/*.md"],
+    },
     cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(

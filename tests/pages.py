@@ -18,7 +18,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "examples/README.md", "recipes/**/README.md", "benchmarks/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/README.md", "recipes/**/README.md", "benchmarks/README.md")
     for path in ROOT.glob(pattern)
 )
 ELIDED = ("…", "...")
@@ -27,12 +27,15 @@ PLACEHOLDERS = {
     "TRAIN": "recipes/gpt2_wikitext2/train.py …",
     "NAME": "convergence",
     "R": "1",
+    "FIRST_MACHINE": "10.0.0.1",
     "MACHINES": "2",
     "PROCESSES": "2",
 }
 READERS_SCRIPT = "train.py"  # what README calls the script that somebody writes
 PROGRAMS = ("deepspeed", "torchrun", "python", "pipecomp", "make", "pip", "bash")
 OTHERS = ("head", "tail", "git")
+# Of the machines where runs are started; those of tests need not have them.
+ELSEWHERE = ("docker", "podman", "sbatch", "srun", "sky", "systemctl", "journalctl", "install")
 
 
 class Block(NamedTuple):
@@ -120,9 +123,20 @@ def check(words: list[str]) -> None:
         assert (ROOT / given[0]).is_file(), words
     elif program == ".":
         assert given == [".venv/bin/activate"], words
+    elif program in ELSEWHERE:
+        check_elsewhere(program, given)
     else:
         assert program in OTHERS, f"{program}: say in tests/pages.py how it is tried"
         assert shutil.which(program), program
+
+
+def check_elsewhere(program: str, given: list[str]) -> None:
+    """What such a command names of this repository is there, and so is pipecomp's own command in it."""
+    assert not [word for word in given if word.startswith("examples/") and not (ROOT / word).exists()], given
+    if program in ("docker", "podman") and given[0] == "run" and "pipecomp" in given:
+        _check_own(given[given.index("pipecomp") + 1 :], elided=False)
+    if program == "sbatch":
+        _check_own(["train", *given[1:]], elided=False)
 
 
 def parsed(act: Callable[[], Any], elided: bool = False) -> Any:

@@ -48,7 +48,15 @@ MAY_IMPORT = {
     "lmdb": {"buffers"},
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
-    "pipecomp.netlab": {"netlab", "bench", "cli", "doctor", "pipecomp.engine.connect", "pipecomp.engine.facts"},
+    "pipecomp.netlab": {
+        "netlab",
+        "bench",
+        "cli",
+        "doctor",
+        "pipecomp.engine.connect",
+        "pipecomp.engine.facts",
+        "pipecomp.recipes.planned",
+    },
     "pipecomp.recipes": {"recipes"},
     **{name: set() for name in house.OUTSIDE},  # the bare names of folders beside pipecomp/
 }
@@ -61,6 +69,7 @@ MANY_PARAMETERS = {
     "pipecomp.kernels.*:exponential_decode": "a public operation",
     "pipecomp.kernels.triton_*:*_kernel": "a Triton kernel: pointers, strides and sizes one by one",
     "pipecomp.cli.commands:*": "typer makes an option of every parameter",
+    "pipecomp.cli.start:train": "typer makes an option of every parameter",
     "pipecomp.engine.initialize:initialize": "public, with the names of deepspeed.initialize and of a model's split",
     "pipecomp.optim:QuantizedAdam.__init__": "a torch optimizer: Adam's parameters and the exchange's",
     "pipecomp.trainer.trainer:PipelineTrainer.__init__": "transformers.Trainer's parameters and the pipeline's",

@@ -82,5 +82,14 @@ def test_a_wheel_holds_every_module(sdist, tmp_path):
         wanted.add(f"{folder}/__init__.py" if file.stem == "__init__" else f"{folder}.py")
     sources = [file.name for file in (packaging.ROOT / "kernels").iterdir() if file.suffix in (".cpp", ".h")]
     packaged = {name for name in names if ".dist-info/" not in name}
-    assert packaged == wanted | {f"pipecomp/kernels/{name}" for name in sources} | {"pipecomp/py.typed", *PAGE}
+    recipes = {
+        f"pipecomp/recipe_files/{file.relative_to(packaging.ROOT / 'recipes').as_posix()}"
+        for file in (packaging.ROOT / "recipes").rglob("*")
+        if file.suffix in (".py", ".json", ".md")
+    }
+    kernels = {f"pipecomp/kernels/{name}" for name in sources}
+    assert packaged == wanted | kernels | recipes | {"pipecomp/py.typed", *PAGE}
     packaging.works(tmp_path / "site")
+    command = [sys.executable, "-P", "-m", "pipecomp.cli", "init", "llama_lora", "laid-out"]
+    packaging.run(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert (tmp_path / "laid-out" / "gpt2_wikitext2" / "train.py").is_file()

@@ -1,4 +1,4 @@
-"""The command line: `pipecomp demo | doctor | keys | netlab | plan | report | store | bench`.
+"""The command line: `pipecomp init | train | demo | doctor | keys | netlab | plan | report | store | bench`.
 
 Errors are one line; exit status 1.
 """
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipecomp.cli.bench import bench
 from pipecomp.cli.common import JsonOption, console, plain_errors, say, whole_numbers, write_json
 from pipecomp.cli.keys import keys
+from pipecomp.cli.start import init, train
 from pipecomp.cli.store import store
 
 app = typer.Typer(
@@ -26,6 +27,8 @@ app = typer.Typer(
 app.add_typer(keys, name="keys")
 app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
+app.command()(init)
+app.command()(train)
 
 
 @app.command()

@@ -82,6 +82,23 @@ def gloo_address() -> str:
     return interfaces[variable.split(",")[0]].addresses[0]
 
 
+def address_towards(host: str) -> str | None:
+    """Find the address of this machine that connections to a host come from; None if no way leads there."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # of UDP: nothing is sent
+            return str(probe.getsockname()[0]).split("%")[0]
+    except OSError:
+        return None
+
+
+def interface_towards(host: str) -> str | None:
+    """Find the interface that has this address; None if there is none."""
+    address = address_towards(host)
+    return next((i.name for i in list_interfaces().values() if address in i.addresses), None)
+
+
 def free_port() -> int:
     """Find a TCP port that nobody listens on just now, of those that systems do not give to outgoing connections.
 

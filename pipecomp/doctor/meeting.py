@@ -24,13 +24,14 @@ from pipecomp.doctor.compute import check_shared_gpus, own_gpu
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.launch import Launch
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
+from pipecomp.doctor.path import Path, check_path, follow_path, lead_path
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
 
 _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection
 _SILENCE_S = 10.0  # of a rank that is being measured
 _PAIR_S = 30.0  # that one measurement may take
-_MEASURE_S = 60.0  # no measurement begins after that
+_MEASURE_S = 120.0  # no measurement begins after that
 _SAID_NOTHING = "it did not answer"
 
 
@@ -95,26 +96,45 @@ class Meeting:
                 if self.rank in pair:
                     self._take_turn(number, pair)
                 result = self._ask(pair[0], f"pair/{number}", _PAIR_S, f"rank {pair[0]}: {_SAID_NOTHING}")
-            if isinstance(result, list):
-                result = Measured(*result)
-            a, b = self.identities[pair[0]], self.identities[pair[1]]
-            clocks = check_clocks(a, b, result) if isinstance(result, Measured) else None
-            findings += [check_pair(a, b, result), *([clocks] if clocks else [])]
+            findings += self._judged(pair, result)
         for rank in range(1, self.world):
             self._ask(rank, f"measured/{rank}", _SILENCE_S, None)
         return findings
 
+    def _judged(self, pair: Sequence[int], result: Any) -> list[Finding]:
+        """Rank 0: what a turn has found. result: [of `lead`, of `lead_path`], or what went wrong, or None."""
+        a, b = self.identities[pair[0]], self.identities[pair[1]]
+        if not isinstance(result, list):
+            return [check_pair(a, b, result)]
+        measured = Measured(*result[0])
+        findings = [check_pair(a, b, measured)]
+        if a.machine != b.machine:
+            path = None if result[1] is None else Path(*result[1])
+            findings += [*check_path((a.rank, b.rank), path, measured), check_clocks(a, b, measured)]
+        return findings
+
     def _take_turn(self, number: int, pair: Sequence[int]) -> None:
         """Lead as the lower rank, and say what came of it, or follow."""
+        apart = len({self.identities[rank].machine for rank in pair}) > 1
         if self.rank == pair[0]:
+            peer = GlooPeer(pair[1], _SILENCE_S)
             try:
-                result: object = lead(GlooPeer(pair[1], _SILENCE_S))
+                measured = lead(peer)
             except RuntimeError as error:
-                result = _first_line(error)
+                result: object = _first_line(error)
+            else:
+                path = None
+                if apart:
+                    with contextlib.suppress(RuntimeError):  # `check_path` says that it is not known
+                        path = lead_path(peer, measured.round_trip_s)
+                result = [measured, path]
             self._store.set(f"pair/{number}", json.dumps(result))
         else:
-            with contextlib.suppress(RuntimeError):  # the leading rank reports it
-                follow(GlooPeer(pair[0], _SILENCE_S))
+            with contextlib.suppress(RuntimeError, OSError):  # the leading rank reports it
+                peer = GlooPeer(pair[0], _SILENCE_S)
+                follow(peer)
+                if apart:
+                    follow_path(peer)
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
-from pipecomp.cluster.network_interfaces import Choice, Interface, default_choice, is_loopback, list_interfaces
+from pipecomp.cluster.network_interfaces import (
+    Choice,
+    Interface,
+    default_choice,
+    interface_towards,
+    is_loopback,
+    list_interfaces,
+)
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.launch import Launch
 
 GLOO = "gloo interface"
+_FAR = "198.51.100.1"  # of nobody: reserved for documentation
+_ENCAPSULATION = 60  # bytes that WireGuard puts around a packet over IPv4; 80 over IPv6, other tunnels take similar
+_NO_CABLE = 65534  # ARPHRD_NONE: the kind of WireGuard's and tun interfaces
 
 
 def network_findings(launch: Launch) -> list[Finding]:
@@ -20,6 +31,7 @@ def network_findings(launch: Launch) -> list[Finding]:
     findings = [
         check_interfaces(interfaces, launch),
         check_gloo(interfaces, os.environ.get(VARIABLE), default_choice(), launch),
+        *check_tunnels(interfaces, list_tunnels(interfaces), interface_towards(_FAR)),
     ]
     if launch.started and launch.master is not None:
         findings.append(check_master(launch.master, resolve(launch.master), launch))
@@ -65,9 +77,12 @@ def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice
         found = f"takes {name}: the host name {choice.hostname} is {choice.address}"
     if not all(is_loopback(address) for address in addresses):
         return Finding(GLOO, OK, found)
+    if not variable and choice.address is not None:
+        export += f" (or give {choice.hostname} its own address in /etc/hosts, where it is {choice.address})"
     if launch.several_machines:
         advice = f"{export}, on every machine naming the interface that leads to the others"
-        return Finding(GLOO, WARNING, f"{found}. Other machines cannot be reached there", advice)
+        cost = "Other machines cannot be reached there: a run over several ends at its start"
+        return Finding(GLOO, WARNING, f"{found}. {cost}", advice)
     found = f"{found}. Enough for ranks on this machine"
     if launch.several_machines is False:
         return Finding(GLOO, OK, found)
@@ -85,6 +100,40 @@ def check_master(master: str, address: str | None, launch: Launch) -> Finding:
     advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
     unreachable = is_loopback(address) and bool(launch.several_machines)
     return judge("meeting point", found, (unreachable, WARNING, "other machines cannot reach that", advice))
+
+
+def check_tunnels(interfaces: Mapping[str, Interface], tunnels: Sequence[str], outer: str | None) -> list[Finding]:
+    """Check whether what a tunnel puts around its largest packets fits the interface that it leaves by.
+
+    tunnels: names of interfaces. outer: the interface that leads to the rest of the world; None where there is none.
+    """
+    findings = []
+    for name in tunnels:
+        tunnel = interfaces[name]
+        below = interfaces.get(outer or "")
+        if below is None or outer in tunnels:
+            continue
+        room = below.mtu - _ENCAPSULATION
+        meaning = (
+            "every full packet leaves in two pieces, each with its own chance to be lost, and a router that drops "
+            "pieces drops all large packets"
+        )
+        advice = f"ip link set dev {name} mtu {room - 20} (or MTU = {room - 20} in its configuration), on both machines"
+        found = (
+            f"MTU {tunnel.mtu} inside, {below.mtu} on {below.name} around it, {_ENCAPSULATION} bytes or more between"
+        )
+        findings.append(judge(f"tunnel {name}", found, (tunnel.mtu > room, WARNING, meaning, advice)))
+    return findings
+
+
+def list_tunnels(interfaces: Mapping[str, Interface]) -> list[str]:
+    """List the interfaces that are up and have no cable: WireGuard's, Tailscale's, OpenVPN's; Linux only."""
+    found = []
+    for interface in interfaces.values():
+        kind = Path("/sys/class/net", interface.name, "type")
+        if interface.usable and kind.is_file() and int(kind.read_text()) == _NO_CABLE:
+            found.append(interface.name)
+    return found
 
 
 def resolve(name: str) -> str | None:

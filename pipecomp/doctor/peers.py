@@ -11,7 +11,7 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.measure import Measured
 from pipecomp.rates import bits_per_second, milliseconds
 
-_MOST_PAIRS = 28  # two seconds each
+_MOST_PAIRS = 28  # four seconds each
 _ALL_PAIRS_RANKS = 4
 _SKEW_S = 1.0
 _SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
@@ -84,14 +84,15 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
     )
 
 
-def check_clocks(first: Identity, second: Identity, measured: Measured) -> Finding | None:
-    """Check whether the clocks of two machines agree; None on one machine, which has one clock."""
-    if first.machine == second.machine:
-        return None
+def check_clocks(first: Identity, second: Identity, measured: Measured) -> Finding:
+    """Check whether the clocks of two machines agree."""
     ahead, error = measured.clock_ahead_s, measured.clock_error_s
     fast, slow = (second, first) if ahead > 0 else (first, second)
     found = f"rank {fast.rank}'s is {milliseconds(abs(ahead))} ahead of rank {slow.rank}'s (± {milliseconds(error)})"
-    meaning = "training does not need clocks, but times in logs cannot be compared"
+    meaning = (
+        "training itself does not need clocks, but times in logs and traces cannot be compared, and keys are refused "
+        "on a machine whose clock is far behind"
+    )
     advice = "timedatectl set-ntp true, on both machines"
     return judge("clocks", found, (abs(ahead) > _SKEW_S + error, WARNING, meaning, advice))
 

@@ -33,13 +33,16 @@ class Found:
     rows: list[tuple[str, list[Prediction]]]
 
 
-def run_plan(console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced) -> dict[str, Any] | None:
+def run_plan(
+    console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced, *, settings: bool = True
+) -> dict[str, Any] | None:
     """Plan as `pipecomp plan` does, and print it.
 
     Args:
         console: where to print.
         options: what is asked for. A number of stages without `speed`, `profile` and `measure` gives sizes alone.
         pacer_to: slows links down that are measured.
+        settings: whether to print what to write into a program and its configuration, too.
 
     Returns:
         The plan as JSON values (see `as_json` and `sizes.sizes_as_json`); None on a launcher's ranks other than 0.
@@ -67,6 +70,8 @@ def run_plan(console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced
     K = found.choice.prediction.job.plan.num_stages
     network = seen.network or chain(K, *next(iter(networks.values())))
     show(found, network, list(networks), console)
+    if settings:
+        print_settings(found, console)
     return {**as_json(found, network, list(networks)), "speeds": _limited(seen.speeds)}
 
 
@@ -143,7 +148,12 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
     console.print(p.job.text(), highlight=False)
     for sentence in advice(found.choice, found.averages):
         console.print(sentence, highlight=False)
-    console.print(configuration_text(configuration(found.choice, found.averages), p), highlight=False)
+
+
+def print_settings(found: Found, console: Console) -> None:
+    """Print what a plan means for a program and its configuration."""
+    written = configuration(found.choice, found.averages)
+    console.print(configuration_text(written, found.choice.prediction), highlight=False)
 
 
 def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, Any]:

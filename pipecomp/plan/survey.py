@@ -21,6 +21,7 @@ from pipecomp.doctor.launch import read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import require
+from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
@@ -29,7 +30,8 @@ from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile
 from pipecomp.plan.timing import time_average, time_link, time_model, time_update
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
-from pipecomp.stages.link.transport import PacerTo
+from pipecomp.stages.link.tls import TlsTransport
+from pipecomp.stages.link.transport import PacerTo, Transport
 
 _TIMEOUT_S = 120.0
 
@@ -76,18 +78,22 @@ def survey_ranks(
 ) -> Survey | None:
     """Measure all ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
+    Over the connections by which torch has joined them, or else over gloo, which is left again in the end.
     stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many.
     """
     rank, world = read_launch(os.environ).place
     K = stages or world
     require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")
-    dist.init_process_group("gloo")
+    joined = dist.is_initialized()
+    if not joined:
+        dist.init_process_group("gloo")
     try:
         link = _links(rank, world // K, K, pacer_to)
         seen = gathered((link, survey_machine(model, tokens, dtype, samples, store)))
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()
     if rank != 0:
         return None
     R = world // K
@@ -105,15 +111,23 @@ def survey_ranks(
 
 def _links(rank: int, R: int, K: int, pacer_to: PacerTo) -> Measured | None:
     """Measure this rank's link to the next stage, together with all others."""
-    groups = neighbour_groups([[k * R + r for k in range(K)] for r in range(R)], _TIMEOUT_S)
-    transports = [
-        GlooTransport(groups[pair], timeout_s=_TIMEOUT_S, pacer=pacer_to(peer)) if pair in groups else None
-        for pair, peer in (((rank - R, rank), rank - R), ((rank, rank + R), rank + R))
-    ]
+    mesh = current_mesh() if dist.get_backend() == BACKEND else None
+    pipelines = [[k * R + r for k in range(K)] for r in range(R)]
+    groups = neighbour_groups(pipelines, _TIMEOUT_S) if mesh is None else {}
+
+    def transport(peer: int) -> Transport | None:
+        if not 0 <= peer < K * R:
+            return None
+        if mesh is not None:
+            return TlsTransport(mesh, peer, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
+        group = groups[min(rank, peer), max(rank, peer)]
+        return GlooTransport(group, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
+
+    transports = [transport(rank - R), transport(rank + R)]
     found = measure_links(rank // R, *transports)
     dist.barrier()
-    for transport in filter(None, transports):
-        transport.close()
+    for opened in filter(None, transports):
+        opened.close()
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ def fine_tune(
     documents: bool,
     load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = text.causal_model,
     meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
+    configure: Callable[[argparse.Namespace, Any, int, int], Sequence[int]] | None = None,
 ) -> None:
     """Run a recipe on this rank, from text to saved model.
 
@@ -33,6 +34,8 @@ def fine_tune(
         documents: Whether the tokenizer's end-of-text token comes after each text.
         load: Given arguments and tokenizer, returns the model, as `pipecomp.initialize` takes it, and its config.
         meanings: Given arguments and model, returns what the arguments mean, see `resume.what_is_trained`.
+        configure: Given arguments, the model's config, tokens of a sample and samples, writes DeepSpeed's configuration
+            and returns where the model is cut; None if --deepspeed_config is there already. Every rank calls it.
 
     Raises:
         PipecompError: On every rank, if one of them has an error.
@@ -57,6 +60,7 @@ def fine_tune(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )
     ranks.assert_same_on_all_ranks(data_facts(training, held_out))
+    cuts = None if configure is None else configure(args, config, size, len(training))
     run.train(
         args,
         run.Workload(
@@ -66,6 +70,7 @@ def fine_tune(
             held_out=held_out,
             evaluation=evaluate,
             tokenizer=tokenizer,
+            cuts=cuts,
         ),
     )
 

@@ -33,6 +33,7 @@ MAY_DIFFER = frozenset(
         "save",
         "checkpoint",
         "save_every",
+        "store",
         "keep",
         "resume",
         "save_on_signal",

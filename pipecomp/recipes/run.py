@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -159,6 +159,7 @@ class Workload:
         evaluation: Given the engine and the held-out batches, returns the numbers of an `eval` line, "loss" among
             them; every rank calls it.
         tokenizer: Saved beside the model.
+        cuts: Where the model is cut, None for stages of about equal size.
     """
 
     model: Any
@@ -168,6 +169,7 @@ class Workload:
     collate: Callable[[list], Any] = default_collate
     evaluation: Callable[[Any, list], dict[str, float]] = lambda engine, batches: evaluate(engine, batches)
     tokenizer: Any = None
+    cuts: Sequence[int] | None = None
 
 
 def train(args: argparse.Namespace, work: Workload) -> None:
@@ -185,7 +187,8 @@ def train(args: argparse.Namespace, work: Workload) -> None:
     from pipecomp.engine.initialize import initialize
 
     count = _TokenCount(work.collate)
-    engine = initialize(work.model, fit.stages, fit.config, training_data=work.training, collate_fn=count)
+    stages = None if work.cuts is not None else fit.stages
+    engine = initialize(work.model, stages, fit.config, training_data=work.training, collate_fn=count, cuts=work.cuts)
     batches = [] if work.held_out is None else eval_batches(work.held_out, fit.plan.micro_batch, work.collate)
 
     def save(folder: str) -> None:

@@ -108,6 +108,7 @@ class TlsTransport(Delivery):
     # -- what the connection's receiving thread calls
 
     def noted(self, note: dict) -> None:
+        """Fail as the peer says that it has."""
         lost, reason = note.get("lost"), note.get("reason")
         if isinstance(lost, int) and isinstance(reason, str):
             self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", lost))
@@ -115,6 +116,7 @@ class TlsTransport(Delivery):
             self.failed(PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer))
 
     def failed(self, error: Exception) -> None:
+        """Let every call from here on raise this, unless another error was first."""
         super().failed(error)
         with self._left:
             self._left.notify_all()

@@ -210,6 +210,23 @@ def test_the_rates_of_a_slow_link():
     assert 0 < up < 4.4  # a busy machine measures less, and nothing can measure more
     assert 0 < down < 44.0
     assert found["clocks"]["verdict"] == "ok"
+    assert " lost there and back, jitter " in found["packets 0–1"]["found"]
+    assert found["MTU 0–1"]["found"] == "1500 bytes come through whole, the interface takes 1500"
+
+
+def test_a_way_on_which_large_packets_vanish():
+    """The bridge's port to node 1 takes 1400 bytes and tells nobody, as a tunnel behind a filter of ICMP."""
+    from pipecomp.netlab import Lab, missing
+
+    if problem := missing():
+        pytest.skip(problem)
+    with Lab(nodes=2) as lab:
+        port = ["ip", "-n", f"{lab.name}-hub", "link", "set", "port1", "mtu", "1400"]
+        subprocess.run(port, check=True, timeout=HANG_S)
+        found = {f["check"]: f for f in run_in_lab(lab, on_a_node, {}, timeout_s=HANG_S)[0]}
+    line = found["MTU 0–1"]
+    assert line["verdict"] == "warning", found
+    assert "1400 bytes come through whole, the interface takes 1500: larger ones vanish" in line["found"]
 
 
 def test_loopback_between_two_machines():

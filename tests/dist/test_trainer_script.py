@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,8 @@ from tests.limits import HANG_S
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 ROOT = Path(__file__).parents[2]
+STOCK = ROOT / "examples" / "text_classification.py"
+PIPELINE = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ARGUMENTS = shlex.split("""
     --model start --train_file train.jsonl --eval_file dev.jsonl
     --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --num_train_epochs 6
@@ -59,18 +63,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, script: Path, out: str, *launcher: str) -> tuple[dict[str, Any], str]:
+def run(folder: Path, script: Path, out: str, *launcher: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     """What the script's last evaluation found, and all that it printed."""
     env = {**os.environ, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, *launcher, str(script), *ARGUMENTS, "--output_dir", out]
+    env |= {"TRACKIO_DIR": str(folder / "trackio")}
+    words = [sys.executable, *launcher, str(script), *ARGUMENTS, "--output_dir", out, *more]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / out / "eval_results.json").read_text()), done.stdout + done.stderr
 
 
-def test_two_lines_put_a_script_for_trainer_on_a_pipeline(folder: Path) -> None:
-    stock = ROOT / "examples" / "text_classification.py"
-    text = stock.read_text()
+CURVES = (
+    "train/loss",
+    "train/learning_rate",
+    "train/link_compression",
+    "train/link_forward_mb_per_s",
+    "train/link_slowest_wait",
+    "eval/accuracy",
+)
+
+
+@pytest.fixture(scope="module")
+def changed(folder: Path) -> Path:
+    """The example for Trainer, with the two lines of examples/README.md changed."""
+    text = STOCK.read_text()
     changes = {
         "    Trainer,\n": "",
         "from transformers import (": "from pipecomp import PipelineTrainer\nfrom transformers import (",
@@ -79,10 +95,13 @@ def test_two_lines_put_a_script_for_trainer_on_a_pipeline(folder: Path) -> None:
     for old, new in changes.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    changed = folder / "changed.py"
-    changed.write_text(text)
+    script = folder / "changed.py"
+    script.write_text(text)
+    return script
 
-    theirs, _ = run(folder, stock, "stock")
+
+def test_two_lines_put_a_script_for_trainer_on_a_pipeline(folder: Path, changed: Path) -> None:
+    theirs, _ = run(folder, STOCK, "stock")
     ours, printed = run(
         folder, changed, "pipeline", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     )
@@ -102,3 +121,37 @@ def test_two_lines_put_a_script_for_trainer_on_a_pipeline(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     AutoModelForSequenceClassification.from_pretrained(folder / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def curves(folder: Path, changed: Path) -> Path:
+    """A run whose curves go to TensorBoard and, where they are installed, trackio; without a network."""
+    names = [name for name in ("tensorboard", "trackio") if importlib.util.find_spec(name) is not None]
+    more = ("--report_to", *names, "--num_train_epochs", "2", "--run_name", "mine", "--project", "pipes")
+    run(folder, changed, "curves", *PIPELINE, more=more)
+    return folder
+
+
+def test_tensorboard_has_pipecomp_s_figures(curves: Path) -> None:
+    pytest.importorskip("tensorboard", reason="no tensorboard (pip install tensorboard)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = (curves / "curves").rglob("events.out.tfevents.*")  # one rank's, not one of each
+    board = EventAccumulator(str(file))
+    board.Reload()
+    for curve in CURVES:
+        assert len(board.Scalars(curve)) == 2, curve
+    assert all(event.value == pytest.approx(1.0, abs=0.2) for event in board.Scalars("train/link_compression"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="no trackio (pip install trackio)")
+def test_trackio_has_pipecomp_s_figures(curves: Path) -> None:
+    logged = rows(curves / "trackio" / "pipes.db")
+    for curve in CURVES:
+        assert sum(curve in values for values in logged) == 2, curve
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """What trackio has kept of the run "mine"."""
+    found = sqlite3.connect(file).execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
+    return [json.loads(values) for name, values in found if name == "mine"]

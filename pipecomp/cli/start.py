@@ -1,0 +1,164 @@
+"""`pipecomp init` and `pipecomp train`: a recipe's files to edit, and the shortest way from a model and a text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipecomp.cli.common import console, plain_errors, say
+from pipecomp.errors import ConfigError, require
+
+_RANK = "pipecomp.recipes.planned"
+
+
+@plain_errors()
+def init(
+    recipe: Annotated[str | None, typer.Argument(help="Which one; without it all are listed.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="A new folder; by default one of the recipe's name.")] = None,
+) -> None:
+    """Lay out a recipe for editing: its script, DeepSpeed configurations and README.
+
+    pipecomp init gpt2_wikitext2 my-run
+    """
+    from pipecomp.cli.recipe_files import lay_out, recipe_names
+
+    if recipe is None:
+        for name, title in recipe_names().items():
+            console.print(f"{name:<16} {title}", highlight=False, soft_wrap=True)
+        return
+    made = lay_out(recipe, folder or Path(recipe))
+    console.print(f"Wrote {', '.join(map(str, made))}.", highlight=False, soft_wrap=True)
+    readme = next(path for path in made if path.name == "README.md")
+    console.print(f"{readme} has the commands; start them in {readme.parent}.", highlight=False, soft_wrap=True)
+
+
+@plain_errors()
+def train(
+    model: Annotated[str, typer.Option(help="A causal language model: a folder, or a hub name.")],
+    data: Annotated[list[Path], typer.Option(help="UTF-8 text, or JSON lines with --field; may be repeated.")],
+    stages: Annotated[int | None, typer.Option(help="Pipeline stages; by default one for each peer, or 2.")] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="Machines in the order of the stages, as ssh takes them: host1,host2.")
+    ] = None,
+    evaluate: Annotated[Path | None, typer.Option("--eval", help="Held-out text, evaluated after each epoch.")] = None,
+    field: Annotated[str, typer.Option(help="The text's key in JSON lines.")] = "text",
+    tokenizer: Annotated[str | None, typer.Option(help="A folder or hub name; by default the model's.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the text.")] = 3,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate; it warms up, then decays to 0.")] = 5e-5,
+    batch: Annotated[int | None, typer.Option(help="Samples of a step; by default 32, of a short text fewer.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a sample; by default what the model takes, at most 1024.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Training precision: fp32 or bf16.")] = "fp32",
+    seed: Annotated[int, typer.Option(help="Of the order of samples, dropout and rounding.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for model, plan, metrics and report; by default runs/train-DATE-TIME.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="With --out: a checkpoint every N steps; the same command goes on from the last.")
+    ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder on each machine's own disk for cached activations; by default in --out.")
+    ] = None,
+    report_to: Annotated[
+        list[str] | None, typer.Option(help="Curves for tensorboard, trackio, mlflow or wandb; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run on each machine, and stop.")] = False,
+) -> None:
+    """Fine-tune a language model on a text over several processes or machines: measure, plan, say why, train.
+
+    pipecomp train --model gpt2 --data text.txt --stages 2
+
+    pipecomp train --model gpt2 --data text.txt --peers host1,host2
+
+    Each peer needs the same Python, working directory and files, and must let this machine in by ssh without a
+    password; --dry-run says what to run on each of them by hand instead. Under a launcher (torchrun, srun) every
+    process runs this command with --out and is one rank.
+    """
+    given = {
+        "--model": model,
+        "--tokenizer": tokenizer or model,
+        "--eval-file": evaluate,
+        "--field": field,
+        "--epochs": epochs,
+        "--max-steps": max_steps,
+        "--lr": lr,
+        "--batch": batch,
+        "--block-size": tokens,
+        "--dtype": dtype,
+        "--seed": seed,
+        "--save-every": save_every,
+        "--store": store,
+    }
+    check_arguments(given, data, out)
+    if "RANK" in os.environ:
+        require(
+            peers is None, "--peers", peers, "nothing where a launcher has started this process as one of its ranks"
+        )
+        require(out is not None, "--out", None, "a folder where a launcher has started this process: one for all ranks")
+    words = arguments({**given, "--stages": stages if "RANK" in os.environ else None}, data, out, report_to or [])
+    start(words, stages, None if peers is None else [host.strip() for host in peers.split(",")], dry_run=dry_run)
+
+
+def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -> None:
+    """Raise ConfigError for what can be seen before several processes start to find that out."""
+    for key, least in {"epochs": 1, "max-steps": 1, "batch": 1, "save-every": 1, "block-size": 2}.items():
+        value = given[f"--{key}"]
+        named = "--tokens" if key == "block-size" else f"--{key}"
+        require(value is None or value >= least, named, value, f"a whole number from {least}")
+    require(given["--lr"] > 0, "--lr", given["--lr"], "a number above 0")
+    require(given["--dtype"] in ("fp32", "bf16"), "--dtype", given["--dtype"], "fp32 or bf16")
+    going_on = "a folder: with --save-every a run goes on there"
+    require(given["--save-every"] is None or out is not None, "--out", None, going_on)
+    for path in data:
+        check_text("--data", path)
+    if given["--eval-file"] is not None:
+        check_text("--eval", given["--eval-file"])
+
+
+def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_to: list[str]) -> list[str]:
+    """Make the command line of each rank. given: by the rank's arguments; None is left out."""
+    from pipecomp.report.record import default_folder
+
+    folder = str(out or default_folder("train"))
+    places = {"--deepspeed_config": f"{folder}/ds_config.json", "--run": folder, "--save": f"{folder}/model"}
+    if given["--save-every"] is not None:
+        places |= {"--checkpoint": f"{folder}/checkpoints", "--resume": "auto"}
+    words = [word for key, value in (given | places).items() if value is not None for word in (key, str(value))]
+    return [*words, "--train-file", *map(str, data), *(["--report-to", *report_to] if report_to else [])]
+
+
+def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_run: bool) -> None:
+    """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
+    from pipecomp.cluster.remote_ranks import python_module, ranks_of, run_ranks_of
+
+    if "RANK" in os.environ:
+        os.execv(sys.executable, python_module(_RANK, *words))
+    ranks = ranks_of(python_module(_RANK, *words), stages or len(hosts or ()) or 2, hosts or [])
+    if dry_run or any(rank.host for rank in ranks):
+        for rank in ranks:
+            say_plain(f"{rank.host or 'here'}: {rank.line(os.getcwd(), os.environ)}")
+    if not dry_run:
+        several = len(ranks) > 1
+        say(f"{len(ranks)} process{'es' * several}: {'they measure each other' if several else 'it measures'} first.")
+        raise typer.Exit(run_ranks_of(ranks))
+
+
+def check_text(key: str, path: Path) -> None:
+    """Raise ConfigError for what is no file to read."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(1)
+    except OSError as error:
+        raise ConfigError(key, str(path), f"a text file ({error.strerror})") from error
+    require(begin, key, str(path), "a text file that is not empty")
+
+
+def say_plain(line: str) -> None:
+    """Print a line for the shell, as it is."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,195 @@
+"""A program started as the ranks of a run: on this machine, and on others over ssh.
+
+Rank r runs on host r // (ranks of a host), in the order in which the hosts are named, with what a launcher would set.
+Other machines need the same Python and the same working directory, and let this one log in without a password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from pipecomp.cluster.network_interfaces import address_towards, free_port, is_loopback, list_interfaces
+from pipecomp.errors import ConfigError, require
+
+PORT = 29500  # where ranks of several machines meet, as with other launchers
+_SSH = ("ssh", "-o", "BatchMode=yes")
+_GRACE_S, _POLL_S = 60.0, 0.05
+# Variables that other machines get, too; what names this machine's own network or devices is not among them.
+_CARRIED = ("PIPECOMP_", "HF_", "TRACKIO_", "MLFLOW_", "WANDB_", "DS_ACCELERATOR", "PYTHONPATH")
+_STAYS = ("PIPECOMP_LISTEN", "PIPECOMP_LAUNCHER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A rank to be started. host: None on this machine."""
+
+    number: int
+    host: str | None
+    command: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def line(self, folder: str, environment: Mapping[str, str]) -> str:
+        """Write the shell's line that starts it on its host, in `folder`."""
+        carried = {
+            name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in _STAYS
+        }
+        words = ["env", *(f"{name}={value}" for name, value in {**carried, **self.variables}.items()), *self.command]
+        return f"cd {shlex.quote(folder)} && {shlex.join(words)}"
+
+
+def ranks_of(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> list[Rank]:
+    """Divide the ranks of a run among hosts.
+
+    Args:
+        command: What every rank runs.
+        world: How many ranks there are.
+        hosts: As ssh takes them, USER@HOST too; empty for this machine alone.
+
+    Returns:
+        The ranks, with the variables that a launcher sets.
+
+    Raises:
+        ConfigError: For hosts that cannot share so many ranks, or a first one that has no address.
+
+    Example:
+        >>> [rank.host for rank in ranks_of(["python", "train.py"], 2)]
+        [None, None]
+    """
+    places = list(hosts) or [""]
+    require(all(places) or not hosts, "--peers", ",".join(hosts), "host names with commas between them")
+    require(len(set(places)) == len(places), "--peers", ",".join(hosts), "each host once; --stages says how many ranks")
+    allowed = f"a multiple of {len(places)}, the hosts of --peers"
+    require(world >= 1 and world % len(places) == 0, "--stages", world, allowed)
+    each = world // len(places)
+    master, port = ("127.0.0.1", free_port()) if not hosts else (meeting_address(places), PORT)
+    found = []
+    for number in range(world):
+        host = places[number // each]
+        variables = {
+            "RANK": number,
+            "WORLD_SIZE": world,
+            "LOCAL_RANK": number % each,
+            "LOCAL_WORLD_SIZE": each,
+            "MASTER_ADDR": master,
+            "MASTER_PORT": port,
+        }
+        found.append(
+            Rank(
+                number=number,
+                host=None if not host or is_here(host) else host,
+                command=tuple(command),
+                variables={name: str(value) for name, value in variables.items()},
+            )
+        )
+    return found
+
+
+def meeting_address(hosts: Sequence[str]) -> str:
+    """Find the address of the first host for all of them. Raises ConfigError.
+
+    Its name may well be 127.0.1.1 on the machine itself: then it is the address that leads to the next host.
+    """
+    first = _name(hosts[0])
+    address = next(iter(_addresses(first)), None)
+    if address is None:
+        raise ConfigError("--peers", hosts[0], "hosts whose names can be looked up here, or addresses")
+    if is_loopback(address) and len(hosts) > 1:
+        return address_towards(_name(hosts[1])) or address
+    return address
+
+
+def is_here(host: str) -> bool:
+    """Whether a host is this machine."""
+    own = {address for interface in list_interfaces().values() for address in interface.addresses}
+    return any(address in own or is_loopback(address) for address in _addresses(_name(host)))
+
+
+def _name(host: str) -> str:
+    return host.rpartition("@")[2]
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def run_ranks_of(ranks: Sequence[Rank]) -> int:
+    """Start the ranks and wait for all of them, as one would for a single program.
+
+    SIGINT and SIGTERM reach every rank on this machine; the others notice by themselves that one is gone. When a rank
+    ends with an error, the rest have a minute to end.
+
+    Returns:
+        0, or the status of the first rank that ended with another.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    with _handled(forward):
+        try:
+            for rank in ranks:
+                running.append(_started(rank))
+            return _status_of(running)
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def _started(rank: Rank) -> subprocess.Popen[bytes]:
+    if rank.host is None:
+        # With the process that a rank is not to outlive.
+        environment = {**os.environ, **rank.variables, "PIPECOMP_LAUNCHER": str(os.getpid())}
+        command = list(rank.command)
+    else:
+        command, environment = [*_SSH, rank.host, rank.line(os.getcwd(), os.environ)], dict(os.environ)
+    try:
+        # A session of its own: Ctrl-C in a terminal reaches it once, from here.
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        allowed = f"a program that can be started ({error.strerror}); --dry-run says what to run on each host"
+        raise ConfigError("command", command[0], allowed) from error
+
+
+def _status_of(running: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all, or for a minute after the first that has failed; 128 + n for one that signal n has ended."""
+    first, until = 0, float("inf")
+    while any(process.poll() is None for process in running) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+        failed = next((code for process in running if (code := process.poll())), 0)
+        if failed and not first:
+            first, until = failed, time.monotonic() + _GRACE_S
+    first = first or next((code for process in running if (code := process.poll())), 0)
+    return first if first >= 0 else 128 - first
+
+
+@contextlib.contextmanager
+def _handled(handler: signal._HANDLER) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Give the command that runs a module with this Python."""
+    return [sys.executable, "-m", module, *arguments]

@@ -1,0 +1,164 @@
+"""What each rank of `pipecomp train` does: measure, plan, write the configuration down, and train on a text.
+
+It is a recipe for causal language models whose DeepSpeed configuration is not given but made: batch sizes, cuts, bits,
+or no compression, from what the ranks measure of each other. `pipecomp train` starts it (pipecomp/cli/start.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from pipecomp.cluster import start
+from pipecomp.cluster.closed import KEYS
+from pipecomp.cluster.collectives import broadcast
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback
+from pipecomp.errors import ConfigError, require
+from pipecomp.files import write_whole
+from pipecomp.netlab.throttle import throttle_to
+from pipecomp.plan.command import run_plan
+from pipecomp.plan.options import PlanOptions
+from pipecomp.recipes import language, run, text
+from pipecomp.report.record import PLAN
+
+MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
+_DOCUMENTS = (".jsonl", ".json")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line: a recipe's, where --deepspeed_config names a file to write."""
+    parser = run.arguments("train", "Fine-tune a causal language model on a text, by a plan made from measurements.")
+    text.add_arguments(parser)
+    language.add_document_arguments(parser)
+    parser.add_argument("--batch", type=run.at_least(1), metavar="N", help="samples of a step, over all replicas")
+    parser.add_argument("--lr", type=float, required=True, metavar="RATE", help="AdamW's rate, after its warm-up")
+    parser.add_argument("--store", metavar="FOLDER", help="for cached activations (default: in --run)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="training precision")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """One rank of the run."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    else:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    choose_interface()
+    start.start_processes(args.seed)
+    with start.all_ranks().collective_errors():
+        if args.model != "tiny":
+            text.model_config(args.model)  # before the tokenizer, which is looked for in the same place
+    documents = args.train_file is not None and args.train_file[0].endswith(_DOCUMENTS)
+    language.fine_tune(
+        args,
+        language.read_documents if documents else text.read,
+        documents=documents,
+        configure=configure,
+    )
+
+
+def choose_interface() -> None:
+    """Let gloo use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME or keys settle it.
+
+    By itself gloo takes the address of the host name, which many systems set to 127.0.1.1.
+    """
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if os.environ.get(GLOO_VARIABLE) or os.environ.get(KEYS) or is_loopback(master):
+        return
+    found = interface_towards(master)
+    if found is not None and found != "lo":
+        os.environ[GLOO_VARIABLE] = found
+
+
+def configure(args: argparse.Namespace, config: Any, size: int, samples: int) -> list[int]:
+    """Plan the run, or take the plan of the run that goes on here, and write its configuration to --deepspeed_config.
+
+    Args:
+        args: From a parser of `arguments`.
+        config: The model's, of Hugging Face.
+        size: Tokens of a sample.
+        samples: In the training data.
+
+    Returns:
+        Where the model is cut.
+
+    Raises:
+        ConfigError: On every rank, for a batch that cannot be.
+    """
+    folder = Path(args.run)
+    ranks = start.all_ranks()
+    with ranks.collective_errors():
+        require(args.lr > 0, "--lr", args.lr, "a number above 0")
+        batch = batch_of(args.batch, samples)
+        folder.mkdir(parents=True, exist_ok=True)
+    with ranks.collective_errors():
+        made = _earlier(args, folder) if dist.get_rank() == 0 else None
+    made = broadcast(made)
+    if made is None:
+        with ranks.collective_errors():
+            options = PlanOptions(
+                model=config,
+                stages=args.stages or dist.get_world_size(),
+                batch=batch,
+                tokens=size,
+                dtype=args.dtype,
+                measure=True,
+                store=Path(args.store or folder / "messages"),
+            )
+            made = run_plan(Console(), options, throttle_to, settings=False)
+            if made is not None:
+                write_whole(folder / PLAN, json.dumps(made, indent=2) + "\n")
+        made = broadcast(made)
+    with ranks.collective_errors():
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            write_whole(args.deepspeed_config, json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n")
+    dist.barrier()  # the ranks of a machine share the file
+    cuts: list[int] = made["cuts"]
+    return cuts
+
+
+def batch_of(given: int | None, samples: int) -> int:
+    """Choose the samples of a step. Raises ConfigError if the text has fewer than were asked for."""
+    if given is None:
+        return next(n for n in (MOST_SAMPLES, 16, 8, 4, 2, 1) if n <= samples)
+    require(given <= samples, "--batch", given, f"at most {samples}, the samples that the text makes")
+    return given
+
+
+def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make DeepSpeed's configuration. planned: what the plan says of batches, links and gradients."""
+    section = dict(planned["pipecomp"])
+    if section.get("activations", {}).get("method") == "aqsgd":
+        section["store"] = {"path": args.store or str(folder / "messages")}
+    warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
+    return {
+        **planned,
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
+        "gradient_clipping": 1.0,
+        **({"bf16": {"enabled": True}} if args.dtype == "bf16" else {}),
+        "pipecomp": section,
+    }
+
+
+def _earlier(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
+    """Read the plan of the run that goes on in this folder; None where there is none to go on."""
+    file = folder / PLAN
+    if args.resume is None or not file.is_file() or not Path(args.checkpoint).is_dir():
+        return None
+    try:
+        made = json.loads(file.read_text())
+        return {"config": made["config"], "cuts": made["cuts"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError("--run", args.run, f"a folder with the {PLAN} that its run has written ({error})") from error
+
+
+if __name__ == "__main__":
+    run.run(main, arguments())

@@ -1,0 +1,185 @@
+"""`pipecomp init` and `pipecomp train` as a user runs them, on one machine; tests/dist/test_train_peers.py has two."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipecomp.cli import app
+from pipecomp.cli.recipe_files import recipe_names, recipes_folder
+from tests.limits import HANG_S
+from tests.recipes.recipe_runs import environment, run
+from tests.small_text import metrics, save_model, write_text
+
+
+def told(*arguments: str, status: int = 0) -> str:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == status, done.output
+    return " ".join(done.output.split())
+
+
+class TestInit:
+    @pytest.mark.parametrize("recipe", recipe_names())
+    def test_a_recipe_stands_on_its_own(self, recipe, tmp_path):
+        folder = tmp_path / "mine"
+        text = told("init", recipe, str(folder))
+        there = {path.name for path in folder.iterdir()}
+        assert {path.name for path in (recipes_folder() / recipe).iterdir() if path.is_file()} <= there
+        page = (folder / "README.md").read_text()
+        assert str(folder / "README.md") in text
+        assert f"recipes/{recipe}/" not in page
+        assert "](../" not in page
+        named = set(re.findall(r"[\w/]*\b(?:\w+\.py|ds_config\w*\.json|llama_tiny\.json)\b", page))
+        assert "train.py" in named
+        assert [name for name in named if not (folder / name).is_file()] == []
+
+    def test_its_script_starts_in_the_new_folder(self, tmp_path):
+        told("init", "gpt2_wikitext2", str(tmp_path))
+        done = subprocess.run(
+            [sys.executable, "train.py", "--help"], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+            timeout=HANG_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "--deepspeed_config" in done.stdout
+
+    def test_nothing_is_overwritten(self, tmp_path):
+        (tmp_path / "train.py").write_text("mine")
+        text = told("init", "gpt2_wikitext2", str(tmp_path), status=1)
+        assert "nothing is overwritten" in text
+        assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+        assert (tmp_path / "train.py").read_text() == "mine"
+
+    def test_a_recipe_that_is_not_there(self, tmp_path):
+        text = told("init", "gpt5", str(tmp_path / "new"), status=1)
+        assert "recipe: got 'gpt5', allowed: deberta_cola, " in text
+        assert not (tmp_path / "new").exists()
+
+    def test_they_are_listed(self):
+        text = told("init")
+        assert all(name in text for name in recipe_names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere.txt"], "--data: got 'nowhere.txt', allowed: a text file (No such file or directory)"),
+        (["--data", "empty.txt"], "--data: got 'empty.txt', allowed: a text file that is not empty"),
+        (["--data", "text.txt", "--eval", "."], "--eval: got '.', allowed: a text file (Is a directory)"),
+        (["--data", "text.txt", "--epochs", "0"], "--epochs: got 0, allowed: a whole number from 1"),
+        (["--data", "text.txt", "--lr", "0"], "--lr: got 0.0, allowed: a number above 0"),
+        (["--data", "text.txt", "--dtype", "int8"], "--dtype: got 'int8', allowed: fp32 or bf16"),
+        (["--data", "text.txt", "--save-every", "5"], "--out: got None, allowed: a folder: with --save-every"),
+        (["--data", "text.txt", "--peers", "a,,b"], "--peers: got 'a,,b', allowed: host names with commas"),
+        (["--data", "text.txt", "--peers", "a,a"], "--peers: got 'a,a', allowed: each host once"),
+        (["--data", "text.txt", "--peers", "a,b", "--stages", "3"], "--stages: got 3, allowed: a multiple of 2"),
+        (["--data", "text.txt", "--peers", "no.such.host.invalid,b"], "allowed: hosts whose names can be looked up"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipecomp.cluster.remote_ranks.run_ranks_of", lambda ranks: pytest.fail("it starts"))
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "empty.txt").touch()
+    assert message in told("train", "--model", "model", *arguments, status=1)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [(["--peers", "a,b"], "--peers: got 'a,b', allowed: nothing where a launcher"), ([], "--out")]
+)
+def test_under_a_launcher_the_command_is_one_rank(more, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.txt")
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words) or sys.exit(0))
+    given = ["train", "--model", "model", "--data", "text.txt"]
+    assert message in told(*given, *more, status=1)
+    assert started == []
+    told(*given, "--out", "shared", "--stages", "2")
+    ((python, *words),) = started
+    assert (python, words[:2]) == (sys.executable, ["-m", "pipecomp.recipes.planned"])
+    assert words[words.index("--stages") + 1] == "2"
+    assert words[words.index("--run") + 1] == "shared"
+
+
+def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "my text.txt")
+    monkeypatch.setenv("PIPECOMP_KEYS", "my keys")
+    peers = "198.51.100.1,me@198.51.100.2"
+    text = told("train", "--model", "gpt2", "--data", "my text.txt", "--peers", peers, "--stages", "4", "--dry-run")
+    lines = text.split(" -m pipecomp.recipes.planned")
+    assert len(lines) == 5
+    for rank, (host, line) in enumerate(zip(["198.51.100.1:", "me@198.51.100.2:"] * 2, sorted(lines[:4]), strict=True)):
+        assert "MASTER_ADDR=198.51.100.1 MASTER_PORT=29500" in line, (rank, host)
+    assert text.count("me@198.51.100.2: cd ") == text.count(" 198.51.100.1: cd ") + 1 == 2
+    assert "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2" in text
+    assert "'PIPECOMP_KEYS=my keys'" in text
+    assert "--train-file 'my text.txt'" in text
+
+
+COMMAND = """train --model model --data text.txt --eval held-out.txt --lr 1e-2 --batch 8 --stages 2 --max-steps 8 \
+    --out mine --save-every 4 --store elsewhere"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run, and the same command again; its folder, and what they said."""
+    folder = tmp_path_factory.mktemp("train")
+    save_model(folder / "model", write_text(folder / "text.txt"))
+    write_text(folder / "held-out.txt", lines=40)
+    command = [sys.executable, "-m", "pipecomp.cli", *shlex.split(COMMAND)]
+    parts = [run(folder, *command) for _ in range(2)]
+    assert [part.status for part in parts] == [0, 0], parts
+    return folder, *[part.output for part in parts]
+
+
+@pytest.mark.ranks
+class TestTrain:
+    def test_it_says_what_it_chose_and_why(self, ended):
+        _, first, again = ended
+        text = " ".join(first.split())
+        assert "Stages (measured" in text
+        assert "for 8 samples per step, 32 tokens each" in text
+        assert "Compressing activations does not pay on these links" in text or "Take AQ-SGD with" in text
+        assert "Traceback" not in first
+        assert "goes on after step 8" in again
+        assert "Stages (measured" not in again, "its plan was made before"
+
+    def test_it_trains_and_saves(self, ended):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        out = ended[0] / "mine"
+        lines = [line for line in metrics(out) if "loss" in line]
+        assert [line["step"] for line in lines] == list(range(1, 9))
+        assert lines[-1]["loss"] < lines[0]["loss"]
+        assert any("eval" in line for line in metrics(out))
+        assert AutoModelForCausalLM.from_pretrained(out / "model").config.n_layer == 2
+        AutoTokenizer.from_pretrained(out / "model")
+
+    def test_the_plan_is_beside_the_run_and_is_what_ran(self, ended):
+        out = ended[0] / "mine"
+        plan, config = (json.loads((out / name).read_text()) for name in ("plan.json", "ds_config.json"))
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            assert plan["config"][key] == config[key]
+        assert plan["config"]["pipecomp"].get("activations") == config["pipecomp"].get("activations")
+        assert config["optimizer"]["params"]["lr"] == 1e-2
+        facts = json.loads((out / "run.json").read_text())
+        assert facts["stages"] == len(plan["cuts"]) - 1 == 2
+        assert (out / "report.html").stat().st_size > 100_000
+
+    def test_errors_of_ranks_are_one_line(self, ended):
+        folder = ended[0]
+        (folder / "latin.txt").write_bytes("Zürich\n".encode("latin-1") * 99)
+        found = run(folder, sys.executable, "-m", "pipecomp.cli", "train", "--model", "model", "--data", "latin.txt")
+        assert found.status == 1
+        assert found.output.count("train: error: latin.txt: not UTF-8 text: byte 1 is 0xfc") == 1, found.output
+        assert "Traceback" not in found.output
+        assert not Path(folder, "runs").exists()

@@ -1,0 +1,176 @@
+"""Loss, jitter and the largest packet between two ranks: measured on ways with made-up faults, and what they mean."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+from pipecomp.cluster.network_interfaces import Choice, Interface
+from pipecomp.doctor import network, path
+from pipecomp.doctor.finding import OK, WARNING
+from pipecomp.doctor.launch import Launch
+from pipecomp.doctor.measure import Measured
+from pipecomp.doctor.path import Path, check_path, follow_path, lead_path, tcp_limit_bit_s
+from tests.doctor.test_doctor import expect
+from tests.limits import HANG_S
+
+FINE = Measured(1e9, 1e9, 0.02, 0.0, 0.001)
+
+
+class Queues:
+    """A peer in another thread."""
+
+    def __init__(self, out: queue.Queue, into: queue.Queue) -> None:
+        self.out, self.into = out, into
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.out.put(tensor)
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.into.get(timeout=HANG_S)
+
+
+def measured() -> Path | None:
+    """What the leading rank finds, with a follower in a thread."""
+    a, b = queue.Queue(), queue.Queue()
+    follower = threading.Thread(target=follow_path, args=(Queues(a, b),))
+    follower.start()
+    found = lead_path(Queues(b, a), 0.001)
+    follower.join(HANG_S)
+    assert not follower.is_alive()
+    return found
+
+
+def over(monkeypatch, takes, mtu: int = 1500) -> Path:
+    """Measure a way where `takes(packet, number)` says whether a packet is sent back; it may wait."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    lo = Interface("lo", ("127.0.0.1",), True, mtu, 0)
+    monkeypatch.setattr(path, "list_interfaces", lambda: {"lo": lo})
+
+    def echo(udp, done):
+        udp.settimeout(0.05)
+        number = 0
+        while not done.is_set():
+            try:
+                packet, sender = udp.recvfrom(1 << 16)
+            except TimeoutError:
+                continue
+            if takes(packet, number):
+                udp.sendto(packet, sender)
+            number += 1
+
+    monkeypatch.setattr(path, "_echo", echo)
+    found = measured()
+    assert found is not None
+    return found
+
+
+def size(packet: bytes) -> int:
+    return len(packet) + 28
+
+
+def whole(packet: bytes) -> bool:
+    return packet.endswith(b"w")
+
+
+def test_a_way_without_faults(monkeypatch):
+    found = over(monkeypatch, lambda packet, number: True)
+    assert (found.mtu, found.interface_mtu, found.cut) == (1500, 1500, None)
+    assert 0 < found.came <= found.sent == 100
+
+
+def test_every_fifth_packet_is_lost(monkeypatch):
+    found = over(monkeypatch, lambda packet, number: number % 5 > 0)
+    assert found.came <= 0.8 * found.sent
+    assert found.mtu == 1500, "a lost packet must not look like one that is too large"
+
+
+def test_packets_that_come_unevenly(monkeypatch):
+    found = over(monkeypatch, lambda packet, number: time.sleep(0.03 * (number % 2)) is None)
+    assert found.jitter_s > 0.005
+
+
+@pytest.mark.parametrize(("limit", "mtu"), [(1420, 1420), (1430, 1420), (576, 576), (60, 0)])
+def test_larger_packets_vanish(monkeypatch, limit, mtu):
+    found = over(monkeypatch, lambda packet, number: size(packet) <= limit or len(packet) == 128)
+    assert (found.mtu, found.cut) == (mtu, False)
+
+
+def test_larger_packets_are_cut_up(monkeypatch):
+    found = over(monkeypatch, lambda packet, number: size(packet) <= 1400 or not whole(packet), mtu=9000)
+    assert (found.mtu, found.interface_mtu, found.cut) == (1400, 9000, True)
+
+
+def test_nothing_comes_back(monkeypatch):
+    found = over(monkeypatch, lambda packet, number: False)
+    assert (found.came, found.mtu) == (0, 0)
+    (finding,) = check_path((0, 1), found, FINE)
+    expect(finding, OK, "UDP does not get through", "firewall")
+
+
+def test_without_a_socket_nothing_is_known(monkeypatch):
+    def refuse():
+        raise OSError("no socket")
+
+    monkeypatch.setattr(path, "_socket", refuse)
+    assert measured() is None
+
+
+def test_what_it_costs():
+    fine = Path(100, 100, 0.001, 1500, 1500, None)
+    assert [f.verdict for f in check_path((0, 1), fine, FINE)] == [OK, OK]
+    (loss, _) = check_path((0, 1), fine._replace(came=96), FINE)
+    expect(loss, WARNING, "4 of 100 lost", "about 3.56 Mbit/s", "bbr")
+    (jitter, _) = check_path((0, 1), fine._replace(jitter_s=0.05), FINE)
+    expect(jitter, WARNING, "jitter 50 ms", "waits up to 50 ms longer", "gradient_accumulation_steps")
+    (_, cut) = check_path((0, 1), fine._replace(mtu=1400, cut=True), FINE)
+    expect(cut, WARNING, "1400 bytes come through whole", "2 packets for one", "mtu 1400")
+    (_, gone) = check_path((0, 1), fine._replace(mtu=1400, cut=False), FINE)
+    expect(gone, WARNING, "larger ones vanish", "stand still", "mtu 1400")
+    (_, none) = check_path((0, 1), fine._replace(mtu=0, cut=False), FINE)
+    expect(none, WARNING, "none that were tried", "mtu 576")
+    (unknown,) = check_path((0, 1), None, FINE)
+    expect(unknown, OK, "not known")
+
+
+def test_tcp_over_lost_packets():
+    assert tcp_limit_bit_s(1500, 0.1, 0.0) == float("inf")
+    assert tcp_limit_bit_s(1500, 0.1, 0.01) == pytest.approx(8 * 1460 * 12.2 / 0.1)
+
+
+TUNNELS = {
+    "eth0": Interface("eth0", ("10.0.0.7",), True, 1500, 1000),
+    "wg0": Interface("wg0", ("10.8.0.2",), True, 1420, 0),
+}
+
+
+def test_a_tunnel_that_fits_and_one_that_fragments():
+    (fits,) = network.check_tunnels(TUNNELS, ["wg0"], "eth0")
+    expect(fits, OK, "MTU 1420 inside, 1500 on eth0")
+    tight = {**TUNNELS, "wg0": TUNNELS["wg0"]._replace(mtu=1500)}
+    (large,) = network.check_tunnels(tight, ["wg0"], "eth0")
+    expect(large, WARNING, "leaves in two pieces", "wg0 mtu 1420")
+    dsl = {**TUNNELS, "eth0": TUNNELS["eth0"]._replace(mtu=1452)}
+    expect(network.check_tunnels(dsl, ["wg0"], "eth0")[0], WARNING, "wg0 mtu 1372")
+    assert network.check_tunnels(TUNNELS, ["wg0"], None) == []
+    assert network.check_tunnels(TUNNELS, ["wg0"], "wg0") == [], "what is around it is not known"
+
+
+def test_tunnels_are_interfaces_without_a_cable(monkeypatch, tmp_path):
+    for name, kind in (("eth0", "1"), ("wg0", "65534")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "type").write_text(f"{kind}\n")
+    monkeypatch.setattr(network, "Path", lambda first, *more: tmp_path.joinpath(*more))
+    assert network.list_tunnels(TUNNELS) == ["wg0"]
+
+
+def test_a_host_name_that_is_127_0_1_1():
+    two = Launch(rank=0, world=2, local_rank=0, local_world=1, master="10.0.0.1")
+    found = network.check_gloo(TUNNELS, None, Choice("box", "127.0.1.1"), two)
+    expect(found, WARNING, "box is 127.0.1.1", "a run over several ends at its start", "GLOO_SOCKET_IFNAME=eth0")
+    expect(found, WARNING, "give box its own address in /etc/hosts, where it is 127.0.1.1")
+    assert network.check_gloo(TUNNELS, "eth0", Choice("box", "127.0.1.1"), two).verdict == OK
