@@ -1,7 +1,7 @@
 """What a backend is: the operations that `torch_backend`, `native` and `triton_backend` have, all with the same bytes.
 
 Arguments are checked, and flat buckets made contiguous, before a backend is called; what each operation computes is
-told by the function of the same name in `reference`, `bitpack`, `topk`, `feedback` and `dithering`.
+told by the function of the same name in `reference`, `bitpack`, `topk`, `feedback`, `dithering` and `sketch`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipecomp.kernels.layout import Options
+from pipecomp.kernels.sketch import Sketch
 
 
 class Backend(Protocol):
@@ -105,3 +106,21 @@ class Backend(Protocol):
 
     def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
         """As `dithering.kmeans_assign`."""
+
+    # Sketches of flat buckets.
+
+    def sketch_encode(
+        self, x_d: Tensor, e_d: Tensor, centers: Tensor, bounds: Tensor, how: Sketch
+    ) -> tuple[Tensor, Tensor]:
+        """As `sketch.sketch_encode`."""
+
+    def sketch_decode(
+        self,
+        codes: Tensor,
+        means: Tensor,
+        how: Sketch,
+        out_d: Tensor,
+        add: bool,
+        divisor: int,
+    ) -> Tensor:
+        """As `sketch.sketch_decode`."""

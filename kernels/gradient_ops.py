@@ -185,14 +185,19 @@ def kmeans_assign(x: Tensor, centers: Tensor, *, backend: str = "auto") -> Tenso
     centers: float32 [K], ascending, 1 to 256. Values below zero only get negative centers, others only the rest, unless
     there is none on that side; halfway between two centers the upper one is taken.
     """
-    if centers.dtype != torch.float32 or centers.dim() != 1 or not 1 <= centers.numel() <= 256:
-        raise ShapeError(f"centers: {centers.dtype} {tuple(centers.shape)}, allowed: torch.float32 [1 to 256]")
     if x.dtype not in layout.INPUT_DTYPES:
         raise ShapeError(f"x: dtype {x.dtype}, allowed: float32, float16, bfloat16")
-    bounds = dithering.boundaries(centers)
+    bounds = check_centers(centers)
+    return dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1).contiguous(), bounds)
+
+
+def check_centers(centers: Tensor) -> Tensor:
+    """What lies between clusters, float32 [K - 1]; raises unless centers are float32 [1 to 256], finite, ascending."""
+    if centers.dtype != torch.float32 or centers.dim() != 1 or not 1 <= centers.numel() <= 256:
+        raise ShapeError(f"centers: {centers.dtype} {tuple(centers.shape)}, allowed: torch.float32 [1 to 256]")
     if not bool((centers[1:] >= centers[:-1]).all()) or not bool(centers.isfinite().all()):
         raise ConfigError("centers", "unsorted or not finite", "finite values in ascending order")
-    return dispatch.pick(backend, x, bounds).kmeans_assign(x.reshape(-1).contiguous(), bounds)
+    return dithering.boundaries(centers)
 
 
 def check_workers(workers: int) -> None:

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <vector>
 
 #include "native_crc.h"
@@ -48,14 +47,12 @@ Constants::Constants() {
                 unpack_order[bits][4 * i + byte] = int8_t(at + byte <= last ? at + byte : -1);
             unpack_shift[bits][i] = i * bits % 8;
         }
+    for (int mask = 0; mask < 256; mask++)
+        for (int lane = 0, n = 0; lane < 8; lane++)
+            if (mask >> lane & 1) chosen_order[mask][n++] = uint8_t(lane);
 }
 
 const Constants constants;
-
-uint32_t kth_largest(uint32_t* v, int64_t n, int64_t k) {
-    std::nth_element(v, v + (k - 1), v + n, std::greater<uint32_t>());
-    return v[k - 1];
-}
 
 static const Table& table_of(int isa) {
 #if defined(__x86_64__)
@@ -210,6 +207,36 @@ static void feedback_reduce_call(const FeedbackReduceArgs& a, int isa, int threa
     });
 }
 
+// Codes and slots, the slots' means, the residual. A slot's values are added one after the other, by one thread.
+static void sketch_encode_call(const SketchArgs& a, int isa, int threads) {
+    const Table& t = table_of(isa);
+    const int32_t* const slots = reinterpret_cast<const int32_t*>(a.out);
+    auto add = [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            int32_t slot;
+            std::memcpy(&slot, slots + i, 4);
+            a.sums[slot] += double(a.x[i]);
+            a.numbers[slot]++;
+        }
+    };
+    run_threads(useful_threads(threads, a.d), [&](int thread, int count, Barrier& barrier) {
+        const Range part(a.d, SKETCH_BLOCK, thread, count);
+        for (int64_t i = part.begin; i < part.end; i += SKETCH_BLOCK) {
+            const int64_t end = std::min(i + SKETCH_BLOCK, part.end);
+            t.sketch_slots(a, i, end);
+            if (count == 1) add(i, end);
+        }
+        barrier.wait();
+        if (thread == 0) {
+            if (count > 1) add(0, a.d);
+            for (int64_t s = a.clusters; s < a.slots; s++)
+                a.means[s] = float(a.sums[s] / double(std::max<int64_t>(a.numbers[s], 1)));
+        }
+        barrier.wait();
+        if (part.begin < part.end) t.sketch_residual(a, part.begin, part.end);
+    });
+}
+
 }  // namespace pipecomp
 
 using namespace pipecomp;
@@ -219,7 +246,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native_library.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 5; }
+PC_EXPORT int32_t pipecomp_abi() { return 6; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -293,6 +320,18 @@ PC_EXPORT void pipecomp_kmeans_assign(uint8_t* out, const void* x, int32_t dtype
     parallel_range(threads, d, 32, [&](int64_t begin, int64_t end) {
         t.kmeans_assign(out, x, dtype, bounds, count, begin, end);
     });
+}
+
+PC_EXPORT void pipecomp_sketch_encode(const SketchArgs* a, int32_t isa, int32_t threads) {
+    sketch_encode_call(*a, isa, threads);
+}
+
+PC_EXPORT void pipecomp_sketch_decode(const SketchArgs* a, int32_t isa, int32_t threads) {
+    const Table& t = table_of(isa);
+    const auto blocks = [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += SKETCH_BLOCK) t.sketch_decode(*a, i, std::min(i + SKETCH_BLOCK, end));
+    };
+    parallel_range(threads, a->d, SKETCH_BLOCK, blocks);
 }
 
 // `rows` rows of n values of value_bytes (1, 2, 4, 8) bytes.

@@ -74,6 +74,7 @@ struct Constants {
     int32_t pack_weight_2[9], pack_shift[9];
     int8_t pack_order[9][32], unpack_order[17][32];
     int32_t unpack_shift[17][8];
+    uint8_t chosen_order[256][8];  // the lanes of a mask's bits, then whatever
     Constants();
 };
 extern const Constants constants;
@@ -198,9 +199,25 @@ struct FeedbackReduceArgs {
     int32_t parts;
 };
 
-// The k-th largest of v[0] ... v[n - 1], which it reorders. Outside the per-instruction-set code, because the standard
-// library's templates would otherwise be compiled for one set and used by all.
-uint32_t kth_largest(uint32_t* v, int64_t n, int64_t k);
+// Values in slots: those of cluster c are first[c] ... first[c] + last[c], chosen by a hash times size[c].
+struct SketchArgs {
+    const float* x;       // encoding: what is encoded
+    const float* bounds;  // encoding: between clusters
+    const float* size;
+    const int32_t* first;
+    const int32_t* last;
+    uint8_t* codes;
+    float* means;  // of slots; encoding: the clusters' own are given, the others are made
+    float* out;    // encoding: x less the means, decoding: (out + the means) / divisor
+    double* sums;  // encoding: zero before, of slots
+    int64_t* numbers;
+    int64_t d, slots;
+    uint64_t seed;
+    float divisor;
+    int32_t bits, clusters, add;
+    int32_t rounds;  // whether a size may be rounded up, so that `last` matters
+};
+constexpr int64_t SKETCH_BLOCK = 1 << 12;  // values between which no 2**32 lies, and which stay in the first cache
 
 // Functions of one instruction set.
 struct Table {
@@ -221,6 +238,9 @@ struct Table {
                             float* mean);
     void (*kmeans_assign)(uint8_t* out, const void* x, int dtype, const float* bounds, int count, int64_t begin,
                           int64_t end);
+    void (*sketch_slots)(const SketchArgs&, int64_t begin, int64_t end);
+    void (*sketch_residual)(const SketchArgs&, int64_t begin, int64_t end);
+    void (*sketch_decode)(const SketchArgs&, int64_t begin, int64_t end);
     void (*pack)(uint8_t* out, const void* values, int value_bytes, int64_t n, int bits);
     void (*unpack)(int32_t* out, const uint8_t* codes, int64_t n, int bits);
     void (*select)(float* values, int32_t* index, const void* x, int dtype, int64_t n, int64_t k, int32_t first,

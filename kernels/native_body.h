@@ -3,6 +3,7 @@
 #include "native_simd.h"
 #include "native_quantize.h"
 #include "native_gradient.h"
+#include "native_sketch.h"
 #include "native_select.h"
 #include "native_linear.h"
 #include "native_feedback.h"
@@ -10,5 +11,6 @@
 const Table table = {
     measure,         sum_squares,   quantize,           dequantize,         linear_encode,      linear_reduce,
     linear_decode,   scale_index,   exponential_encode, exponential_decode, exponential_reduce, feedback_quantize,
-    feedback_reduce, kmeans_assign, pack,               unpack,             select,
+    feedback_reduce, kmeans_assign, sketch_slots,       sketch_residual,    sketch_decode,      pack,               unpack,
+    select,
 };

@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 5
+ABI = 6
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -115,6 +115,19 @@ class FeedbackReduceArgs(ctypes.Structure):
     )
 
 
+class SketchArgs(ctypes.Structure):
+    """`SketchArgs` of native.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "bounds", "size", "first", "last", "codes", "means", "out")),
+        *((name, c_void_p) for name in ("sums", "numbers")),
+        *((name, c_int64) for name in ("d", "slots")),
+        ("seed", c_uint64),
+        ("divisor", c_float),
+        *((name, c_int32) for name in ("bits", "clusters", "add", "rounds")),
+    )
+
+
 PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "abi": (c_int32, []),
     "best_isa": (c_int32, []),
@@ -130,6 +143,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "feedback_quantize": (None, [c_void_p, c_int32, c_int32]),
     "feedback_reduce": (None, [c_void_p, c_int32, c_int32]),
     "kmeans_assign": (None, [c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]),
+    "sketch_encode": (None, [c_void_p, c_int32, c_int32]),
+    "sketch_decode": (None, [c_void_p, c_int32, c_int32]),
     "pack": (None, [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32, c_int32]),
     "unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     "select": (

@@ -60,36 +60,90 @@ static void unpack(int32_t* out, const uint8_t* codes, int64_t n, int bits) {
     }
 }
 
-constexpr int BUCKET_SHIFT = 20;  // 11 bits: exponent and three bits of the mantissa
-constexpr int BUCKETS = 1 << 11;
+template <class T>
+INLINE I8 magnitudes(const T* x, int64_t n) {
+    F8 v = n >= 8 ? load8(x) : load_some(x, n);
+    return I8(v) & splat(0x7FFFFFFF);
+}
+
+// A search for the k-th largest magnitude, as a bit pattern. It is in [low, high], and `above` are above high.
+struct Search {
+    int32_t low = 0, high = 0x7FFFFFFF;
+    int64_t above = 0;
+
+    // Narrows the range down, a quarter at a time, to `width`; first to what is around `guess`, of magnitudes.
+    template <class T>
+    void narrow(const T* x, int64_t n, int64_t k, int32_t width, int32_t guess) {
+        for (int64_t middle = guess, step = 2 << 23; high - low > width;) {
+            int32_t pivots[3];
+            I8 below[3] = {};
+            for (int p = 0; p < 3; p++) {
+                const int64_t at = middle + (p - 1) * step;
+                pivots[p] = at > high ? high : at > low ? int32_t(at) : low + 1;
+            }
+            int64_t i = 0;
+            for (; i + 8 <= n; i += 8) {
+                I8 v = magnitudes(x + i, 8);
+                for (int p = 0; p < 3; p++) below[p] += splat(pivots[p]) > v;  // -1 where true
+            }
+            int32_t narrowed = high;
+            for (int p = 2; p >= 0; p--) {
+                int64_t reach = n + reduce_add(below[p]);
+                for (int64_t j = i; j < n; j++) reach -= magnitudes(x + j, 1)[0] < pivots[p];
+                if (reach >= k) {
+                    low = pivots[p];
+                    break;
+                }
+                narrowed = pivots[p] - 1;
+                above = reach;
+            }
+            high = narrowed;
+            step = (int64_t(high) - low) / 4 + 1;
+            middle = low + 2 * step;
+        }
+    }
+};
 
 // Keeps the k largest magnitudes, of equal ones those that come first. `first`: position of the group in its row.
-// A histogram of the leading bits finds the bucket in which the k-th one lies; only that bucket is ordered.
+// Counting, eight at a time, finds what few magnitudes the k-th one is among, and then the k-th among them.
 template <class T>
 static void select_values(float* values, int32_t* index, const T* x, int64_t n, int64_t k, int32_t first,
                           uint32_t* candidates) {
-    uint32_t count[BUCKETS] = {};
-    for (int64_t i = 0; i < n; i++) count[(float_bits(one_value(x + i)) & 0x7FFFFFFFu) >> BUCKET_SHIFT]++;
-    int64_t above = 0;
-    uint32_t bucket = BUCKETS;
-    while (above + count[--bucket] < k) above += count[bucket];
-    int64_t size = 0;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t v = float_bits(one_value(x + i)) & 0x7FFFFFFFu;
-        candidates[size] = v;
-        size += v >> BUCKET_SHIFT == bucket;
+    Search all, some;
+    const uint32_t guess = reduce_max(U8(magnitudes(x, n)));
+    all.narrow(x, n, k, 1 << 20, int32_t(guess));
+    int64_t size = 0, i = 0;
+    for (; i + 8 <= n; i += 8) {
+        I8 v = magnitudes(x + i, 8);
+        size += put_chosen(candidates + size, v, (v >= splat(all.low)) & (v <= splat(all.high)));
     }
-    const uint32_t threshold = kth_largest(candidates, size, k - above);
-    int64_t equal = k - above;  // how many at the threshold are kept
-    for (int64_t i = 0; i < size; i++) equal -= candidates[i] > threshold;
+    for (; i < n; i++) {
+        int32_t v = magnitudes(x + i, 1)[0];
+        candidates[size] = uint32_t(v);
+        size += v >= all.low && v <= all.high;
+    }
+    some.low = all.low;
+    some.high = all.high;
+    some.narrow(reinterpret_cast<const float*>(candidates), size, k - all.above, 0, all.low + (all.high - all.low) / 2);
+    const int32_t threshold = some.low;
+    int64_t equal = k - all.above - some.above, same = 0;  // how many at the threshold are kept, and how many there are
+    for (int64_t c = 0; c < size; c++) same += candidates[c] == uint32_t(threshold);
     int64_t kept = 0;
-    for (int64_t i = 0; i < n && kept < k; i++) {
+    i = 0;
+    if (same == equal)
+        for (; i + 8 <= n && kept + 8 <= k; i += 8) {
+            F8 v = load8(x + i);
+            I8 chosen = (I8(v) & splat(0x7FFFFFFF)) >= splat(threshold);
+            put_chosen(index + kept, lanes() + splat(first + int32_t(i)), chosen);
+            kept += put_chosen(values + kept, I8(v), chosen);
+        }
+    for (; i < n && kept < k; i++) {
         float value = one_value(x + i);
-        uint32_t v = float_bits(value) & 0x7FFFFFFFu;
+        int32_t v = int32_t(float_bits(value) & 0x7FFFFFFFu);
         values[kept] = value;
         index[kept] = first + int32_t(i);
         bool tie = v == threshold && equal > 0;
-        equal -= tie;
+        if (same != equal) equal -= tie;
         kept += v > threshold || tie;
     }
 }
@@ -101,29 +155,10 @@ static void select(float* values, int32_t* index, const void* x, int dtype, int6
 #undef CALL
 }
 
-template <class T>
-static void kmeans_values(uint8_t* out, const T* x, const float* bounds, int count, int64_t begin, int64_t end) {
-    if (count <= 16) {
-        auto below = [bounds, count](F8 v, int64_t, U8) __attribute__((always_inline)) {
-            I8 at = splat(int32_t(count));
-            for (int k = 0; k < count; k++) at += splat(bounds[k]) > v;  // -1 where true
-            return at;
-        };
-        return encode<T, 8>(below, x, out, 8, begin, end, NoRandom{});
-    }
-    float sorted[256];
-    for (int k = 0; k < 256; k++) sorted[k] = k < count ? bounds[k] : __builtin_inff();
-    for (int64_t i = begin; i < end; i++) {
-        float v = one_value(x + i);
-        int low = 0;
-        for (int step = 128; step; step /= 2) low += step & -int(!(sorted[low + step - 1] > v));
-        out[i] = uint8_t(low < count ? low : count);
-    }
-}
-
 static void kmeans_assign(uint8_t* out, const void* x, int dtype, const float* bounds, int count, int64_t begin,
                           int64_t end) {
-#define CALL(T) kmeans_values(out, static_cast<const T*>(x), bounds, count, begin, end)
+    const Nearest nearest(bounds, count);
+#define CALL(T) encode<T, 8>(nearest, static_cast<const T*>(x), out, 8, begin, end, NoRandom{})
     BY_DTYPE(dtype, CALL)
 #undef CALL
 }

@@ -96,6 +96,15 @@ INLINE uint32_t reduce_max(U8 v) {
     return r;
 }
 
+INLINE int32_t reduce_add(I8 v) {
+    typedef int32_t I4 __attribute__((vector_size(16)));
+    I4 low, high;
+    __builtin_memcpy(&low, &v, 16);
+    __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + 16, 16);
+    const I4 sum = low + high;
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
 // The random bits of consecutive elements: none (nearest rounding), or those of one block of 2**32 elements.
 struct NoRandom {
     static constexpr bool stochastic = false;
@@ -307,5 +316,45 @@ INLINE F8 look_up(F8 table, I8 index) {  // by the low three bits of each lane
     F8 v;
     for (int i = 0; i < 8; i++) v[i] = table[index[i] & 7];
     return v;
+#endif
+}
+
+// table[index] for eight lanes.
+INLINE F8 gather(const float* table, I8 index) {
+#if PC_AVX2
+    return F8(_mm256_i32gather_ps(table, __m256i(index), 4));
+#else
+    F8 v;
+    for (int i = 0; i < 8; i++) v[i] = table[index[i]];
+    return v;
+#endif
+}
+
+INLINE I8 gather(const int32_t* table, I8 index) {
+#if PC_AVX2
+    return I8(_mm256_i32gather_epi32(table, __m256i(index), 4));
+#else
+    I8 v;
+    for (int i = 0; i < 8; i++) v[i] = table[index[i]];
+    return v;
+#endif
+}
+
+// Writes the lanes where `chosen` is -1, one after the other; how many they are. All eight lanes' places at `out` may
+// be written.
+INLINE int64_t put_chosen(void* out, I8 v, I8 chosen) {
+#if PC_AVX2
+    const int mask = _mm256_movemask_ps(__m256(chosen));
+    const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(constants.chosen_order[mask]));
+    storeu(out, _mm256_permutevar8x32_epi32(__m256i(v), _mm256_cvtepu8_epi32(order)));
+    return __builtin_popcount(unsigned(mask));
+#else
+    int64_t n = 0;
+    for (int i = 0; i < 8; i++) {
+        int32_t lane = v[i];
+        __builtin_memcpy(static_cast<char*>(out) + 4 * n, &lane, 4);
+        n -= chosen[i];
+    }
+    return n;
 #endif
 }

@@ -34,6 +34,8 @@ from pipecomp.kernels.gradient_ops import (
 )
 from pipecomp.kernels.layout import groups, row_bytes
 from pipecomp.kernels.rng import mix_seed
+from pipecomp.kernels.sketch import Sketch
+from pipecomp.kernels.sketch_ops import sketch_decode, sketch_encode_
 from pipecomp.kernels.topk import position_bytes, top_k_group_size, top_k_kept, top_k_scatter
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 NATIVE_CRC_BYTES = 4096  # below, zlib's own call is quicker
 
 __all__ = [
+    "Sketch",
     "crc32",
     "delta_quantize_",
     "dequantize",
@@ -65,6 +68,8 @@ __all__ = [
     "position_bytes",
     "quantize",
     "row_bytes",
+    "sketch_decode",
+    "sketch_encode_",
     "top_k_group_size",
     "top_k_kept",
     "top_k_scatter",

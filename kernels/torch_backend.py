@@ -15,6 +15,7 @@ from pipecomp.kernels.dithering import (
 )
 from pipecomp.kernels.feedback import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.reference import delta_quantize_, dequantize, quantize
+from pipecomp.kernels.sketch import sketch_decode, sketch_encode
 from pipecomp.kernels.topk import select
 
 __all__ = [
@@ -33,5 +34,7 @@ __all__ = [
     "quantize",
     "scale_index",
     "select",
+    "sketch_decode",
+    "sketch_encode",
     "unpack_bits",
 ]

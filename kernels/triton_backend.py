@@ -14,6 +14,8 @@ from pipecomp.kernels.triton_buckets import (
     linear_encode,
     linear_reduce,
     scale_index,
+    sketch_decode,
+    sketch_encode,
 )
 from pipecomp.kernels.triton_rows import (
     delta_quantize_,
@@ -42,5 +44,7 @@ __all__ = [
     "quantize",
     "scale_index",
     "select",
+    "sketch_decode",
+    "sketch_encode",
     "unpack_bits",
 ]

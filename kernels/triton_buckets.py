@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipecomp.kernels import dithering
+from pipecomp.kernels import dithering, sketch
 from pipecomp.kernels import triton_gradient as gradient
-from pipecomp.kernels.triton_rows import BLOCK, OCT, key_table, loadable, pack_bits
+from pipecomp.kernels.sketch import Sketch
+from pipecomp.kernels.triton_rows import BLOCK, OCT, key_table, loadable, pack_bits, unpack_bits
 
 
 def flat_grid(d: int, chunk: int) -> tuple[int]:
@@ -157,3 +158,13 @@ def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
     out = torch.empty(d, dtype=torch.uint8, device=x_d.device)
     gradient.kmeans_kernel[flat_grid(d, BLOCK)](out, x_d, bounds, d, bounds.numel(), BLOCK)
     return out
+
+
+def sketch_encode(x_d: Tensor, e_d: Tensor, centers: Tensor, bounds: Tensor, how: Sketch) -> tuple[Tensor, Tensor]:
+    """As `sketch.sketch_encode`: sums by slot with torch's own operations, the rest with kernels."""
+    return sketch.sketch_encode(x_d, e_d, centers, bounds, how, kmeans_assign, pack_bits)
+
+
+def sketch_decode(codes: Tensor, means: Tensor, how: Sketch, out_d: Tensor, add: bool, divisor: int) -> Tensor:
+    """As `sketch.sketch_decode`, with torch's own operations."""
+    return sketch.sketch_decode(codes, means, how, out_d, add, divisor, unpack_bits)

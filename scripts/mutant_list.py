@@ -218,8 +218,8 @@ MUTANTS = (
     Mutant(
         "CASQ's residual without its old value",
         _CASQ,
-        "torch.sub(sum_d, decode(cluster_d, means, counts, bucket_of), out=e_d)",
-        "torch.sub(x_d, decode(cluster_d, means, counts, bucket_of), out=e_d)",
+        "ops.sketch_encode_(sum_d, e_d, centers, how)",
+        "ops.sketch_encode_(x_d, e_d, centers, how)",
         EXACT,
         "what was left out twice is lost",
     ),

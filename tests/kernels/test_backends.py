@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, reference, topk
+from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, reference, sketch, topk
 from pipecomp.kernels.layout import Options
 from tests.limits import HANG_S
 
@@ -222,6 +222,30 @@ def test_cluster_assignment(backend, case, count):
     x, m, _ = case
     bounds = dithering.boundaries(m.reshape(-1).repeat(256)[:count].sort().values)
     assert same(backend.kmeans_assign(x.reshape(-1), bounds), dithering.kmeans_assign(x.reshape(-1), bounds))
+
+
+@anywhere
+@given(
+    bits=st.sampled_from([1, 3, 4, 5, 8]),
+    d=st.sampled_from([1, 7, 32, 100, 4097, 140_001]),
+    buckets=st.sampled_from([0, 1, 500]),
+    seed=seeds,
+)
+def test_sketches(backend, bits, d, buckets, seed):
+    d = min(d, 4097) if INTERPRETED else d
+    g = torch.Generator().manual_seed(seed % 2**63)
+    x, K = torch.randn(d, generator=g), 1 << bits
+    centers = torch.randn(K, generator=g).sort().values
+    how = sketch.Sketch(torch.randint(0, buckets + 1, (K,), generator=g), bits, seed)
+    bounds, want_e, e = dithering.boundaries(centers), torch.full((d,), 7.0), torch.full((d,), 7.0)
+    codes, means = sketch.sketch_encode(x, want_e, centers, bounds, how)
+    assert all(map(same, backend.sketch_encode(x, e, centers, bounds, how), (codes, means)))
+    assert same(e, want_e)
+    for add, divisor in ((False, 1), (True, 3)):
+        want, out = x.clone(), x.clone()
+        sketch.sketch_decode(codes, means, how, want, add, divisor)
+        assert same(backend.sketch_decode(codes, means, how, out, add, divisor), want)
+        assert same(out, want)
 
 
 @anywhere

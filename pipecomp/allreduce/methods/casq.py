@@ -22,7 +22,6 @@ from pipecomp.allreduce.finite_check import with_residual
 from pipecomp.allreduce.method import Average, Method, one_width, option, share, whole, widths
 from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes
 from pipecomp.kernels import ops
-from pipecomp.kernels.rng import uniform
 
 SHARE = 0.1  # of the values that clustering looks at
 ROUNDS = 10  # of k-means
@@ -70,36 +69,30 @@ class CasqAverage:
     def __init__(self, options: Casq, residuals: Residuals) -> None:
         self._clusters, self._bits = 1 << options.bits, options.bits
         self._share, self._interval, self._residuals = options.buckets, options.interval, residuals
-        self._hash = torch.empty(0)
         # By key: uses, centers, buckets of each cluster, the parameters that they were made for.
         self._plans: dict[str, tuple[int, Tensor, Tensor, Slices | None]] = {}
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """See Average. With NaN or Inf on any rank all get NaN, and no residual changes."""
-        d = x_d.numel()
         found = with_residual(x_d, out_d, self._residuals, call, LARGEST)
         if found is None:
             return
         e_d, sum_d = found
         centers, counts = self._plan(sum_d, call)
+        how = ops.Sketch(counts, self._bits, ops.mix_seed(call.seed, _HASH))
         with call.counters.part("quantize"):
-            bucket_of = self._bucket_hash(x_d, call)
-            cluster_d = ops.kmeans_assign(sum_d, centers.to(x_d.device))
-            codes = on_host(ops.pack_bits(cluster_d, self._bits))
-            means = bucket_means(sum_d, cluster_d, centers, counts, bucket_of)
-            torch.sub(sum_d, decode(cluster_d, means, counts, bucket_of), out=e_d)
+            codes, means = ops.sketch_encode_(sum_d, e_d, centers, how)
             call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
-            data = torch.cat([means.cpu().view(torch.uint8), codes])
+            data = torch.cat([on_host(means).view(torch.uint8), on_host(codes)])
         pending = call.group.gather(data)
         with call.counters.part("wait"):
             rows = pending.wait()
         with call.counters.part("decode"):
-            out_d.zero_()
-            for row in rows:
-                theirs = row[: 4 * means.numel()].view(torch.float32).to(x_d.device)
-                index = ops.unpack_bits(on_device(row[4 * means.numel() :], x_d), self._bits, d)
-                out_d += decode(index, theirs, counts, bucket_of)
-            out_d /= len(rows)
+            for i, row in enumerate(rows):
+                theirs, codes = (on_device(part, x_d) for part in row.split([4 * means.numel(), codes.numel()]))
+                divisor = len(rows) if i == len(rows) - 1 else 1
+                theirs = theirs.view(torch.float32)
+                ops.sketch_decode(codes, theirs, how, out_d, add=i > 0, divisor=divisor)
         with call.counters.part("wait"):
             pending.finish()
 
@@ -120,13 +113,6 @@ class CasqAverage:
             counts = data[4 * self._clusters :].clone().view(torch.int64)
         self._plans[call.key] = (uses + 1, centers, counts, call.slices)
         return centers, counts
-
-    def _bucket_hash(self, x_d: Tensor, call: Call) -> Tensor:
-        """A random number in [0, 1) for each coordinate, always the same: float32 [d]."""
-        d = x_d.numel()
-        if self._hash.numel() < d or self._hash.device != x_d.device:
-            self._hash = uniform(ops.mix_seed(call.seed, _HASH), 0, d, x_d.device)
-        return self._hash[:d]
 
     def state_dict(self) -> dict[Any, Any]:
         """Centers in use, by key."""
@@ -195,31 +181,3 @@ def share_buckets(sample: Tensor, centers: Tensor, buckets: int) -> Tensor:
     if float(weight.sum()) == 0:
         return torch.zeros(K, dtype=torch.int64)
     return (buckets * weight / weight.sum()).floor().long()
-
-
-def slots(cluster_d: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
-    """Where each value's mean is: int64 [d]. There are K centers, then the buckets of each cluster."""
-    index = cluster_d.to(torch.int32)
-    counts = counts.to(cluster_d.device)
-    first = counts.numel() + counts.cumsum(0) - counts
-    first = torch.where(counts > 0, first, torch.arange(counts.numel(), device=counts.device)).to(torch.int32)
-    size = counts.to(torch.float32).index_select(0, index)
-    # Below 2**24 buckets the product is below the size, whatever it is rounded to.
-    inside = torch.minimum(size.mul_(bucket_of).to(torch.int32), (counts - 1).clamp(min=0).int().index_select(0, index))
-    return inside.add_(first.index_select(0, index)).long()
-
-
-def bucket_means(x_d: Tensor, cluster_d: Tensor, centers: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
-    """Mean of each bucket, centers first: float32 [K + Σ counts]. An empty bucket has 0, and nothing asks for it."""
-    total = int(counts.sum()) + counts.numel()
-    where = slots(cluster_d, counts, bucket_of)
-    sums = torch.bincount(where, weights=x_d.double(), minlength=total)
-    number = torch.bincount(where, minlength=total)
-    means = (sums / number.clamp(min=1)).to(torch.float32)
-    means[: centers.numel()] = centers.to(means.device)
-    return means
-
-
-def decode(cluster_d: Tensor, means: Tensor, counts: Tensor, bucket_of: Tensor) -> Tensor:
-    """Each value's mean: float32 [d]."""
-    return means[slots(cluster_d, counts, bucket_of)]
