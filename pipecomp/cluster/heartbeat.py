@@ -118,7 +118,7 @@ class Heartbeat:
     def missed(self, rank: int) -> PipecompError | None:
         """Tell why a rank will not answer: what is known to be lost, or its silence, with an engine or without."""
         sign = self._seen.get(rank)
-        return self.lost or (None if sign is None else self._silence(rank, sign, time.monotonic()))
+        return self.lost or (None if sign is None else self._silent(rank, sign, time.monotonic()))
 
     def leave(self) -> None:
         """Note that this rank waits for nobody any more."""
@@ -221,13 +221,13 @@ class Heartbeat:
             if state == _STOPPED and sign.engine == self.engine:
                 return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
         for rank, sign in seen.items():
-            silence = self._silence(rank, sign, now)
+            silence = self._silent(rank, sign, now)
             if silence is not None and not (sign.words[2] == _LEFT and sign.engine == self.engine):
                 return silence
         return None
 
-    def _silence(self, rank: int, sign: _Sign, now: float) -> LinkTimeoutError | None:
-        silence_s = _SILENCE * self.timeout_s
+    def _silent(self, rank: int, sign: _Sign, now: float) -> LinkTimeoutError | None:
+        silence_s = self._silence * self.timeout_s
         if now - sign.since <= silence_s:
             return None
         return LinkTimeoutError(

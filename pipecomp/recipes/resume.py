@@ -240,7 +240,7 @@ class Checkpoints:
         """Write a checkpoint, if there is a folder for it; every rank must call this."""
         if self.folder is None:
             return
-        state = {_STATE_KEY: self._settings, _TRAINED_KEY: self._trained}
+        state: dict[str, Any] = {_STATE_KEY: self._settings, _TRAINED_KEY: self._trained}
         if evaluation_due:
             state[_DUE_KEY] = True
         engine.save_checkpoint(str(self.folder), client_state=state)
