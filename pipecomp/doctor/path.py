@@ -42,9 +42,9 @@ _MAY_BE_CUT, _NEVER_CUT = 0, 3
 class Path(NamedTuple):
     """A way there and back between two ranks of different machines.
 
-    sent, came: small packets. round_trip_s: the median of theirs. jitter_s: how much their times differ from one to the next, the mean. mtu: bytes of the
-    largest IP packet that came through whole, 0 where that cannot be tried. interface_mtu: what the interface takes.
-    cut: whether larger ones come through in pieces; None if none are larger.
+    sent, came: small packets. round_trip_s: the median of theirs. jitter_s: how much their times differ from one to the
+    next, the mean. mtu: bytes of the largest IP packet that came through whole, 0 where that cannot be tried.
+    interface_mtu: what the interface takes. cut: whether larger ones come through in pieces; None if none are larger.
     """
 
     sent: int
