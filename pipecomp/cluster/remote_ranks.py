@@ -155,9 +155,7 @@ def run_ranks_of(ranks: Sequence[Rank]) -> int:
 
 def _started(rank: Rank) -> subprocess.Popen[bytes]:
     if rank.host is None:
-        # With the process that a rank is not to outlive.
-        environment = {**os.environ, **rank.variables, "PIPECOMP_LAUNCHER": str(os.getpid())}
-        command = list(rank.command)
+        command, environment = list(rank.command), {**os.environ, **rank.variables}
     else:
         command, environment = [*_SSH, rank.host, rank.line(os.getcwd(), os.environ)], dict(os.environ)
     try:

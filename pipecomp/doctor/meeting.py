@@ -102,39 +102,37 @@ class Meeting:
         return findings
 
     def _judged(self, pair: Sequence[int], result: Any) -> list[Finding]:
-        """Rank 0: what a turn has found. result: [of `lead`, of `lead_path`], or what went wrong, or None."""
+        """Rank 0: what a turn has found. result: [of `lead` or why it failed, of `lead_path`], an error, or None."""
         a, b = self.identities[pair[0]], self.identities[pair[1]]
-        if not isinstance(result, list):
-            return [check_pair(a, b, result)]
-        measured = Measured(*result[0])
+        found, path = result if isinstance(result, list) else (result, None)
+        measured = Measured(*found) if isinstance(found, list) else found
         findings = [check_pair(a, b, measured)]
-        if a.machine != b.machine:
-            path = None if result[1] is None else Path(*result[1])
-            findings += [*check_path((a.rank, b.rank), path, measured), check_clocks(a, b, measured)]
+        if a.machine != b.machine and isinstance(result, list):
+            findings += check_path((a.rank, b.rank), None if path is None else Path(*path))
+            if isinstance(measured, Measured):
+                findings.append(check_clocks(a, b, measured))
         return findings
 
     def _take_turn(self, number: int, pair: Sequence[int]) -> None:
-        """Lead as the lower rank, and say what came of it, or follow."""
+        """Lead as the lower rank, and say what came of it, or follow.
+
+        The packets' way first: where large ones vanish, no rate can be measured afterwards.
+        """
         apart = len({self.identities[rank].machine for rank in pair}) > 1
         if self.rank == pair[0]:
-            peer = GlooPeer(pair[1], _SILENCE_S)
+            peer, path = GlooPeer(pair[1], _SILENCE_S), None
             try:
-                measured = lead(peer)
+                path = lead_path(peer) if apart else None
+                measured: object = lead(peer)
             except RuntimeError as error:
-                result: object = _first_line(error)
-            else:
-                path = None
-                if apart:
-                    with contextlib.suppress(RuntimeError):  # `check_path` says that it is not known
-                        path = lead_path(peer, measured.round_trip_s)
-                result = [measured, path]
-            self._store.set(f"pair/{number}", json.dumps(result))
+                measured = _first_line(error)
+            self._store.set(f"pair/{number}", json.dumps([measured, path]))
         else:
-            with contextlib.suppress(RuntimeError, OSError):  # the leading rank reports it
+            with contextlib.suppress(RuntimeError):  # the leading rank reports it
                 peer = GlooPeer(pair[0], _SILENCE_S)
-                follow(peer)
                 if apart:
                     follow_path(peer)
+                follow(peer)
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.

@@ -22,7 +22,7 @@ import torch
 
 from pipecomp.cluster.network_interfaces import gloo_address, list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
-from pipecomp.doctor.measure import Measured, Peer
+from pipecomp.doctor.measure import Peer
 from pipecomp.plain_objects import exchanged
 from pipecomp.rates import bits_per_second, milliseconds
 
@@ -42,23 +42,24 @@ _MAY_BE_CUT, _NEVER_CUT = 0, 3
 class Path(NamedTuple):
     """A way there and back between two ranks of different machines.
 
-    sent, came: small packets. jitter_s: how much their times differ from one to the next, the mean. mtu: bytes of the
-    largest IP packet that came through whole, 0 where that cannot be tried. interface_mtu: what the interface takes.
-    cut: whether larger ones come through in pieces; None if none are larger.
+    sent, came: small packets. round_trip_s: the median of theirs. jitter_s: how much their times differ from one to the
+    next, the mean. mtu: bytes of the largest IP packet that came through whole, 0 where that cannot be tried.
+    interface_mtu: what the interface takes. cut: whether larger ones come through in pieces; None if none are larger.
     """
 
     sent: int
     came: int
+    round_trip_s: float
     jitter_s: float
     mtu: int
     interface_mtu: int
     cut: bool | None
 
 
-def lead_path(peer: Peer, round_trip_s: float) -> Path | None:
+def lead_path(peer: Peer) -> Path | None:
     """Measure the way to a rank of another machine, which must call `follow_path`; takes some three seconds.
 
-    round_trip_s: known from `measure.lead`. None where no UDP socket can be had.
+    None where no UDP socket can be had.
     """
     length, port, *packed = peer.receive(torch.empty(18, dtype=torch.int64)).tolist()
     try:
@@ -66,7 +67,7 @@ def lead_path(peer: Peer, round_trip_s: float) -> Path | None:
             return None
         with _socket() as udp:
             udp.connect((str(ipaddress.ip_address(bytes(packed[:length]))), port))
-            return _measured(udp, round_trip_s)
+            return _measured(udp)
     except OSError:
         return None
     finally:
@@ -121,8 +122,8 @@ def _let_be_cut(udp: socket.socket, allowed: bool) -> None:
     udp.setsockopt(level, option, _MAY_BE_CUT if allowed else _NEVER_CUT)
 
 
-def _measured(udp: socket.socket, round_trip_s: float) -> Path:
-    trips = _trips(udp, round_trip_s)
+def _measured(udp: socket.socket) -> Path:
+    trips = _trips(udp)
     steps = [abs(b - a) for a, b in itertools.pairwise(trips)]
     own = udp.getsockname()[0].split("%")[0]
     limit = next((i.mtu for i in list_interfaces().values() if own in i.addresses), 0)
@@ -131,7 +132,8 @@ def _measured(udp: socket.socket, round_trip_s: float) -> Path:
         late_s = _late(max(trips))
         mtu = _largest(udp, limit, late_s)
         cut = _comes(udp, limit, late_s, cut=True) if mtu < limit else None
-    return Path(_PROBES, len(trips), statistics.mean(steps) if steps else 0.0, mtu, limit, cut)
+    trip_s = statistics.median(trips) if trips else 0.0
+    return Path(_PROBES, len(trips), trip_s, statistics.mean(steps) if steps else 0.0, mtu, limit, cut)
 
 
 def _late(round_trip_s: float) -> float:
@@ -139,7 +141,7 @@ def _late(round_trip_s: float) -> float:
     return min(_MOST_LATE_S, _LATE_S + 2 * round_trip_s)
 
 
-def _trips(udp: socket.socket, round_trip_s: float) -> list[float]:
+def _trips(udp: socket.socket) -> list[float]:
     """Seconds there and back of the small packets that came, in the order in which they were sent."""
     left: dict[int, float] = {}
     trips: dict[int, float] = {}
@@ -157,7 +159,7 @@ def _trips(udp: socket.socket, round_trip_s: float) -> list[float]:
         with contextlib.suppress(ConnectionError):
             udp.send(_NUMBER.pack(number).ljust(_PROBE_BYTES, b"."))
         take(began + (number + 1) * _EVERY_S)
-    take(time.perf_counter() + _late(round_trip_s))
+    take(time.perf_counter() + _MOST_LATE_S)
     return [trips[number] for number in sorted(trips)]
 
 
@@ -195,18 +197,18 @@ def _comes(udp: socket.socket, size: int, late_s: float, *, cut: bool) -> bool:
 # -- what it means
 
 
-def check_path(ranks: tuple[int, int], path: Path | None, measured: Measured) -> list[Finding]:
+def check_path(ranks: tuple[int, int], path: Path | None) -> list[Finding]:
     """Check loss, jitter and size of packets between two ranks; path: None if it could not be measured."""
     between = f"packets {ranks[0]}–{ranks[1]}"
     if path is None or not path.came:
         found = "UDP does not get through, so loss, jitter and the largest packet are not known"
         return [Finding(between, OK, found, "Training needs TCP only; a firewall may stop UDP.")]
-    return [_check_loss(between, path, measured), *_check_mtu(f"MTU {ranks[0]}–{ranks[1]}", path)]
+    return [_check_loss(between, path), *_check_mtu(f"MTU {ranks[0]}–{ranks[1]}", path)]
 
 
-def _check_loss(check: str, path: Path, measured: Measured) -> Finding:
+def _check_loss(check: str, path: Path) -> Finding:
     lost = 1 - path.came / path.sent
-    limit = tcp_limit_bit_s(path.mtu or 1500, measured.round_trip_s, lost)
+    limit = tcp_limit_bit_s(path.mtu or 1500, path.round_trip_s, lost)
     many = (
         f"each lost one halves TCP's rate for a while, at this round trip to about {bits_per_second(limit)} for a "
         "connection with Reno's control; cubic and bbr lose less"

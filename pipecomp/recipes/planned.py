@@ -116,10 +116,11 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
             if made is not None:
                 write_whole(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
-    with ranks.collective_errors():
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            write_whole(args.deepspeed_config, json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n")
-    dist.barrier()  # the ranks of a machine share the file
+    written, file = json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n", Path(args.deepspeed_config)
+    for rank in range(dist.get_world_size()):  # one after the other: machines may share the folder, too
+        with ranks.collective_errors():
+            if rank == dist.get_rank() and not (file.is_file() and file.read_text() == written):
+                write_whole(file, written)
     cuts: list[int] = made["cuts"]
     return cuts
 

@@ -33,7 +33,7 @@ FILES = {
     METRICS: "a line for each step: loss, seconds, bytes of each link since the start",
     RANKS: "where each rank's time went: half way, and at the end",
     TRACE: "what every rank did in the last step, in Chrome's trace format",
-    PLAN: "not written by a run: what `pipecomp plan --json` predicted, to compare",
+    PLAN: "what was predicted before: of `pipecomp train`, or put there by `pipecomp plan --json`",
     PAGE: "the report",
 }
 _EVERY_S = 30.0  # so often the ranks' times are written while the run goes on

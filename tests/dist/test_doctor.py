@@ -227,6 +227,7 @@ def test_a_way_on_which_large_packets_vanish():
     line = found["MTU 0–1"]
     assert line["verdict"] == "warning", found
     assert "1400 bytes come through whole, the interface takes 1500: larger ones vanish" in line["found"]
+    assert found["ranks 0 and 1"]["verdict"] == "problem", "TCP's packets are as large"
 
 
 def test_loopback_between_two_machines():

@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, script: Path, out: str, *launcher: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
     """What the script's last evaluation found, and all that it printed."""
     env = {**os.environ, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    env |= {"TRACKIO_DIR": str(folder / "trackio")}
+    env |= {"TRACKIO_DIR": str(folder / "kept")}
     words = [sys.executable, *launcher, str(script), *ARGUMENTS, "--output_dir", out, *more]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -123,20 +123,18 @@ def test_two_lines_put_a_script_for_trainer_on_a_pipeline(folder: Path, changed:
     AutoModelForSequenceClassification.from_pretrained(folder / "pipeline")
 
 
-@pytest.fixture(scope="module")
-def curves(folder: Path, changed: Path) -> Path:
-    """A run whose curves go to TensorBoard and, where they are installed, trackio; without a network."""
-    names = [name for name in ("tensorboard", "trackio") if importlib.util.find_spec(name) is not None]
-    more = ("--report_to", *names, "--num_train_epochs", "2", "--run_name", "mine", "--project", "pipes")
-    run(folder, changed, "curves", *PIPELINE, more=more)
-    return folder
+def report_to(name: str, folder: Path, script: Path) -> None:
+    """A run whose curves go to one of Trainer's own integrations, without a network."""
+    more = ("--report_to", name, "--num_train_epochs", "2", "--run_name", "mine", "--project", "pipes")
+    run(folder, script, name, *PIPELINE, more=more)
 
 
-def test_tensorboard_has_pipecomp_s_figures(curves: Path) -> None:
+def test_tensorboard_has_pipecomp_s_figures(folder: Path, changed: Path) -> None:
     pytest.importorskip("tensorboard", reason="no tensorboard (pip install tensorboard)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = (curves / "curves").rglob("events.out.tfevents.*")  # one rank's, not one of each
+    report_to("tensorboard", folder, changed)
+    (file,) = (folder / "tensorboard").rglob("events.out.tfevents.*")  # one rank's, not one of each
     board = EventAccumulator(str(file))
     board.Reload()
     for curve in CURVES:
@@ -145,8 +143,9 @@ def test_tensorboard_has_pipecomp_s_figures(curves: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="no trackio (pip install trackio)")
-def test_trackio_has_pipecomp_s_figures(curves: Path) -> None:
-    logged = rows(curves / "trackio" / "pipes.db")
+def test_trackio_has_pipecomp_s_figures(folder: Path, changed: Path) -> None:
+    report_to("trackio", folder, changed)
+    logged = rows(folder / "kept" / "pipes.db")
     for curve in CURVES:
         assert sum(curve in values for values in logged) == 2, curve
 

@@ -13,12 +13,9 @@ from pipecomp.cluster.network_interfaces import Choice, Interface
 from pipecomp.doctor import network, path
 from pipecomp.doctor.finding import OK, WARNING
 from pipecomp.doctor.launch import Launch
-from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.path import Path, check_path, follow_path, lead_path, tcp_limit_bit_s
 from tests.doctor.test_doctor import expect
 from tests.limits import HANG_S
-
-FINE = Measured(1e9, 1e9, 0.02, 0.0, 0.001)
 
 
 class Queues:
@@ -39,7 +36,7 @@ def measured() -> Path | None:
     a, b = queue.Queue(), queue.Queue()
     follower = threading.Thread(target=follow_path, args=(Queues(a, b),))
     follower.start()
-    found = lead_path(Queues(b, a), 0.001)
+    found = lead_path(Queues(b, a))
     follower.join(HANG_S)
     assert not follower.is_alive()
     return found
@@ -108,7 +105,7 @@ def test_larger_packets_are_cut_up(monkeypatch):
 def test_nothing_comes_back(monkeypatch):
     found = over(monkeypatch, lambda packet, number: False)
     assert (found.came, found.mtu) == (0, 0)
-    (finding,) = check_path((0, 1), found, FINE)
+    (finding,) = check_path((0, 1), found)
     expect(finding, OK, "UDP does not get through", "firewall")
 
 
@@ -121,19 +118,19 @@ def test_without_a_socket_nothing_is_known(monkeypatch):
 
 
 def test_what_it_costs():
-    fine = Path(100, 100, 0.001, 1500, 1500, None)
-    assert [f.verdict for f in check_path((0, 1), fine, FINE)] == [OK, OK]
-    (loss, _) = check_path((0, 1), fine._replace(came=96), FINE)
+    fine = Path(100, 100, 0.02, 0.001, 1500, 1500, None)
+    assert [f.verdict for f in check_path((0, 1), fine)] == [OK, OK]
+    (loss, _) = check_path((0, 1), fine._replace(came=96))
     expect(loss, WARNING, "4 of 100 lost", "about 3.56 Mbit/s", "bbr")
-    (jitter, _) = check_path((0, 1), fine._replace(jitter_s=0.05), FINE)
+    (jitter, _) = check_path((0, 1), fine._replace(jitter_s=0.05))
     expect(jitter, WARNING, "jitter 50 ms", "waits up to 50 ms longer", "gradient_accumulation_steps")
-    (_, cut) = check_path((0, 1), fine._replace(mtu=1400, cut=True), FINE)
+    (_, cut) = check_path((0, 1), fine._replace(mtu=1400, cut=True))
     expect(cut, WARNING, "1400 bytes come through whole", "2 packets for one", "mtu 1400")
-    (_, gone) = check_path((0, 1), fine._replace(mtu=1400, cut=False), FINE)
+    (_, gone) = check_path((0, 1), fine._replace(mtu=1400, cut=False))
     expect(gone, WARNING, "larger ones vanish", "stand still", "mtu 1400")
-    (_, none) = check_path((0, 1), fine._replace(mtu=0, cut=False), FINE)
+    (_, none) = check_path((0, 1), fine._replace(mtu=0, cut=False))
     expect(none, WARNING, "none that were tried", "mtu 576")
-    (unknown,) = check_path((0, 1), None, FINE)
+    (unknown,) = check_path((0, 1), None)
     expect(unknown, OK, "not known")
 
 
