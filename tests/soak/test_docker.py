@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import tests.packaging as packaging
 from tests.small_text import save_model, write_text
@@ -30,6 +31,8 @@ def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
     image.mkdir()
     source = packaging.committed(tmp_path)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    (tmp_path / "torch.txt").write_text(f"torch=={torch.__version__}\n")  # this one: a CUDA build has several GB
+    environment["PIP_CONSTRAINT"] = str(tmp_path / "torch.txt")
     entry: list[str] = []
 
     def inside(text: str) -> str:
