@@ -23,6 +23,7 @@ from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.training import adamw, in_order
 from benchmarks.wikitext import PRETRAINING, VOCABULARY
+from pipecomp.demo.results import epoch_means as means_over_epochs
 
 STAGES, BATCH, MICRO_BATCH = 2, 16, 1
 TRAINING, LENGTH, WIDTH = 256, 128, 256
@@ -131,8 +132,7 @@ def link_rate(r: float, data: Path, cache: Path) -> int:
 
 def epoch_means(run: Row) -> list[float]:
     """For every step from the end of the first epoch on: the mean loss of as many steps as an epoch has."""
-    window = len(run["losses"]) // run["epochs"]
-    return [sum(run["losses"][i - window : i]) / window for i in range(window, len(run["losses"]) + 1)]
+    return means_over_epochs(run["losses"], len(run["losses"]) // run["epochs"])
 
 
 def seconds_to(run: Row, loss: float) -> float | None:

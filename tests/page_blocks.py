@@ -62,7 +62,7 @@ DATASETS = (("train_dataset=...", "train_dataset=dataset"), ("eval_dataset=...",
 BLOCKS = {
     ("README.md", "engine = pipecomp.initialize("): Prepared(2, engine_names, (("range(1000)", "range(3)"),)),
     ("README.md", "trainer = pipecomp.PipelineTrainer("): Prepared(2, trainer_names, DATASETS),
-    ("README.md", "ddp.register_comm_hook(state, pipecomp.allreduce.ddp_hook)"): Prepared(2, ddp_names),
+    ("docs/configuration.md", "ddp.register_comm_hook(state, pipecomp.allreduce.ddp_hook)"): Prepared(2, ddp_names),
     ("examples/README.md", "trainer = Trainer(..., callbacks="): Prepared(
         2, trainer_names, (("Trainer(...", "Trainer(model, training_args, train_dataset=dataset"),)
     ),

@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "netlab",
         "bench",
         "cli",
+        "demo",
         "doctor",
         "pipecomp.engine.connect",
         "pipecomp.engine.facts",

@@ -34,25 +34,32 @@ app.command()(train)
 @app.command()
 @plain_errors()
 def demo(
-    stages: Annotated[int, typer.Option(help="Pipeline stages, a process each; 1 to 4.")] = 2,
-    methods: Annotated[str, typer.Option(help="With commas: none, fp16, bf16, direct, aqsgd.")] = "none,direct,aqsgd",
+    stages: Annotated[int, typer.Option(help="Pipeline stages, a process each; 2 to 4.")] = 4,
+    methods: Annotated[
+        str, typer.Option(help="With commas: none, fp16, bf16, direct, aqsgd. fp16 and bf16 take minutes each.")
+    ] = "none,direct,aqsgd",
     bits: Annotated[str, typer.Option(help="Forward and backward bits of direct and aqsgd.")] = "2,4",
+    bandwidth: Annotated[str, typer.Option(help="Rate of the links, each way, as in 20mbit.")] = "5mbit",
     seed: Annotated[int, typer.Option(help="Of weights, data order and rounding.")] = 0,
-    out: Annotated[str, typer.Option(help="Folder for demo.json, losses.png, stores and the model.")] = "demo-out",
-    quick: Annotated[bool, typer.Option(help="A minute instead of four: a smaller model, fewer steps.")] = False,
+    out: Annotated[
+        str, typer.Option(help="Folder for demo.json, losses.png, runs, stores and the model.")
+    ] = "demo-out",
+    quick: Annotated[bool, typer.Option(help="A fraction of it, to try: too short to compare methods.")] = False,
 ) -> None:
-    """Fine-tune a small GPT-2 over pipeline stages with several methods; show the loss and the bytes sent by each."""
-    from pipecomp.demo.plot import tables
-    from pipecomp.demo.run import Settings, run_demo
+    """Fine-tune a small GPT-2 over a slow link with several methods: what each reached, sent, and how long it took."""
+    from pipecomp.demo.plot import notes, result_table
+    from pipecomp.demo.run import run_demo
+    from pipecomp.demo.settings import Settings
     from pipecomp.report.command import try_report
 
-    smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 2, "pretraining": 256} if quick else {}
+    smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 3, "pretraining": 128} if quick else {}
     forward, backward = whole_numbers("bits", bits, 2)
     settings = Settings(
         stages=stages,
         methods=tuple(m.strip() for m in methods.split(",")),
         forward_bits=forward,
         backward_bits=backward,
+        bandwidth=bandwidth,
         seed=seed,
         out=out,
         **smaller,
@@ -65,16 +72,15 @@ def demo(
                 tasks[what] = bar.add_task(what, total=steps, loss="")
             bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
 
-        results = run_demo(settings, show)
-    for found in tables(results):
-        console.print(found)
-    console.print(
-        "Raw means float32. Seconds per step are predicted from the bytes and compute times measured here.\n"
-        "Input and output embeddings are untied, so that only activations and their gradients are sent."
-    )
-    console.print(f"Wrote {out}/demo.json and {out}/losses.png", highlight=False)
+        found = run_demo(settings, show)
+    console.print(result_table(found))
+    for note in notes(found):
+        console.print(note, highlight=False)
+    console.print(f"\nWrote {out}/demo.json and {out}/losses.png", highlight=False, soft_wrap=True)
     shown = [Path(out) / method for method in settings.methods]
     console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
+    if found["sentence"] is not None:
+        console.print(f"\n[bold]{found['sentence']}[/bold]", highlight=False)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from pipecomp.errors import PipecompError
 
 _LARGE_PACKAGES = [
     "torch.distributed",
+    "pipecomp.engine",  # before deepspeed: says which accelerator it has
     "transformers.models.gpt2.modeling_gpt2",
     "deepspeed.pipe",
     "deepspeed.ops.op_builder.all_ops",

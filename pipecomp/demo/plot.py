@@ -8,17 +8,18 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pipecomp.demo.results import epoch_means
+from pipecomp.demo.settings import NAMES, WARM_UP
+from pipecomp.report.text import duration
 from pipecomp.tables import table
 
-_REACHED = (
+_HEADINGS = (
     "method",
     "training\nloss",
     "held-out\nloss",
-    "MB sent\nforward",
-    "MB sent\nbackward",
-    "raw /\nsent",
-    "store\nMB",
-    "time\ns",
+    "MB there,\nback",
+    "s a\nstep",
+    "time to AQ-\nSGD's loss",
 )
 _STYLE: dict[str, Any] = {
     "left": ("method",),
@@ -28,7 +29,6 @@ _STYLE: dict[str, Any] = {
     "box": SIMPLE_HEAD,
     "collapse_padding": True,
 }
-NAMES = {"none": "FP32", "fp16": "FP16", "bf16": "BF16", "direct": "DirectQ", "aqsgd": "AQ-SGD"}
 
 
 def label(result: dict[str, Any]) -> str:
@@ -44,56 +44,74 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:.3g}" if size < 1e9 else f"{size / 1e6:.0f}"
 
 
-def tables(results: list[dict[str, Any]]) -> list[Table]:
-    """Tabulate what each method reached and sent, and what its steps take on slower links."""
-    reached, rates = [], []
-    for r in results:
-        raw = r["forward_bytes_raw"] + r["backward_bytes_raw"]
-        sent = r["forward_bytes_sent"] + r["backward_bytes_sent"]
+def result_table(found: dict[str, Any]) -> Table:
+    """Tabulate what `compare` found: what each method reached, sent and took; * marks times that are derived."""
+    rows = []
+    for r in found["results"]:
+        mark = "*" if r["measured_steps"] < len(r["losses"]) else ""
+        until = f"{duration(r['seconds'][r['reached'] - 1])}{mark}" if r["reached"] else "not reached"
         row = (
             label(r),
             f"{r['train_loss']:.3f}",
             f"{r['eval_loss']:.3f}",
-            megabytes(r["forward_bytes_sent"]),
-            megabytes(r["backward_bytes_sent"]),
-            f"{raw / sent:.1f}" if sent else "–",
-            megabytes(r["store_bytes"]) if r["store_bytes"] else "–",
-            f"{r['seconds']:.0f}",
+            f"{megabytes(r['forward_bytes_sent'])} + {megabytes(r['backward_bytes_sent'])}",
+            f"{r['step_s']:.2f}",
+            "–" if found["loss"] is None else until,
         )
-        reached.append(row)
-        rates.append((label(r), *(f"{s:.2f}" for s in r["step_seconds_at"].values())))
-    at = "Seconds per step, after the first epoch, on a link of"
-    return [
-        table(_REACHED, reached, title="What each method reached and sent", **_STYLE),
-        table(("method", *results[0]["step_seconds_at"]), rates, title=at, **_STYLE),
+        rows.append(row)
+    title = f"Over a link of {found['link']}, {len(found['results'][0]['losses'])} steps"
+    return table(_HEADINGS, rows, title=title, **_STYLE)
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """Say what the table's numbers are, a sentence each."""
+    said = [
+        "Training loss: mean over the last epoch. Held-out loss: evaluated without quantization.",
+        "pipecomp itself slows the link down, each way, and counts headers. Input and output embeddings are untied, so "
+        "that only activations and their gradients are sent.",
     ]
+    for r in found["results"]:
+        count = r["measured_steps"]
+        if count < len(r["losses"]):
+            said.append(
+                f"* Derived: {count} steps were run over this link, and {r['step_s']:.3g} s is what the last "
+                f"{count - min(WARM_UP, count - 1)} of them took on average. {label(r)}'s losses and bytes are those "
+                f"of a run without a limit on its link; checked: the first {count} losses of both are equal, bit for "
+                "bit."
+            )
+    if found["gap_closed"] is not None:
+        said.append(
+            f"AQ-SGD closes {100 * found['gap_closed']:.0f} % of the gap between DirectQ's training loss and FP32's."
+        )
+    return said
 
 
-def plot(results: list[dict[str, Any]], file: Path) -> None:
-    """Draw the loss over steps, and over the time that the steps would take on the slowest link; PNG."""
+def plot(found: dict[str, Any], file: Path) -> None:
+    """Draw the loss over steps and over the time on the slow link, as means over an epoch's steps; PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    for r in results:
-        smooth = _smoothed(r["losses"])
-        left.plot(range(1, len(smooth) + 1), smooth, label=label(r))
-        rate, seconds = list(r["step_seconds_at"].items())[-1]
-        right.plot([seconds * (i + 1) / 60 for i in range(len(smooth))], smooth, label=label(r))
+    first = found["per_epoch"]
+    for r in found["results"]:
+        means = epoch_means(r["losses"], first)
+        steps = range(first, len(r["losses"]) + 1)
+        derived = r["measured_steps"] < len(r["losses"])
+        how = {"linestyle": "--"} if derived else {}
+        left.plot(steps, means, label=label(r))
+        right.plot(
+            [s / 60 for s in r["seconds"][first - 1 :]],
+            means,
+            label=f"{label(r)}{' (time of a step measured, losses equal)' if derived else ''}",
+            **how,
+        )
     left.set_xlabel("optimizer step")
-    left.set_ylabel("training loss (mean of the last 8 steps)")
-    right.set_xlabel(f"minutes at {rate} (predicted; step time after the first epoch)")
+    left.set_ylabel("training loss (mean over an epoch's steps)")
+    right.set_xlabel(f"minutes over a link of {found['link']}")
     for axis in (left, right):
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(file, dpi=120)
     plt.close(figure)
-
-
-def _smoothed(losses: list[float], window: int = 8) -> list[float]:
-    return [
-        sum(losses[max(0, i - window + 1) : i + 1]) / len(losses[max(0, i - window + 1) : i + 1])
-        for i in range(len(losses))
-    ]

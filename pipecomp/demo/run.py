@@ -1,226 +1,203 @@
-"""`pipecomp demo`: fine-tune one small GPT-2 over real processes with several methods and compare what each cost.
+"""`pipecomp demo`: fine-tune one small GPT-2 over a slow link with several methods and compare what each cost.
 
 The caller's process makes the task; then all ranks are started once, pre-train without compression, and fine-tune from
-the same weights with one method after the other.
+the same weights with one method after the other. The link is slowed down by the network lab's software throttle.
+Without compression it would take many minutes: that run has no limit on its link, and its first steps are run again
+over the slow one, for the time of a step.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
-from pipecomp.config import Activations
-from pipecomp.demo.plot import NAMES, plot
+from pipecomp.demo.lengthen import check_same_start, lengthen
+from pipecomp.demo.plot import plot
+from pipecomp.demo.results import compare, summary
+from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.errors import require
-from pipecomp.plan.network import uniform
-from pipecomp.plan.simulation import Step, measured_costs, measured_end, play
+from pipecomp.netlab.shape import read_shape
+from pipecomp.netlab.software import SoftwareNetwork
+from pipecomp.netlab.throttle import VARIABLE
+from pipecomp.rates import parse_rate, rate_text
 from pipecomp.report.record import Recorder
-from pipecomp.stats import total_bytes
 
-RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8, "10 Mbit/s": 1e7}
-MICRO_BATCH, MICRO_BATCHES = 4, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is run: model and data sizes, methods, and where results go."""
-
-    stages: int = 2
-    methods: tuple[str, ...] = ("none", "direct", "aqsgd")
-    forward_bits: int = 2
-    backward_bits: int = 4
-    seed: int = 0
-    out: str = "demo-out"
-    layers: int = 4
-    width: int = 256
-    length: int = 64
-    vocabulary: int = 1024
-    training: int = 384
-    epochs: int = 5
-    pretraining: int = 3840
-    pretraining_lr: float = 2e-3
-    lr: float = 5e-4
-    timeout_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        require(1 <= self.stages <= self.layers, "stages", self.stages, f"1 to {self.layers}, the model's blocks")
-        for method in self.methods:
-            require(method in Activations.METHODS, "methods", method, ", ".join(Activations.METHODS))
-        require(self.methods, "methods", self.methods, "at least one method")
-        require(
-            self.stages != 1 or self.methods == ("none",),
-            "methods",
-            ",".join(self.methods),
-            "none, with one stage: it has no links",
-        )
-        Activations(method="direct", forward_bits=self.forward_bits, backward_bits=self.backward_bits)
-
+UNLIMITED = "none-without-limit"  # the folder of FP32's run on an unlimited link
 
 Progress = Callable[[str, int, int, float | None], None]  # what, step, of how many, loss
 
 
-def run_demo(settings: Settings, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Run the whole demo and write OUT/demo.json, OUT/losses.png; returns what demo.json holds.
+def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
+    """Run the whole demo and write OUT/demo.json, OUT/losses.png and a folder for each run.
 
     progress(what, step, steps, loss) is called as work goes on, loss None where there is none yet.
+
+    Returns:
+        What demo.json holds: see `pipecomp.demo.results.compare`.
+
+    Raises:
+        ConfigError: A setting.
+        DataError: FP32's losses depend on the link, or there is too little documentation to train on.
+        RankFailedError: A rank failed.
     """
     report = progress or (lambda what, step, steps, loss: None)
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
-    report("reading Python's documentation", 0, 1, None)
-    task = documentation_task(
-        vocabulary=settings.vocabulary, length=settings.length, training=settings.training, held_out=96
-    )
-    report("reading Python's documentation", 1, 1, None)
+    report("Reading Python's documentation", 0, 1, None)
     preload_large_packages()
-    ranks = run_ranks(
-        settings.stages,
-        train_rank,
-        settings,
-        task,
-        timeout_s=settings.timeout_s,
-        on_note=lambda rank, value: report(*value),
-    )
-    results = [_summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
-    (out / "demo.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot(results, out / "losses.png")
-    return results
-
-
-def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: float) -> dict[str, Any]:
-    """Make the configuration of one run, as a user would write it."""
-    activations: dict[str, Any] = {"method": method}
-    if method in Activations.QUANTIZED:
-        activations |= {"forward_bits": settings.forward_bits, "backward_bits": settings.backward_bits}
-    section: dict[str, Any] = {"activations": activations, "seed": settings.seed, "tie": False}
-    if method == "aqsgd":
-        section["store"] = {"backend": "lmdb", "path": str(store)}
-    return {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01}},
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_num_steps": max(2, steps // 20), "total_num_steps": steps, "warmup_max_lr": lr},
-        },
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "pipecomp": section,
-    }
+    forkserver.ensure_running()  # it imports while this process reads
+    task = documentation_task(vocabulary=settings.vocabulary, length=settings.length, training=settings.training)
+    report("Reading Python's documentation", 1, 1, None)
+    with tempfile.TemporaryDirectory() as folder:
+        network = SoftwareNetwork(read_shape(nodes=settings.stages, bandwidth=settings.bandwidth), Path(folder))
+        links = [network.settings(node, 1) for node in range(settings.stages)]
+        ranks = run_ranks(
+            settings.stages,
+            train_rank,
+            settings,
+            task,
+            links,
+            timeout_s=settings.timeout_s,
+            on_note=lambda rank, value: report(*value),
+        )
+    results = [summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
+    found = compare(settings, results)
+    (out / "demo.json").write_text(json.dumps(found, indent=2) + "\n")
+    plot(found, out / "losses.png")
+    return found
 
 
 def train_rank(
-    rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task
+    rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task, links: list[str | None]
 ) -> list[dict[str, Any]]:
-    """Pre-train on every rank, then fine-tune from there with each method in turn."""
-    from pipecomp.engine.initialize import initialize
-
-    out = Path(settings.out)
-    folder = out / "pretrained"
-    model = gpt2(
-        task.vocabulary, settings.length, layers=settings.layers, width=settings.width, heads=4, seed=settings.seed
-    )
-    steps = settings.pretraining // (MICRO_BATCH * MICRO_BATCHES)
-    config = ds_config(settings, "none", out, steps=steps, lr=settings.pretraining_lr)
-    engine = initialize(model, num_stages=world, config=config, training_data=Sequences(task.pretraining))
-    _train(engine, steps, "pre-training", note if rank == 0 else None)
-    engine.save_pretrained(str(folder))
-    engine.close()
-    return [_fine_tune(rank, world, note, settings, task, folder, method) for method in settings.methods]
+    """Pre-train on every rank, then fine-tune from there with each method in turn. links: what makes them slow."""
+    work = _Rank(rank, world, note, settings, task, links[rank])
+    work.pretrain()
+    return [work.uncompressed() if method == "none" else work.fine_tune(method) for method in settings.methods]
 
 
-def _train(
-    engine: Any, steps: int, what: str, note: Callable[[Any], None] | None, recorder: Recorder | None = None
-) -> list[float]:
-    losses: list[float] = []
-    for step in range(steps):
+@contextmanager
+def slow_link(throttle: str | None) -> Iterator[None]:
+    """Let engines that are made inside have slow links; None: links without a limit, in a network lab too."""
+    before = os.environ.pop(VARIABLE, None)
+    if throttle is not None:
+        os.environ[VARIABLE] = throttle
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+class _Rank:
+    """One rank's part of the demo. throttle: what makes its link slow."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        note: Callable[[Any], None],
+        settings: Settings,
+        task: Task,
+        throttle: str | None,
+    ) -> None:
+        self._rank, self._world, self._note = rank, world, note
+        self._settings, self._task, self._throttle = settings, task, throttle
+        self._out = Path(settings.out)
+        self._link = rate_text(parse_rate("bandwidth", settings.bandwidth))
+
+    def pretrain(self) -> None:
+        """Make the weights that every fine-tuning starts from."""
+        from pipecomp.engine.initialize import initialize
+
+        s = self._settings
+        model = gpt2(self._task.vocabulary, s.length, layers=s.layers, width=s.width, heads=4, seed=s.seed)
+        config = ds_config(s, "none", self._out, steps=s.pretraining_steps, lr=s.pretraining_lr)
+        with slow_link(None):
+            data = Sequences(self._task.pretraining)
+            engine = initialize(model, num_stages=self._world, config=config, training_data=data)
+            for step in range(s.pretraining_steps):
+                self._progress("Pre-training, no limit on the link", step, s.pretraining_steps, engine.train_batch())
+            engine.save_pretrained(str(self._out / "pretrained"))
+            engine.close()
+
+    def uncompressed(self) -> dict[str, Any]:
+        """Fine-tune without compression: whole without a limit, its first steps again over the slow link."""
+        timed = min(WARM_UP + TIMED, self._settings.steps)
+        whole = self.fine_tune("none", limited=False)
+        slow = self.fine_tune("none", steps=timed)
+        check_same_start(slow["losses"], whole["losses"])
+        if self._rank == 0:
+            lengthen(self._out / "none", self._out / UNLIMITED, slow["seconds"], warm_up=WARM_UP)
+        return {**whole, "seconds": slow["seconds"]}
+
+    def fine_tune(self, method: str, *, limited: bool = True, steps: int | None = None) -> dict[str, Any]:
+        """Fine-tune with one method.
+
+        Args:
+            method: Of the settings' methods.
+            limited: Whether the link is slow.
+            steps: Only the first so many, without an evaluation; None: all.
+
+        Returns:
+            "losses" and "seconds" since the start, of each step; "stats" of this rank; "store_bytes"; "eval_loss".
+        """
+        from pipecomp.engine.initialize import initialize
+
+        s = self._settings
+        store = self._out / "messages" / method
+        shutil.rmtree(store / f"rank-{self._rank}", ignore_errors=True)  # of an earlier demo
+        config = ds_config(s, method, store, steps=s.steps, lr=s.lr)
+        with slow_link(self._throttle if limited else None):
+            data = Sequences(self._task.training)
+            engine = initialize(
+                str(self._out / "pretrained"), num_stages=self._world, config=config, training_data=data
+            )
+            try:
+                found = self._train(engine, method, limited=limited, steps=steps)
+            finally:
+                engine.close()
+        size = sum(file.stat().st_size for file in (store / f"rank-{self._rank}").rglob("data.mdb"))
+        return {"method": method, **found, "store_bytes": size}
+
+    def _train(self, engine: Any, method: str, *, limited: bool, steps: int | None) -> dict[str, Any]:
+        from pipecomp.data import eval_batches
+
+        name = NAMES[method]
+        what = f"{name}, {self._link}" if limited else f"{name}, no limit on the link"
+        folder = self._out / (method if limited else UNLIMITED)
+        recorder = Recorder(folder if self._rank == 0 else None)
+        total = steps or self._settings.steps
+        recorder.start(
+            total, kind="demo", name=name if limited else f"{name}, no limit on the link", **engine.describe()
+        )
+        losses: list[float] = []
+        seconds: list[float] = []
         began = time.perf_counter()
-        losses.append(float(engine.train_batch()))
-        if recorder is not None:
-            spent = time.perf_counter() - began
-            recorder.step(engine.global_steps, engine.gather_comm_stats(), loss=losses[-1], step_s=spent)
-        if note is not None:
-            note((what, step + 1, steps, losses[-1]))
-    return losses
+        for step in range(total):
+            losses.append(float(engine.train_batch()))
+            seconds.append(time.perf_counter() - began)
+            spent = seconds[-1] - (seconds[-2] if step else 0.0)
+            recorder.step(step + 1, engine.gather_comm_stats(), loss=losses[-1], step_s=spent)
+            self._progress(what if steps is None else f"{what}, {steps} steps", step, total, losses[-1])
+        found: dict[str, Any] = {"losses": losses, "seconds": seconds}
+        if steps is None:
+            held_out = eval_batches(Sequences(self._task.held_out), MICRO_BATCH)
+            found["eval_loss"] = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
+            recorder.evaluated(total, {"loss": found["eval_loss"]})
+        recorder.end(engine.gather_comm_stats(), engine.gather_last_step())
+        return {**found, "stats": engine.comm_stats()}
 
-
-def _fine_tune(
-    rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task, folder: Path, method: str
-) -> dict[str, Any]:
-    from pipecomp.data import eval_batches
-    from pipecomp.engine.initialize import initialize
-
-    per_epoch = settings.training // (MICRO_BATCH * MICRO_BATCHES)
-    store = Path(settings.out) / "messages" / method
-    shutil.rmtree(store / f"rank-{rank}", ignore_errors=True)  # of an earlier demo
-    config = ds_config(settings, method, store, steps=settings.epochs * per_epoch, lr=settings.lr)
-    engine = initialize(str(folder), num_stages=world, config=config, training_data=Sequences(task.training))
-    report = note if rank == 0 else None
-    recorder = Recorder(Path(settings.out) / method if rank == 0 else None)
-    recorder.start(settings.epochs * per_epoch, kind="demo", name=NAMES[method], **engine.describe())
-    began = time.perf_counter()
-    losses = _train(engine, per_epoch, f"{NAMES[method]}, first epoch", report, recorder)
-    first_epoch = {k: link["forward"]["bytes_sent"] for k, link in engine.comm_stats()["links"].items()}
-    losses += _train(engine, (settings.epochs - 1) * per_epoch, f"{NAMES[method]}, later epochs", report, recorder)
-    seconds = time.perf_counter() - began
-    held_out = eval_batches(Sequences(task.held_out), MICRO_BATCH)
-    eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
-    recorder.evaluated(engine.global_steps, {"loss": eval_loss})
-    recorder.end(engine.gather_comm_stats(), engine.gather_last_step())
-    stats = engine.comm_stats()
-    engine.close()
-    stats["store_bytes"] = sum(file.stat().st_size for file in (store / f"rank-{rank}").rglob("data.mdb"))
-    return {
-        "method": method,
-        "losses": losses,
-        "eval_loss": eval_loss,
-        "seconds": seconds,
-        "stats": stats,
-        "first_epoch": first_epoch,
-    }
-
-
-def _summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One method's line of the table, from what its ranks measured."""
-    first = ranks[0]
-    plain = {"none": 32, "fp16": 16, "bf16": 16}
-    per_epoch = settings.training // (MICRO_BATCH * MICRO_BATCHES)
-    # Both ends count a link alike; take link k from rank k, which sends its activations.
-    names = [f"{k}->{k + 1}" for k in range(len(ranks) - 1)]
-    links = [r["stats"]["links"][name] for r, name in zip(ranks, names, strict=False)]
-    first_epoch = [r["first_epoch"][name] for r, name in zip(ranks, names, strict=False)]
-    forward_raw, forward_sent = total_bytes(links, "forward")
-    backward_raw, backward_sent = total_bytes(links, "backward")
-    later = [link["forward"]["bytes_sent"] - sent for link, sent in zip(links, first_epoch, strict=True)]
-    micro_batches = first["stats"]["steps"] * MICRO_BATCHES
-    step = Step(
-        stages=[measured_costs(r["stats"], MICRO_BATCHES) for r in ranks],
-        forward_bytes=[sent / (micro_batches * (1 - 1 / settings.epochs)) for sent in later],
-        backward_bytes=[link["backward"]["bytes_sent"] / micro_batches for link in links],
-        micro_batches=MICRO_BATCHES,
-        together_s=measured_end([r["stats"] for r in ranks]),
-    )
-    return {
-        "method": first["method"],
-        "forward_bits": plain.get(first["method"], settings.forward_bits),
-        "backward_bits": plain.get(first["method"], settings.backward_bits),
-        "train_loss": sum(first["losses"][-per_epoch:]) / per_epoch,
-        "eval_loss": first["eval_loss"],
-        "forward_bytes_raw": forward_raw,
-        "forward_bytes_sent": forward_sent,
-        "forward_bytes_sent_after_first_epoch": sum(later),
-        "backward_bytes_raw": backward_raw,
-        "backward_bytes_sent": backward_sent,
-        "store_bytes": sum(r["stats"]["store_bytes"] for r in ranks),
-        "seconds": first["seconds"],
-        "step_seconds_at": {name: play(step, uniform(len(ranks), rate)).seconds for name, rate in RATES.items()},
-        "losses": first["losses"],
-        "costs": asdict(step),
-    }
+    def _progress(self, what: str, step: int, steps: int, loss: Any) -> None:
+        if self._rank == 0:
+            self._note((what, step + 1, steps, float(loss)))

@@ -63,7 +63,7 @@ def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[int]]:
     return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
 
 
-def documentation_task(*, vocabulary: int = 2048, length: int = 128, training: int = 640, held_out: int = 96) -> Task:
+def documentation_task(*, vocabulary: int, length: int, training: int, held_out: int = 96) -> Task:
     """Make the demo's sequences: `training` and `held_out` from the fine-tuning modules; the rest pre-trains."""
     general: list[str] = []
     special: list[str] = []

@@ -46,7 +46,9 @@ def told(run: Run) -> Told:
 
 def summary(one: Told) -> list[str]:
     """What to know of a run before any chart."""
-    return [sentence for sentence in (_training(one), _traffic(one), _waiting(one), _next(one)) if sentence]
+    return [
+        sentence for sentence in (_training(one), _traffic(one), _waiting(one), _next(one), _remark(one)) if sentence
+    ]
 
 
 def _training(one: Told) -> str:
@@ -89,6 +91,10 @@ def _next(one: Told) -> str:
     if best is not None:
         return f"Next: {best.what} predicts {times(best.gain)} the speed ({best.why})."
     return "Nothing that was tried in the simulation makes a step faster."
+
+
+def _remark(one: Told) -> str:
+    return str(one.run.facts.get("remark", ""))
 
 
 def comparison(all_told: Sequence[Told]) -> str:

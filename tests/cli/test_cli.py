@@ -15,22 +15,6 @@ from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
-DEMO_KEYS = {
-    "method",
-    "forward_bits",
-    "backward_bits",
-    "train_loss",
-    "eval_loss",
-    "forward_bytes_raw",
-    "forward_bytes_sent",
-    "forward_bytes_sent_after_first_epoch",
-    "backward_bytes_raw",
-    "backward_bytes_sent",
-    "store_bytes",
-    "seconds",
-    "step_seconds_at",
-}
-
 
 def told(*arguments: str) -> str:
     """What a command prints, in this process: imports take longer than what most commands do."""
@@ -42,29 +26,53 @@ def told(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
-    return out, told("demo", "--quick", "--methods", "none,aqsgd", "--bits", "3,6", "--out", str(out))
+    options = ("--quick", "--stages", "2", "--methods", "none,aqsgd", "--bits", "3,6", "--bandwidth", "4mbit")
+    return out, told("demo", *options, "--out", str(out))
 
 
 def test_demo_writes_what_it_shows(demo):
     out, text = demo
-    results = json.loads((out / "demo.json").read_text())
-    assert [r["method"] for r in results] == ["none", "aqsgd"]
-    none, aqsgd = results
-    for result in results:
-        assert set(result) >= DEMO_KEYS
-        assert set(result["step_seconds_at"]) == {"1 Gbit/s", "100 Mbit/s", "10 Mbit/s"}
+    found = json.loads((out / "demo.json").read_text())
+    assert [r["method"] for r in found["results"]] == ["none", "aqsgd"]
+    none, aqsgd = found["results"]
+    for result in found["results"]:
         assert f"{result['train_loss']:.3f}" in text
         assert f"{result['eval_loss']:.3f}" in text
+        assert len(result["losses"]) == len(result["seconds"]) == 12
+        assert result["seconds"] == sorted(result["seconds"])
     assert (aqsgd["forward_bits"], aqsgd["backward_bits"]) == (3, 6)
     assert aqsgd["forward_bytes_raw"] == none["forward_bytes_raw"] > 0
-    later = aqsgd["forward_bytes_raw"] / 2  # one of two epochs
-    assert 3 / 32 * later < aqsgd["forward_bytes_sent_after_first_epoch"] < 1.4 * 3 / 32 * later
-    assert none["store_bytes"] == 0
-    assert aqsgd["store_bytes"] > aqsgd["forward_bytes_raw"] / 2
+    # One of three epochs with 8 bits for each value, two with 3.
+    content = (8 + 2 * 3) / 3 / 32 * aqsgd["forward_bytes_raw"]
+    assert content < aqsgd["forward_bytes_sent"] < 1.4 * content
+    assert aqsgd["store_bytes"] > aqsgd["forward_bytes_raw"] / 3
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert "AQ-SGD fw3 bw6" in text
-    assert (out / "report.html").stat().st_size > 1e6
-    assert [run.name for run in read_runs([out])] == ["FP32", "AQ-SGD"]
+    # However it is broken into lines.
+    assert "".join(found["sentence"].split()) in "".join(text.split())
+    assert "Over this link of 4 Mbit/s, " in found["sentence"]
+
+
+def test_the_demos_link_is_slow_where_it_says_so(demo):
+    out, text = demo
+    none, aqsgd = json.loads((out / "demo.json").read_text())["results"]
+    assert (none["measured_steps"], aqsgd["measured_steps"]) == (8, 12)
+    assert "8 steps were run over this link" in " ".join(text.split())
+    assert none["step_s"] > 8 * none["forward_bytes_sent"] / 12 / 4e6
+    unlimited, derived, measured = read_runs([out])
+    assert [run.name for run in (unlimited, derived, measured)] == ["FP32, no limit on the link", "FP32", "AQ-SGD"]
+    assert unlimited.facts["network"] is None
+    for run in (derived, measured):
+        (line,) = run.facts["network"]["forward"]
+        assert 0.9 * 4e6 < line["bits_per_s"] < 4e6
+    assert [len(run.steps) for run in (unlimited, derived, measured)] == [12, 12, 12]
+    assert [line["loss"] for line in derived.steps] == [line["loss"] for line in unlimited.steps] == none["losses"]
+    assert derived.steps[-1]["links"] == unlimited.steps[-1]["links"]
+    assert derived.steps[-1]["seconds"] == pytest.approx(none["seconds"][-1], abs=1e-3)
+    assert "only the first 8 steps" in derived.facts["remark"]
+    page = (out / "report.html").read_text()
+    assert "only the first 8 steps" in page
+    assert "no limit on the link" not in page
 
 
 def test_store_commands_on_the_demos_store(demo, tmp_path):
@@ -95,7 +103,9 @@ def test_an_error_ends_the_command_with_one_line():
         (("demo", "--bits", "9,4"), "activations.forward_bits: got 9, allowed: a whole number from 1 to 8"),
         (("demo", "--bits", "4"), "bits: got '4', allowed: 2 whole numbers"),
         (("demo", "--methods", "none,zip"), "methods: got 'zip', allowed: none, fp16, bf16, direct, aqsgd"),
-        (("demo", "--stages", "9"), "stages: got 9, allowed: 1 to 4"),
+        (("demo", "--methods", "none,none"), "methods: got 'none,none', allowed: each method once"),
+        (("demo", "--bandwidth", "5"), "bandwidth: got '5', allowed: a number and bit, kbit, mbit or gbit"),
+        (("demo", "--stages", "9"), "stages: got 9, allowed: 2 to 4"),
     ],
 )
 def test_errors_name_what_was_wrong(arguments, message):
