@@ -274,9 +274,9 @@ MUTANTS = (
     # -- links: deltas and packets
     Mutant(
         "a delta is set, not added",
-        "pipecomp/messages/codecs.py",
-        "rounding=self.rounding, add_to=m_TH",
-        "rounding=self.rounding, out=m_TH",
+        "pipecomp/messages/link_codecs.py",
+        "codec and codec.options(), delta, dtype",
+        "codec and codec.options(), False, dtype",
         ("tests/stages/test_link.py::test_algorithm_1",),
         "the next stage trains on the last change alone",
     ),
@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "a delta on any version",
-        "pipecomp/stages/link/receiver.py",
+        "pipecomp/stages/link/endpoint.py",
         "if cached is None or cached.version != sample.base:",
         "if cached is None:",
         ("tests/stages/test_link.py::test_a_delta_on_another_version_is_refused",),
