@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipecomp.kernels import ragged, reference, rng
+from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import FINE, Arriving, Visit
 from pipecomp.kernels.triton_quantize import load_codes, octets, random_bits, store_codes, to_float, uniform
 from pipecomp.kernels.triton_rows import BLOCK, MOST_VALUES, Shape, launch_dequantize, launch_quantize, loadable, warps
@@ -194,32 +195,29 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
 
 def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
     """As `ragged.decode_batch`: a launch for all samples of the same options, mostly one."""
-    batches: dict[object, list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
-    options = {}
+    batches: dict[tuple[Options, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
     for i, (s, part) in enumerate(zip(samples, ragged.parts(payload, samples), strict=True)):
         if s.options is None:
             s.m.copy_(part.clone().view(s.dtype).view(s.m.shape))
         elif s.m.numel():
             key = (s.options._replace(seed=0), s.delta, s.m.shape[1])
-            options[key] = s
             batches.setdefault(key, []).append((i, s.m, s.m, part, 0))
-    for key, rows in batches.items():
-        o, m = options[key].options, rows[0][2]
-        assert o is not None
-        s, table, of_rows = _table(rows, m, m, payload, o.bits, o.group_size)
-        decode_kernel[s.grid(BLOCK)](
+    for (o, delta, _), rows in batches.items():
+        m = rows[0][1]
+        shape, table, of_rows = _table(rows, m, m, payload, o.bits, o.group_size)
+        decode_kernel[shape.grid(BLOCK)](
             m,
             payload,
             _values(o.bits, o.rounding, payload.device),
             table,
             of_rows,
-            s.H,
-            s.group,
-            s.groups,
-            s.group_bytes,
-            s.row_bytes,
+            shape.H,
+            shape.group,
+            shape.groups,
+            shape.group_bytes,
+            shape.row_bytes,
             BITS=o.bits,
-            DELTA=options[key].delta,
+            DELTA=delta,
             BLOCK=BLOCK,
             FIELDS=FIELDS,
             enable_fp_fusion=False,

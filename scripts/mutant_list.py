@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "a delta is set, not added",
         "pipecomp/messages/link_codecs.py",
-        "codec and codec.options(), delta, dtype",
-        "codec and codec.options(), False, dtype",
+        "codec.options(), delta, dtype",
+        "codec.options(), False, dtype",
         ("tests/stages/test_link.py::test_algorithm_1",),
         "the next stage trains on the last change alone",
     ),

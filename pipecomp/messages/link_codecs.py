@@ -58,7 +58,7 @@ class LinkCodecs:
     def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.Arriving:
         """The same at the other end. dtype: the stages' own."""
         codec = self.forward if delta else self.first
-        return ops.Arriving(m_nH, codec and codec.options(), delta, dtype)
+        return ops.Arriving(m_nH, None if codec is None else codec.options(), delta, dtype)
 
     def first_m(self, decoded_nH: Tensor) -> Tensor:
         """m after a first visit, from what its values decode to."""

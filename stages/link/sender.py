@@ -44,7 +44,10 @@ class LinkSender(Endpoint):
         x = [x_TH[rows] for rows in layout.rows()]
         header = self._header(Kind.ACTIVATION, self._codecs.forward, x_TH, samples, layout, at)
         deltas = [s.form is Form.DELTA for s in samples]
-        sizes = [self._codecs.visit_bytes(*x_nH.shape, d, x_TH.dtype) for x_nH, d in zip(x, deltas, strict=True)]
+        sizes = [
+            self._codecs.visit_bytes(x_nH.shape[0], x_nH.shape[1], d, x_TH.dtype)
+            for x_nH, d in zip(x, deltas, strict=True)
+        ]
         ends = list(itertools.accumulate(sizes, initial=0))
         seen: list[Tensor] = []
 
