@@ -80,12 +80,13 @@ def ends(options: dict[str, Any], folder: Any, staging: Any, backend: str = "lmd
 def train(folder: Any, staging: Any, backend: str = "lmdb", **options: Any) -> dict[str, Any]:
     """Everything that two ends of a link compute, send and store in a few steps."""
     up, down, wires, stores = ends(options, folder, staging, backend)
+    device = up.staging.device
     draw = torch.Generator().manual_seed(1)
     computed: list[torch.Tensor] = []
     for step in range(3):
         for number, layout in enumerate(LAYOUTS):
             at = Position(step, number)
-            x_BSH = torch.randn(3, S, H, generator=draw)
+            x_BSH = torch.randn(3, S, H, generator=draw).to(device)
             if number:  # what comes twice is the same sample
                 x_BSH[2] = x_BSH[0]
             up.store.prefetch(layout.ids)
