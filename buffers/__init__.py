@@ -9,6 +9,7 @@ from pipecomp.buffers.base import CachedActivation, Held, MessageStore, StoreEnv
 from pipecomp.buffers.lmdb_store import LmdbEnvironment, LmdbStore
 from pipecomp.buffers.memory import MemoryEnvironment, MemoryStore
 from pipecomp.errors import ConfigError
+from pipecomp.kernels.staging import Staging
 
 __all__ = [
     "CachedActivation",
@@ -33,6 +34,7 @@ def open_environment(
     max_bytes: int | None = None,
     prefetch: int = 0,
     on_write_error: str = "stop",
+    staging: Staging | None = None,
 ) -> StoreEnvironment:
     """Open all message stores of one rank, as the configuration's "store" section asks.
 
@@ -45,6 +47,7 @@ def open_environment(
         max_bytes: budget of each link's endpoint; None for no limit.
         prefetch: micro-batches loaded ahead; 0 for none.
         on_write_error: "stop", or "continue" without the disk while it refuses writes (lmdb only).
+        staging: between the device that stages compute on and the host; None where that is the host.
 
     Returns:
         The rank's stores; close them at the end.
@@ -57,12 +60,14 @@ def open_environment(
 
         with closing(open_environment("lmdb", "messages", rank=0, bits=8)) as environment:
             store = environment.link("link-0", {"forward_bits": 4})
-            store.put(sample, version, m_nH)
+            store.put_many([(sample, version, m_nH)])
             environment.commit()
             (cached,) = store.get([sample])
     """
     if backend == "memory":
-        return MemoryEnvironment(bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch)
+        return MemoryEnvironment(
+            bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch, staging=staging
+        )
     if backend == "lmdb":
         return LmdbEnvironment(
             Path(path) / f"rank-{rank}",
@@ -71,5 +76,6 @@ def open_environment(
             max_bytes=max_bytes,
             prefetch=prefetch,
             on_write_error=on_write_error,
+            staging=staging,
         )
     raise ConfigError("store.backend", backend, "'lmdb', 'memory'")

@@ -9,14 +9,14 @@ Shapes: n tokens of the sample, H hidden size.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 
 class CachedActivation(NamedTuple):
-    """What an endpoint holds for a sample. m_nH: float32 [n, H] on the CPU; the caller owns it and may change it."""
+    """What an endpoint holds for a sample. m_nH: float32 [n, H]; the caller owns it and may change it."""
 
     version: int
     m_nH: Tensor  # noqa: N815
@@ -28,6 +28,10 @@ class Held(NamedTuple):
     sample: int
     version: int
     digest: int  # CRC-32 of the stored value
+
+
+Put = tuple[int, int, Tensor]  # sample, version, m
+Settled = Callable[[], None]  # waits until it is known whether what is put may be stored; raises if not
 
 
 class MessageStore(Protocol):
@@ -44,12 +48,16 @@ class MessageStore(Protocol):
     def get(self, samples: Sequence[int]) -> list[CachedActivation | None]:
         """Read each sample's cached activation, None where it was never put or was forgotten.
 
-        Waits for a running prefetch. With fewer than 32 bits it is what was decoded from the stored value, also before
-        that value was written.
+        On the stages' device. Waits for a running prefetch. With fewer than 32 bits it is what was decoded from the
+        stored value, also before that value was written.
         """
 
-    def put(self, sample: int, version: int, m_nH: Tensor) -> None:
-        """Replace a sample's cached activation. The store owns `m_nH` (float32 [n, H], any device) from here on."""
+    def put_many(self, puts: Sequence[Put], settled: Settled | None = None) -> None:
+        """Replace a micro-batch's cached activations: all of them, or none where one is refused.
+
+        The store owns their m (float32 [n, H], on the stages' device) from here on, and nothing waits for the device.
+        What `settled` raises, on the thread that writes, keeps all of it from being stored.
+        """
 
     def rounded(self, m_nH: Tensor) -> Tensor:
         """Give what `get` would return after this was put: with fewer than 32 bits other values; a new tensor."""

@@ -14,19 +14,29 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from pipecomp.buffers.base import CachedActivation, Held
+from pipecomp.buffers.base import CachedActivation, Held, Put, Settled
 from pipecomp.buffers.budget import Budget
 from pipecomp.buffers.entry import Entry
-from pipecomp.buffers.prefetch import Prefetcher
+from pipecomp.buffers.prefetch import Loaded, Prefetcher
 from pipecomp.buffers.value import ValueFormat, read_header, unpack
 from pipecomp.errors import StoreError
+from pipecomp.kernels.staging import HostStaging, Staging
 
 
 class LinkStore(ABC):
     """A MessageStore but for its backend; see `buffers.base` for what the public methods promise."""
 
-    def __init__(self, link: str, fmt: ValueFormat, *, max_bytes: int | None = None, prefetch: int = 0) -> None:
+    def __init__(
+        self,
+        link: str,
+        fmt: ValueFormat,
+        *,
+        max_bytes: int | None = None,
+        prefetch: int = 0,
+        staging: Staging | None = None,
+    ) -> None:
         self.link = link
+        self._staging = staging or HostStaging()
         self._format = fmt
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
@@ -44,30 +54,41 @@ class LinkStore(ABC):
         start = time.perf_counter()
         found = []
         for sample in samples:
-            ahead, cached = self._prefetcher.take(sample)
-            found.append(cached if ahead else self._load(sample))
-        held = sum(cached is not None for cached in found)
+            ahead, loaded = self._prefetcher.take(sample)
+            found.append(loaded if ahead else self._load(sample))
+        held = sum(loaded is not None for loaded in found)
         with self._lock:
             self._counts["hits"] += held
             self._counts["misses"] += len(found) - held
             self._wait_seconds += time.perf_counter() - start
-        return found
+        return [loaded and CachedActivation(loaded.version, loaded.m.wait()) for loaded in found]
 
     def put(self, sample: int, version: int, m_nH: Tensor) -> None:
-        """Replace a sample's cached activation; the store owns `m_nH` from here on. See MessageStore."""
+        """Replace one sample's cached activation; see `put_many`."""
+        self.put_many([(sample, version, m_nH)])
+
+    def put_many(self, puts: Sequence[Put], settled: Settled | None = None) -> None:
+        """Replace a micro-batch's cached activations; see MessageStore."""
         self._check()
-        self._format.check(sample, version, m_nH, self.where(sample))
-        entry = Entry(sample, version, self._format.size(*m_nH.shape), m_nH=m_nH.detach())
-        self._prepare(entry)
+        entries = []
+        for sample, version, m_nH in puts:
+            checked = self._staging.immediate
+            self._format.check(sample, version, m_nH, self.where(sample), values=checked)
+            size, copy = self._format.size(*m_nH.shape), self._staging.to_host(m_nH.detach())
+            entries.append(Entry(sample, version, size, m=copy, settled=settled, checked=checked))
+        self._prepare(entries)
         with self._lock:
-            self._replace(sample, entry)
-        self._prefetcher.invalidate(sample)
-        self._added(entry)
+            for entry in entries:
+                self._replace(entry.sample, entry)
+        self._prefetcher.invalidate([sample for sample, _, _ in puts])
+        self._added(entries)
 
     def rounded(self, m_nH: Tensor) -> Tensor:
         """Give what `get` would return after this was put; see MessageStore."""
         where = f"store of {self.link}"
-        return unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
+        m_nH = self._staging.to_host(m_nH).wait()
+        again_nH = unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
+        return self._staging.to_device(again_nH).wait()
 
     def keeps_new(self) -> bool:
         """Say whether samples that are not held may be put; see MessageStore."""
@@ -85,11 +106,12 @@ class LinkStore(ABC):
     def drop(self, samples: Iterable[int]) -> None:
         """Forget these samples; see MessageStore."""
         self._check()
-        for sample in samples:
-            with self._lock:
+        dropped = list(samples)
+        with self._lock:
+            for sample in dropped:
                 if sample in self._entries:
                     self._replace(sample, None)
-            self._prefetcher.invalidate(sample)
+        self._prefetcher.invalidate(dropped)
 
     def inventory(self) -> list[Held]:
         """List every sample held, sorted by id."""
@@ -117,11 +139,11 @@ class LinkStore(ABC):
 
     # What backends use and fill in.
 
-    def _prepare(self, entry: Entry) -> None:  # noqa: B027
-        """Do what has to come before a new entry enters the index."""
+    def _prepare(self, entries: Sequence[Entry]) -> None:  # noqa: B027
+        """Do what has to come before new entries enter the index."""
 
-    def _added(self, entry: Entry) -> None:  # noqa: B027
-        """Do what comes after a new entry has entered the index."""
+    def _added(self, entries: Sequence[Entry]) -> None:  # noqa: B027
+        """Do what comes after new entries have entered the index."""
 
     @abstractmethod
     def _load_value(self, entry: Entry) -> bytearray | None:
@@ -143,8 +165,7 @@ class LinkStore(ABC):
             self._counts["declined"] += len(declined)
             step = {sample: self._entries.get(sample) for sample in self._changed}
             self._changed = {}
-        for sample in (*evicted, *declined):
-            self._prefetcher.invalidate(sample)
+        self._prefetcher.invalidate([*evicted, *declined])
         return step
 
     def _start_with(self, entries: Iterable[Entry]) -> None:
@@ -162,8 +183,7 @@ class LinkStore(ABC):
             for sample in itertools.chain(*self._budget.settle(sizes)):
                 self._replace(sample, None)
                 self._counts["evictions"] += 1
-            for sample in {*before, *sizes}:
-                self._prefetcher.invalidate(sample)
+            self._prefetcher.invalidate({*before, *sizes})
 
     def _waited(self, seconds: float) -> None:
         with self._lock:
@@ -182,6 +202,10 @@ class LinkStore(ABC):
             self._stored_bytes += entry.size
         self._changed[sample] = None
 
+    def _pack_all(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._pack(entry)
+
     def _pack(self, entry: Entry) -> bytearray | None:
         return entry.pack(self._format, self.where(entry.sample))
 
@@ -191,11 +215,11 @@ class LinkStore(ABC):
         assert entry.crc is not None
         return entry.crc
 
-    def _load(self, sample: int) -> CachedActivation | None:
+    def _load(self, sample: int) -> Loaded | None:
         while (entry := self._entries.get(sample)) is not None:
             cached = self._decode(entry)
             if cached is not None:
-                return cached
+                return Loaded(cached.version, self._staging.to_device(cached.m_nH))
         return None
 
     def _decode(self, entry: Entry) -> CachedActivation | None:

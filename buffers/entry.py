@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import torch
-from torch import Tensor
-
-from pipecomp.buffers.value import HEADER_BYTES, ValueFormat, read_header
-
-
-class _Unpacked:
-    """An activation that was put but not packed. Packing happens once, by whoever needs the bytes first."""
-
-    __slots__ = ("guard", "m_nH", "ready")
-
-    def __init__(self, m_nH: Tensor) -> None:
-        self.m_nH = m_nH
-        self.guard = threading.Lock()
-        self.ready: torch.cuda.Event | None = None
-        if m_nH.is_cuda:
-            # Another thread packs, maybe on another stream: it must not read before the caller's work is done.
-            self.ready = torch.cuda.Event()
-            self.ready.record(torch.cuda.current_stream(m_nH.device))
+from pipecomp.buffers.base import Settled
+from pipecomp.buffers.value import ValueFormat
+from pipecomp.kernels.staging import Copy
 
 
 class Entry:
@@ -31,30 +15,41 @@ class Entry:
     An entry is never changed to another version: `put` replaces it, so identity tells whether a reader is still right.
     """
 
-    __slots__ = ("_unpacked", "crc", "sample", "size", "value", "version")
+    __slots__ = ("_checked", "_guard", "_m", "_settled", "crc", "sample", "size", "value", "version")
 
     def __init__(
-        self, sample: int, version: int, size: int, *, m_nH: Tensor | None = None, crc: int | None = None
+        self,
+        sample: int,
+        version: int,
+        size: int,
+        *,
+        m: Copy | None = None,
+        settled: Settled | None = None,
+        checked: bool = True,
+        crc: int | None = None,
     ) -> None:
         self.sample, self.version, self.size, self.crc = sample, version, size, crc
         self.value: bytearray | None = None
-        self._unpacked = _Unpacked(m_nH) if m_nH is not None else None
+        self._m, self._settled, self._checked, self._guard = m, settled, checked, threading.Lock()
 
     def pack(self, fmt: ValueFormat, where: str) -> bytearray | None:
-        """Give the stored value's bytes, not to be changed; None if they were released because they are on disk."""
-        unpacked = self._unpacked
-        if unpacked is None:
+        """Give the stored value's bytes, not to be changed; None if they were released because they are on disk.
+
+        Whoever asks first waits for the activation to be on the host, and packs it.
+        """
+        if self._m is None:
             return self.value
-        with unpacked.guard, torch.cuda.device_of(unpacked.m_nH):
-            if self._unpacked is None:
+        with self._guard:
+            if self._m is None:
                 return self.value
-            if unpacked.ready is not None:
-                torch.cuda.current_stream().wait_event(unpacked.ready)
-            value = fmt.pack(self.sample, self.version, unpacked.m_nH, where)
-            self.crc = read_header(memoryview(value)[:HEADER_BYTES], where).crc
-            self.value = value
-            self._unpacked = None
-            return value
+            if self._settled is not None:
+                self._settled()
+            m_nH = self._m.wait()
+            if not self._checked:
+                fmt.check(self.sample, self.version, m_nH, where)
+            self.value, self.crc = fmt.pack_checked(self.sample, self.version, m_nH, where)
+            self._m = self._settled = None
+            return self.value
 
     def release(self) -> None:
         """Forget the copy in memory: the value is on disk."""

@@ -6,7 +6,7 @@ import atexit
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pipecomp.buffers.snapshot import copy_file
 from pipecomp.buffers.value import ValueFormat, read_header, stored_size
 from pipecomp.buffers.writer import Writer
 from pipecomp.errors import ConfigError, StoreError
+from pipecomp.kernels.staging import Staging
 
 LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -38,8 +39,9 @@ class LmdbStore(LinkStore):
         *,
         max_bytes: int | None = None,
         prefetch: int = 0,
+        staging: Staging | None = None,
     ) -> None:
-        super().__init__(table.name, fmt, max_bytes=max_bytes, prefetch=prefetch)
+        super().__init__(table.name, fmt, max_bytes=max_bytes, prefetch=prefetch, staging=staging)
         self._environment = environment
         self._reload(table)
 
@@ -67,8 +69,8 @@ class LmdbStore(LinkStore):
         super()._check()
         self._environment.check()
 
-    def _added(self, entry: Entry) -> None:
-        self._environment.writer.submit(lambda: self._pack(entry))
+    def _added(self, entries: Sequence[Entry]) -> None:
+        self._environment.writer.submit(lambda: self._pack_all(entries))
 
     def _load_value(self, entry: Entry) -> bytearray | None:
         return self._environment.file.read(self._table, entry.sample)
@@ -110,12 +112,14 @@ class LmdbEnvironment:
         prefetch: int = 0,
         map_bytes: int = MAP_BYTES,
         on_write_error: str = "stop",
+        staging: Staging | None = None,
     ) -> None:
         StepWriter.check(on_write_error)
         self.path = Path(path)
         self._format = ValueFormat(bits, group_size)
         self._options: dict[str, Any] = {"max_bytes": max_bytes, "prefetch": prefetch}
         MemoryStore(bits=bits, **self._options).close()  # a wrong option is an error before any file is made
+        self._options["staging"] = staging
         self._lock = threading.RLock()
         self._stores: dict[str, LmdbStore] = {}
         self._described: dict[str, dict[str, Any]] = {}

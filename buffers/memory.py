@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipecomp.buffers.core import LinkStore
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.value import ValueFormat
+from pipecomp.buffers.writer import Writer
 from pipecomp.errors import StoreError
+from pipecomp.kernels.staging import Staging
 
 
 class MemoryStore(LinkStore):
@@ -26,8 +28,11 @@ class MemoryStore(LinkStore):
         group_size: int | None = None,
         max_bytes: int | None = None,
         prefetch: int = 0,
+        staging: Staging | None = None,
     ) -> None:
-        super().__init__(link, ValueFormat(bits, group_size), max_bytes=max_bytes, prefetch=prefetch)
+        super().__init__(link, ValueFormat(bits, group_size), max_bytes=max_bytes, prefetch=prefetch, staging=staging)
+        # From a device values arrive later, and another thread waits for them.
+        self._writer = None if self._staging.immediate else Writer(f"message store {link}")
 
     def commit(self) -> None:
         """End a training step: forget what exceeds the budget."""
@@ -35,16 +40,30 @@ class MemoryStore(LinkStore):
         self._end_step()
 
     def flush(self) -> None:
-        """Do nothing: there is nothing to wait for."""
+        """Wait until everything is packed."""
         self._check()
+        if self._writer is not None:
+            self._writer.drain()
 
     def close(self) -> None:
         """Forget everything; safe to call twice."""
         self._stop()
         self._entries = {}
+        if self._writer is not None:
+            self._writer.close()
 
-    def _prepare(self, entry: Entry) -> None:
-        self._pack(entry)
+    def _check(self) -> None:
+        super()._check()
+        if self._writer is not None:
+            self._writer.check()
+
+    def _prepare(self, entries: Sequence[Entry]) -> None:
+        if self._writer is None:
+            self._pack_all(entries)
+
+    def _added(self, entries: Sequence[Entry]) -> None:
+        if self._writer is not None:
+            self._writer.submit(lambda: self._pack_all(entries))
 
     def _load_value(self, entry: Entry) -> bytearray | None:
         return None
@@ -54,9 +73,17 @@ class MemoryEnvironment:
     """Holds the memory stores of one rank; options as for `open_environment`."""
 
     def __init__(
-        self, *, bits: int = 32, group_size: int | None = None, max_bytes: int | None = None, prefetch: int = 0
+        self,
+        *,
+        bits: int = 32,
+        group_size: int | None = None,
+        max_bytes: int | None = None,
+        prefetch: int = 0,
+        staging: Staging | None = None,
     ) -> None:
-        self._options: dict[str, Any] = dict(bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch)
+        self._options: dict[str, Any] = dict(
+            bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch, staging=staging
+        )
         MemoryStore(**self._options).close()  # a wrong option is an error here, not at the first link
         self._stores: dict[str, MemoryStore] = {}
         self._closed = False
@@ -92,7 +119,10 @@ class MemoryEnvironment:
             store.commit()
 
     def flush(self) -> None:
-        """Do nothing: there is nothing to wait for."""
+        """Wait until everything is packed."""
+        for store in self._stores.values():
+            if not store._closed:
+                store.flush()
 
     def close(self) -> None:
         """Forget everything; safe to call twice."""

@@ -12,11 +12,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
+from typing import NamedTuple
 
-from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import ConfigError
+from pipecomp.kernels.staging import Copy
 
 MAX_WAITING = 256  # requests; more than any pipeline has in flight, so older ones were given up
+
+
+class Loaded(NamedTuple):
+    """A cached activation on its way to the stages' device."""
+
+    version: int
+    m: Copy
 
 
 _State = Enum("_State", ["WAITING", "LOADING", "LOADED", "WORTHLESS"])
@@ -27,13 +35,13 @@ class _Slot:
 
     def __init__(self) -> None:
         self.state = _State.WAITING
-        self.cached: CachedActivation | None = None
+        self.cached: Loaded | None = None
 
 
 class Prefetcher:
     """Loads requested samples with `load`; `ahead` is the number of micro-batches, 0 to load nothing ahead."""
 
-    def __init__(self, load: Callable[[int], CachedActivation | None], ahead: int, name: str) -> None:
+    def __init__(self, load: Callable[[int], Loaded | None], ahead: int, name: str) -> None:
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ConfigError("store.prefetch", ahead, "a whole number from 0")
         self._load, self._ahead, self._name = load, ahead, name
@@ -56,7 +64,7 @@ class Prefetcher:
                 self._thread.start()
             self._changed.notify_all()
 
-    def take(self, sample: int) -> tuple[bool, CachedActivation | None]:
+    def take(self, sample: int) -> tuple[bool, Loaded | None]:
         """Hand out a sample that was loaded ahead, once; wait if it is being loaded right now.
 
         Requests before the one that holds it are given up: their turn has passed.
@@ -79,10 +87,10 @@ class Prefetcher:
             # What could not be loaded is loaded again by the caller, who then gets the error itself.
             return slot.state is _State.LOADED, slot.cached
 
-    def invalidate(self, sample: int) -> None:
-        """Forget what was loaded ahead of a sample, which was put or forgotten."""
+    def invalidate(self, samples: Iterable[int]) -> None:
+        """Forget what was loaded ahead of samples that were put or forgotten."""
         with self._changed:
-            for batch in self._batches:
+            for batch, sample in itertools.product(self._batches, samples):
                 slot = batch.pop(sample, None)
                 if slot is not None:
                     slot.state, slot.cached = _State.WORTHLESS, None

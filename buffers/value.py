@@ -80,8 +80,8 @@ class ValueFormat:
         """Bytes of a stored value of n tokens."""
         return HEADER_BYTES + _payload_bytes(n, H, self.bits, self.grouping)
 
-    def check(self, sample: int, version: int, m_nH: Tensor, where: str) -> None:
-        """Raise unless `pack` can store this.
+    def check(self, sample: int, version: int, m_nH: Tensor, where: str, *, values: bool = True) -> None:
+        """Raise unless `pack` can store this; its values are not looked at without `values`.
 
         ConfigError for the numbers, ShapeError for the tensor, NonFiniteError for values that z bits cannot hold; 32
         bits hold every float32, NaN included.
@@ -91,38 +91,38 @@ class ValueFormat:
                 raise ConfigError(key, number, "a whole number from 0 to 2**64 - 1")
         if m_nH.dtype != torch.float32 or m_nH.dim() != 2 or m_nH.shape[1] < 1 or max(m_nH.shape) > MAX_U32:
             raise ShapeError(f"{where}: m_nH: got {m_nH.dtype} {tuple(m_nH.shape)}, allowed: float32 [n, H], H >= 1")
-        if self.bits < 32 and m_nH.numel():
+        if values and self.bits < 32 and m_nH.numel():
             low, high = (float(x) for x in torch.aminmax(m_nH.detach()))
             limit = FLOAT32_MAX if self.bits == 16 else QUANTIZER_MAX
             if not (-limit <= low and high <= limit):  # also false for NaN
                 raise NonFiniteError(f"{where}: values from {low} to {high}, allowed: within ±{limit}")
 
     def pack(self, sample: int, version: int, m_nH: Tensor, where: str) -> bytearray:
-        """Make the stored value of m [n, H], which `check` has passed; m is not modified.
+        """Make the stored value of m [n, H], which `check` has passed and which lies on the host; m is not modified."""
+        return self.pack_checked(sample, version, m_nH, where)[0]
 
-        Here, and only here, m is rounded to z bits.
-        """
+    def pack_checked(self, sample: int, version: int, m_nH: Tensor, where: str) -> tuple[bytearray, int]:
+        """As `pack`, with the value's CRC-32. Here, and only here, m is rounded to z bits."""
         n, H = m_nH.shape
         value = bytearray(self.size(n, H))
         _FIELDS.pack_into(value, 0, MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
-        start = HEADER_BYTES
-        for part in self._encode(m_nH, where):
-            np.frombuffer(value, part.dtype.newbyteorder("<"), part.size, start)[:] = part.reshape(-1)
-            start += part.nbytes
-        assert start == len(value), "payload size and header disagree"
-        _CRC.pack_into(value, _FIELDS.size, _checksum(value))
-        return value
+        if n:
+            self._encode(m_nH.detach(), torch.from_numpy(np.frombuffer(value, np.uint8, offset=HEADER_BYTES)), where)
+        check = _checksum(value)
+        _CRC.pack_into(value, _FIELDS.size, check)
+        return value, check
 
-    def _encode(self, m_nH: Tensor, where: str) -> list[np.ndarray]:
-        m_nH = m_nH.detach()
-        if m_nH.shape[0] == 0:
-            return []
-        if self.bits == 32:
-            return [m_nH.cpu().contiguous().numpy()]
+    def _encode(self, m_nH: Tensor, payload: Tensor, where: str) -> None:
         if self.bits == 16:
-            return [m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16).cpu().contiguous().numpy()]
-        codes, scale = ops.quantize(m_nH, self.bits, group_size=self.grouping, name=where)
-        return [scale.cpu().contiguous().numpy(), codes.cpu().contiguous().numpy()]
+            m_nH = m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
+        if self.bits > 8:
+            payload.copy_(m_nH.contiguous().view(-1).view(torch.uint8))
+            return
+        visit = ops.Visit(m_nH.contiguous(), None, ops.Options(self.bits, self.grouping))
+        try:
+            ops.encode_batch([visit], payload).check()
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{where}: {error}") from error
 
 
 def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeader:
@@ -171,10 +171,10 @@ def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, ali
         return CachedActivation(header.version, m_nH if alias else m_nH.clone())
     if bits == 16:
         return CachedActivation(header.version, _tensor(value, "<f2", n * H, HEADER_BYTES).view(n, H).float())
-    G, row = ops.groups(H, grouping), ops.row_bytes(H, bits, grouping)
-    scale = _tensor(value, "<f4", n * G, HEADER_BYTES).view((n,) if grouping is None else (n, G))
-    codes = _tensor(value, "|u1", n * row, HEADER_BYTES + 4 * n * G).view(n, row)
-    return CachedActivation(header.version, ops.dequantize(codes, scale, bits, (n, H), group_size=grouping))
+    m_nH = torch.empty(n, H)
+    payload = torch.from_numpy(np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
+    ops.decode_batch(payload, [ops.Arriving(m_nH, ops.Options(bits, grouping))])
+    return CachedActivation(header.version, m_nH)
 
 
 def _tensor(value: bytearray | memoryview, dtype: str, count: int, start: int) -> Tensor:

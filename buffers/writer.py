@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from pipecomp.errors import StoreError
+from pipecomp.errors import NonFiniteError, StoreError
 
 STEPS_BEHIND = 2  # whole steps that may wait for the disk before `submit_step` makes the training wait
 
@@ -59,6 +59,8 @@ class Writer:
         """Raise StoreError if a job failed."""
         if self._error is not None:
             self._told = True
+            if isinstance(self._error, NonFiniteError):  # of what was to be stored: no fault of the store's
+                raise self._error
             raise StoreError(f"an earlier write in the background failed: {self._error}") from self._error
 
     def close(self) -> None:

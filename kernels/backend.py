@@ -6,11 +6,13 @@ told by the function of the same name in `reference`, `bitpack`, `topk`, `feedba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from pipecomp.kernels.layout import Options
+from pipecomp.kernels.ragged import Arriving, Visit
 from pipecomp.kernels.sketch import Sketch
 
 
@@ -46,6 +48,14 @@ class Backend(Protocol):
 
     def select(self, x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
         """As `topk.select`."""
+
+    # Samples of different lengths.
+
+    def encode_batch(self, visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
+        """As `ragged.encode_batch`."""
+
+    def decode_batch(self, payload: Tensor, samples: Sequence[Arriving]) -> None:
+        """As `ragged.decode_batch`."""
 
     # Quantizing with an error-feedback residual.
 

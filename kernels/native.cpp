@@ -105,7 +105,7 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
             uint32_t& top = most[size_t(g * l.pieces)];
             for (int64_t p = 1; p < l.pieces; p++) top = std::max(top, most[size_t(g * l.pieces + p)]);
             if (top > SCALE_MAX_BITS) lower(bad, g / l.groups);
-            else s.a.scales[g] = s.finish(bits_float(top));
+            else put_scale(s.a.scales, g, s.finish(bits_float(top)));
         }
     barrier.wait();
     if (!s.a.rms || bad.load() != INT64_MAX) return;
@@ -119,7 +119,8 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
             int64_t sum = 0;
             for (int64_t p = 0; p < l.pieces; p++) sum += sums[size_t(g * l.pieces + p)];
             uint32_t top = most[size_t(g * l.pieces)];
-            if (top >= SCALE_MIN_BITS) s.a.scales[g] = s.from_squares(bits_float(top), sum, l.at(g * l.pieces).whole);
+            if (top < SCALE_MIN_BITS) continue;
+            put_scale(s.a.scales, g, s.from_squares(bits_float(top), sum, l.at(g * l.pieces).whole));
         }
     barrier.wait();
 }
@@ -135,7 +136,9 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
     std::vector<uint32_t> most(l.pieces > 1 ? size_t(units) : 0);
     std::vector<int64_t> sums(l.pieces > 1 && a.rms ? size_t(units) : 0);
     const uint8_t* const end = a.codes + a.rows * l.row_bytes;
-    const DequantizeArgs update{a.codes, a.scales, a.m, a.m_stride, a.rows, a.H, a.group, a.bits, a.stochastic, 1};
+    float* const to = a.m ? a.m : a.fresh;
+    const DequantizeArgs update{a.codes, a.scales, to, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
+                                a.dtype, a.bits,   a.stochastic, a.m != nullptr};
     run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
         Range part(units, 1, thread, count);
         // Codes of this thread end where the next thread's first unit begins.
@@ -146,11 +149,12 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
         }
         for (int64_t u = part.begin; u < part.end; u++) {
             Layout::Unit unit = l.at(u);
-            if (l.pieces == 1) a.scales[u] = scaler.whole_group(unit);
-            if (a.scales[unit.id] < 0) lower(bad, unit.row);
-            else if (unit.n) t.quantize(a, l, unit, a.scales[unit.id], limit);
+            const float scale = l.pieces == 1 ? scaler.whole_group(unit) : get_scale(a.scales, unit.id);
+            if (l.pieces == 1) put_scale(a.scales, u, scale);
+            if (scale < 0) lower(bad, unit.row);
+            else if (unit.n) t.quantize(a, l, unit, scale, limit);
         }
-        if (!a.m) return;
+        if (!to) return;
         barrier.wait();
         if (bad.load() != INT64_MAX) return;
         for (int64_t u = part.begin; u < part.end; u++) {
@@ -159,6 +163,31 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
         }
     });
     return bad.load() == INT64_MAX ? -1 : bad.load();
+}
+
+// Values as they are, for the length of the codes; -1, or 0 if one is NaN or Inf.
+static int64_t copy_call(const QuantizeArgs& a, int isa) {
+    const Table& t = table_of(isa);
+    const int64_t n = a.rows * a.H;
+    const Layout::Unit all{0, 0, 0, n, n, 0};
+    if (t.measure(a, all) >= 0x7F800000u) return 0;
+    std::memcpy(a.codes, a.x, size_t(n) * (a.dtype == FLOAT32 ? 4 : 2));
+    if (a.fresh) t.widen(a.fresh, a.x, a.dtype, n);
+    return -1;
+}
+
+// Calls one(i, threads) for each of n samples: all threads on one sample after the other if there are few, else a
+// sample to each.
+template <class One>
+static void each_sample(int64_t n, int threads, int64_t values, const One& one) {
+    if (n < 2 * threads) {
+        for (int64_t i = 0; i < n; i++) one(i, threads);
+        return;
+    }
+    std::atomic<int64_t> next{0};
+    run_threads(useful_threads(threads, values), [&](int, int, Barrier&) {
+        for (int64_t i; (i = next.fetch_add(1)) < n;) one(i, 1);
+    });
 }
 
 static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
@@ -246,7 +275,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native_library.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 6; }
+PC_EXPORT int32_t pipecomp_abi() { return 7; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -262,6 +291,29 @@ PC_EXPORT int32_t pipecomp_best_isa() {
 // Row of the first NaN, Inf or value above 2**100, or -1. With one, m is untouched; codes and scales are undefined.
 PC_EXPORT int64_t pipecomp_quantize(const QuantizeArgs* a, int32_t isa, int32_t threads) {
     return quantize_call(*a, isa, threads);
+}
+
+// Samples of any lengths, into one packet; then the packet's last four bytes become the CRC-32 of those before them
+// (packet may be null). Returns the first bad sample << 32 | its row, INT64_MAX if there is none.
+PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, int64_t values, uint8_t* packet,
+                                        int64_t packet_bytes, int32_t isa, int32_t threads) {
+    std::atomic<int64_t> first{INT64_MAX};
+    each_sample(samples, threads, values, [&](int64_t i, int count) {
+        const int64_t row = a[i].bits ? quantize_call(a[i], isa, count) : copy_call(a[i], isa);
+        if (row >= 0) lower(first, i << 32 | row);
+    });
+    if (!packet || first.load() != INT64_MAX) return first.load();
+    const uint32_t check = crc32(0, packet, packet_bytes - 4);
+    for (int i = 0; i < 4; i++) packet[packet_bytes - 4 + i] = uint8_t(check >> (8 * i));
+    return INT64_MAX;
+}
+
+PC_EXPORT void pipecomp_decode_batch(const DequantizeArgs* a, int64_t samples, int64_t values, int32_t isa,
+                                     int32_t threads) {
+    each_sample(samples, threads, values, [&](int64_t i, int count) {
+        if (a[i].bits) dequantize_call(a[i], isa, count);
+        else table_of(isa).widen(a[i].out, a[i].codes, a[i].dtype, a[i].rows * a[i].H);
+    });
 }
 
 PC_EXPORT void pipecomp_dequantize(const DequantizeArgs* a, int32_t isa, int32_t threads) {

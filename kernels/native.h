@@ -81,13 +81,14 @@ extern const Constants constants;
 
 struct QuantizeArgs {
     const void* x;
-    float* m;  // null: quantize x itself; else x - m, and then m is moved
+    float* m;      // null: quantize x itself; else x - m, and then m is moved
+    float* fresh;  // null, or dense rows that become what is decoded
     uint8_t* codes;
     float* scales;
     int64_t x_stride, m_stride;  // values from one row to the next
     int64_t rows, H, group;
     uint64_t seed;
-    int32_t dtype, bits, rms, stochastic, bf16_scale;
+    int32_t dtype, bits, rms, stochastic, bf16_scale;  // bits 0: codes are the values themselves
 };
 
 struct DequantizeArgs {
@@ -95,8 +96,17 @@ struct DequantizeArgs {
     const float* scales;
     float* out;
     int64_t out_stride, rows, H, group;
-    int32_t bits, stochastic, add;
+    int32_t dtype, bits, stochastic, add;  // bits 0: codes are values of dtype
 };
+
+// Scales lie wherever a payload has them, not always at a multiple of four bytes.
+inline float get_scale(const float* scales, int64_t i) {
+    float v;
+    std::memcpy(&v, reinterpret_cast<const char*>(scales) + 4 * i, 4);
+    return v;
+}
+
+inline void put_scale(float* scales, int64_t i, float v) { std::memcpy(reinterpret_cast<char*>(scales) + 4 * i, &v, 4); }
 
 // Where unit u of a quantizer call lies. A unit is a piece of a group, usually a whole one.
 struct Layout {
@@ -225,6 +235,7 @@ struct Table {
     int64_t (*sum_squares)(const QuantizeArgs&, const Layout::Unit&, float inverse);
     void (*quantize)(const QuantizeArgs&, const Layout&, const Layout::Unit&, float scale, const uint8_t* limit);
     void (*dequantize)(const DequantizeArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit, bool stream);
+    void (*widen)(float* out, const void* x, int dtype, int64_t n);
     void (*linear_encode)(const LinearArgs&, int64_t begin, int64_t end);
     void (*linear_reduce)(const LinearReduceArgs&, int64_t begin, int64_t end);
     void (*linear_decode)(const LinearDecodeArgs&, int64_t begin, int64_t end);

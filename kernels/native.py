@@ -19,6 +19,7 @@ from pipecomp.kernels.layout import Options
 from pipecomp.kernels.native_feedback import FeedbackKernels
 from pipecomp.kernels.native_gradient import GradientKernels
 from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, QuantizeArgs
+from pipecomp.kernels.native_ragged import RaggedKernels
 from pipecomp.kernels.native_sketch import SketchKernels
 from pipecomp.kernels.rng import MASK64
 
@@ -42,7 +43,7 @@ def with_stride(x: Tensor) -> tuple[Tensor, int]:
     return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
 
 
-class Backend(GradientKernels, FeedbackKernels, SketchKernels):
+class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
     """The native kernels under the names that `dispatch` looks for, on one instruction set; see Library."""
 
     def quantize(self, x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@
 #include "native_feedback.h"
 
 const Table table = {
-    measure,         sum_squares,   quantize,           dequantize,         linear_encode,      linear_reduce,
+    measure,         sum_squares,   quantize,           dequantize,         widen, linear_encode,      linear_reduce,
     linear_decode,   scale_index,   exponential_encode, exponential_decode, exponential_reduce, feedback_quantize,
     feedback_reduce, kmeans_assign, sketch_slots,       sketch_residual,    sketch_decode,      pack,               unpack,
     select,

@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 6
+ABI = 7
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -23,7 +23,7 @@ class QuantizeArgs(ctypes.Structure):
     """`QuantizeArgs` of native.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "m", "codes", "scales")),
+        *((name, c_void_p) for name in ("x", "m", "fresh", "codes", "scales")),
         *((name, c_int64) for name in ("x_stride", "m_stride", "rows", "H", "group")),
         ("seed", c_uint64),
         *((name, c_int32) for name in ("dtype", "bits", "rms", "stochastic", "bf16_scale")),
@@ -36,7 +36,7 @@ class DequantizeArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "out")),
         *((name, c_int64) for name in ("out_stride", "rows", "H", "group")),
-        *((name, c_int32) for name in ("bits", "stochastic", "add")),
+        *((name, c_int32) for name in ("dtype", "bits", "stochastic", "add")),
     )
 
 
@@ -133,6 +133,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "best_isa": (c_int32, []),
     "quantize": (c_int64, [c_void_p, c_int32, c_int32]),
     "dequantize": (None, [c_void_p, c_int32, c_int32]),
+    "encode_batch": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32]),
+    "decode_batch": (None, [c_void_p, c_int64, c_int64, c_int32, c_int32]),
     "linear_encode": (None, [c_void_p, c_int32, c_int32]),
     "linear_reduce": (None, [c_void_p, c_int32, c_int32]),
     "linear_decode": (None, [c_void_p, c_int32, c_int32]),

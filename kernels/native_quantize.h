@@ -271,7 +271,7 @@ static void dequantize(const DequantizeArgs& a, const Layout&, const Layout::Uni
                        bool stream) {
     const uint8_t* in = a.codes + u.byte;
     float* out = a.out + u.row * a.out_stride + u.column;
-    const float scale = a.scales[u.id];
+    const float scale = get_scale(a.scales, u.id);
     uint32_t pattern = float_bits(scale);
     if (pattern < SCALE_MIN_BITS || pattern > SCALE_MAX_BITS)
         return dequantize_plainly(in, constants.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add);
@@ -280,4 +280,18 @@ static void dequantize(const DequantizeArgs& a, const Layout&, const Layout::Uni
     if (a.bits == 4) return dequantize_class<CLASS_OF(4)>(a, in, limit, out, u.n, scale, stream);
     if (a.bits < 8) return dequantize_class<CLASS_OF(7)>(a, in, limit, out, u.n, scale, stream);
     dequantize_class<8>(a, in, limit, out, u.n, scale, stream);
+}
+
+template <class T>
+static void widen_values(float* out, const T* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) storeu(out + i, load8(x + i));
+    if (i < n) store_some(out + i, load_some(x + i, n - i), n - i);
+}
+
+// float32 of n values, which may lie at any address.
+static void widen(float* out, const void* x, int dtype, int64_t n) {
+#define CALL(T) widen_values(out, static_cast<const T*>(x), n)
+    BY_DTYPE(dtype, CALL)
+#undef CALL
 }

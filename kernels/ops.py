@@ -32,7 +32,9 @@ from pipecomp.kernels.gradient_ops import (
     multiscale_index,
     tree_depth,
 )
-from pipecomp.kernels.layout import groups, row_bytes
+from pipecomp.kernels.layout import Options, groups, row_bytes
+from pipecomp.kernels.ragged import FINE, Arriving, Verdict, Visit, payload_bytes
+from pipecomp.kernels.ragged_ops import decode_batch, encode_batch
 from pipecomp.kernels.rng import mix_seed
 from pipecomp.kernels.sketch import Sketch
 from pipecomp.kernels.sketch_ops import sketch_decode, sketch_encode_
@@ -45,10 +47,17 @@ INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 NATIVE_CRC_BYTES = 4096  # below, zlib's own call is quicker
 
 __all__ = [
+    "FINE",
+    "Arriving",
+    "Options",
     "Sketch",
+    "Verdict",
+    "Visit",
     "crc32",
+    "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "encode_batch",
     "exponential_decode",
     "exponential_encode",
     "exponential_levels",
@@ -65,6 +74,7 @@ __all__ = [
     "multiscale_index",
     "pack_bits",
     "pack_positions",
+    "payload_bytes",
     "position_bytes",
     "quantize",
     "row_bytes",

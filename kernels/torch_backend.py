@@ -14,13 +14,16 @@ from pipecomp.kernels.dithering import (
     scale_index,
 )
 from pipecomp.kernels.feedback import feedback_quantize_, feedback_reduce_
+from pipecomp.kernels.ragged import decode_batch, encode_batch
 from pipecomp.kernels.reference import delta_quantize_, dequantize, quantize
 from pipecomp.kernels.sketch import sketch_decode, sketch_encode
 from pipecomp.kernels.topk import select
 
 __all__ = [
+    "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "encode_batch",
     "exponential_decode",
     "exponential_encode",
     "exponential_reduce_",

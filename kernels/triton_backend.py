@@ -17,6 +17,7 @@ from pipecomp.kernels.triton_buckets import (
     sketch_decode,
     sketch_encode,
 )
+from pipecomp.kernels.triton_ragged import decode_batch, encode_batch
 from pipecomp.kernels.triton_rows import (
     delta_quantize_,
     dequantize,
@@ -29,8 +30,10 @@ from pipecomp.kernels.triton_rows import (
 )
 
 __all__ = [
+    "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "encode_batch",
     "exponential_decode",
     "exponential_encode",
     "exponential_reduce_",

@@ -146,7 +146,8 @@ class Store:
     store into every checkpoint, so that training goes on with the same losses; it takes as much space again. run: a
     name for the run; a store that is of a run with another name is refused. None: a random one, which a run that goes
     on from a checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the
-    disk refuses writes.
+    disk refuses writes. pinned_bytes: most host memory of a rank that its GPU copies from and to, None for 256 MiB; of
+    no effect, and so refused, where stages compute on the CPU.
     """
 
     backend: str = "lmdb"
@@ -158,6 +159,7 @@ class Store:
     in_checkpoints: bool = False
     run: str | None = None
     on_write_error: str = "stop"
+    pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _require_choice("store.backend", self.backend, ("lmdb", "memory"))
@@ -169,6 +171,8 @@ class Store:
         _require(ok, "store.max_bytes", self.max_bytes, "null or a number of bytes above 0")
         _require(_is_number(self.prefetch, 0, 64), "store.prefetch", self.prefetch, "a whole number from 0 to 64")
         _require_choice("store.on_write_error", self.on_write_error, ("stop", "continue"))
+        ok = self.pinned_bytes is None or _is_number(self.pinned_bytes, 1)
+        _require(ok, "store.pinned_bytes", self.pinned_bytes, "null or a number of bytes above 0")
         ok = self.drift_check is None or _is_number(self.drift_check, 1)
         _require(ok, "store.drift_check", self.drift_check, "null or a number of steps of at least 1")
         _require(isinstance(self.in_checkpoints, bool), "store.in_checkpoints", self.in_checkpoints, "true or false")

@@ -21,6 +21,7 @@ class Mutant(NamedTuple):
 
 EXACT = ("tests/allreduce/test_exact.py",)
 LINK = ("tests/stages/test_link_exact.py",)
+STAGING = ("tests/stages/test_staging.py",)
 WIRE = ("tests/messages/test_wire.py",)
 TRUST_2 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[2]",)
 TRUST_4 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[4]",)
@@ -274,9 +275,9 @@ MUTANTS = (
     # -- links: deltas and packets
     Mutant(
         "a delta is set, not added",
-        "pipecomp/messages/codecs.py",
-        "rounding=self.rounding, add_to=m_TH",
-        "rounding=self.rounding, out=m_TH",
+        "pipecomp/messages/link_codecs.py",
+        "codec.options(), delta, dtype",
+        "codec.options(), False, dtype",
         ("tests/stages/test_link.py::test_algorithm_1",),
         "the next stage trains on the last change alone",
     ),
@@ -298,7 +299,7 @@ MUTANTS = (
     ),
     Mutant(
         "a delta on any version",
-        "pipecomp/stages/link/receiver.py",
+        "pipecomp/stages/link/endpoint.py",
         "if cached is None or cached.version != sample.base:",
         "if cached is None:",
         ("tests/stages/test_link.py::test_a_delta_on_another_version_is_refused",),
@@ -376,5 +377,86 @@ MUTANTS = (
         "everywhere = set.union(",
         ("tests/recipes/test_resume.py",),
         "machines go on from different steps, or not at all",
+    ),
+    # -- staging: the double of tests/lazy_staging.py has the poisoned buffer of a copy as `target`
+    Mutant(
+        "no wait for a payload before it is sent",
+        "stages/link/endpoint.py",
+        "        self._payload.wait()\n",
+        "",
+        STAGING,
+        "the other stage computes with whatever was in a buffer",
+    ),
+    Mutant(
+        "no wait for the flag of finite values",
+        "stages/link/endpoint.py",
+        "verdict.check(flag.wait())",
+        "verdict.check(flag.target)",
+        STAGING,
+        "steps end with errors that there are not, or with none where there is one",
+    ),
+    Mutant(
+        "a store writes without asking whether values were finite",
+        "buffers/entry.py",
+        "                self._settled()\n",
+        "                pass\n",
+        STAGING,
+        "NaN is stored, and comes back with every later visit",
+    ),
+    Mutant(
+        "no wait for m before it is stored",
+        "buffers/entry.py",
+        "m_nH = self._m.wait()",
+        "m_nH = self._m.target",
+        STAGING,
+        "what is stored is not what the other end holds",
+    ),
+    Mutant(
+        "no wait for a loaded m",
+        "buffers/core.py",
+        "loaded.m.wait()",
+        "loaded.m.target",
+        STAGING,
+        "deltas of a buffer's old bytes",
+    ),
+    Mutant(
+        "no wait before m is rounded",
+        "buffers/core.py",
+        "m_nH = self._staging.to_host(m_nH).wait()",
+        "m_nH = self._staging.to_host(m_nH).target",
+        STAGING,
+        "a sample that comes twice in a micro-batch is wrong",
+    ),
+    Mutant(
+        "no wait for a rounded m",
+        "buffers/core.py",
+        "self._staging.to_device(again_nH).wait()",
+        "self._staging.to_device(again_nH).target",
+        STAGING,
+        "a sample that comes twice in a micro-batch is wrong",
+    ),
+    Mutant(
+        "no wait for what was received",
+        "stages/link/endpoint.py",
+        "self.staging.to_device(received).wait()",
+        "self.staging.to_device(received).target",
+        STAGING,
+        "a stage computes with a buffer's old bytes",
+    ),
+    Mutant(
+        "no wait for the norms of sampled activations",
+        "stages/link/sender.py",
+        "popleft().wait().tolist()",
+        "popleft().target.tolist()",
+        STAGING,
+        "reports tell a wrong error of compression",
+    ),
+    Mutant(
+        "a packet on its way from a device is sent as it is",
+        "stages/link/transport.py",
+        "else packet.finish()",
+        "else packet.buffer",
+        STAGING,
+        "the other stage gets an unsealed packet",
     ),
 )

@@ -69,6 +69,7 @@ MANY_PARAMETERS = {
     "pipecomp.kernels.*linear_decode": "a public operation, and the same signature in every backend",
     "pipecomp.kernels.*:exponential_decode": "a public operation",
     "pipecomp.kernels.triton_*:*_kernel": "a Triton kernel: pointers, strides and sizes one by one",
+    "pipecomp.buffers:open_environment": "the settings of the store's section, and the staging",
     "pipecomp.cli.commands:*": "typer makes an option of every parameter",
     "pipecomp.cli.start:train": "typer makes an option of every parameter",
     "pipecomp.engine.initialize:initialize": "public, with the names of deepspeed.initialize and of a model's split",

@@ -223,7 +223,7 @@ def _store(folder: Path) -> str | None:
             environment = open_environment("lmdb", folder / "store", 0)
             store = environment.link("link-0", {})
             if visit == 0:
-                store.put(7, 1, m_nH.clone())
+                store.put_many([(7, 1, m_nH.clone())])
                 environment.commit()
                 environment.flush()
             (found,) = store.get([7])

@@ -14,6 +14,8 @@ from pipecomp.checkpoint.run_id import Run, find_run, model_digest
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
+from pipecomp.kernels.staging import Staging
+from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.link.bounds import Bounds
@@ -121,14 +123,14 @@ def open_links(
         }
         for name, crossing in crossings.items()
     }
-    run = None
+    run, staging = None, staging_for(engine.device, settings.store.pinned_bytes)
     with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left
         for transport in transports.values():
             opened.callback(transport.close)
         environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
         if settings.activations.method == "aqsgd":
             with all_ranks.collective_errors():
-                environment = _environment(settings, engine.global_rank)
+                environment = _environment(settings, engine.global_rank, staging)
                 opened.callback(environment.close)
                 stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
             holds = any(held is not None and held.stats()["samples"] > 0 for held in stores.values())
@@ -142,7 +144,7 @@ def open_links(
                 transports[name],
                 stores[index],
                 replica=grid.data_parallel_id,
-                device=engine.device,
+                staging=staging,
                 pass_nonfinite=engine.fp16_enabled(),
                 canvas=crossing.canvas,
             )
@@ -170,7 +172,7 @@ def _bounds(engine: PipelineEngine, crossing: Any) -> Bounds | None:
     return Bounds(engine.micro_batch_size, rows, crossing.width, changed)
 
 
-def _environment(settings: Config, rank: int) -> StoreEnvironment:
+def _environment(settings: Config, rank: int, staging: Staging) -> StoreEnvironment:
     store = settings.store
     return open_environment(
         store.backend,
@@ -181,4 +183,5 @@ def _environment(settings: Config, rank: int) -> StoreEnvironment:
         max_bytes=store.max_bytes,
         prefetch=store.prefetch,
         on_write_error=store.on_write_error,
+        staging=staging,
     )

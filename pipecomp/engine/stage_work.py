@@ -57,7 +57,9 @@ class StageWork:
         batch = self._next_batch(micro_batch)
         if engine.is_first_stage():
             layout = engine.stage.layout(batch.ids, batch.inputs)
-            inputs: dict[str, Tensor | None] = {k: v.to(engine.device) for k, v in batch.inputs.items()}
+            inputs: dict[str, Tensor | None] = {
+                k: v.to(engine.device, non_blocking=True) for k, v in batch.inputs.items()
+            }
             self._slots[buffer_id] = _Slot(layout, layout, inputs)
             self._prefetch_next()
         if engine.is_last_stage():
@@ -71,7 +73,9 @@ class StageWork:
             if batch.labels is None and engine._compute_loss:
                 raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
             labels = None if batch.labels is None else engine.stage.trained_labels(layout, batch.labels)
-            engine.pipe_buffers["labels"][buffer_id] = None if labels is None else labels.to(engine.device)
+            engine.pipe_buffers["labels"][buffer_id] = (
+                None if labels is None else labels.to(engine.device, non_blocking=True)
+            )
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:
         engine = self._engine

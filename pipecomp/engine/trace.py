@@ -13,9 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from pipecomp.buffers.base import CachedActivation, MessageStore
+from pipecomp.buffers.base import CachedActivation, MessageStore, Put, Settled
 from pipecomp.plain_objects import exchanged
 
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
@@ -120,10 +118,10 @@ class TracedStore:
         self._trace.add("load", began, time.perf_counter())
         return found
 
-    def put(self, sample: int, version: int, m_nH: Tensor) -> None:
+    def put_many(self, puts: Sequence[Put], settled: Settled | None = None) -> None:
         """See MessageStore."""
         began = time.perf_counter()
-        self._store.put(sample, version, m_nH)
+        self._store.put_many(puts, settled)
         self._trace.add("keep", began, time.perf_counter())
 
 

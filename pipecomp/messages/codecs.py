@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,16 +32,14 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TORCH[dtype]
 
 
-def to_bytes(x: Tensor) -> np.ndarray:
-    """View the memory of a tensor as uint8 [n], on the host; a copy where it has to be moved."""
-    return x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+def as_bytes(x: Tensor) -> Tensor:
+    """View a tensor's memory as uint8 [n], in row-major order."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Make a new tensor with the bytes of uint8 [n]."""
-    if data.size == 0:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.from_numpy(data.copy()).view(dtype).reshape(shape).to(device)
+def of_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Make a new tensor with the bytes of uint8 [n], which may lie at any address."""
+    return data.clone().view(dtype).reshape(shape) if data.numel() else data.new_empty(shape, dtype=dtype)
 
 
 class Codec(Protocol):
@@ -63,11 +60,14 @@ class Codec(Protocol):
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
 
-    def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
-        """uint8 arrays that make the payload, in order. `seed` drives stochastic rounding."""
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+        """Write the payload, uint8 [payload_bytes] beside x. `seed` drives stochastic rounding.
 
-    def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
-        """[tokens, hidden] in float32, or in the payload's own dtype for plain values."""
+        Returns what tells whether x could be encoded, to be checked before the payload is used; nothing if all can.
+        """
+
+    def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
+        """[tokens, hidden] in float32, or in the payload's own dtype for plain values, beside the payload."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,26 @@ class Cast:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""
         return tokens * hidden * self.dtype.itemsize
 
-    def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
-        """Make the payload; see Codec."""
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+        """Write the payload; see Codec."""
         y_TH = x_TH.detach().to(self.dtype)
-        if self.dtype == torch.float16 and x_TH.dtype != torch.float16 and not bool(torch.isfinite(y_TH).all()):
-            raise NonFiniteError(
-                f"values up to {float(x_TH.abs().max()):.4g} do not fit float16 (65504): use bf16, direct or aqsgd"
+        payload.copy_(as_bytes(y_TH))
+        if self.dtype != torch.float16 or x_TH.dtype == torch.float16:
+            return []
+        flag = torch.where(torch.isfinite(y_TH).all(), ops.FINE, 0).reshape(1)
+        return [
+            ops.Verdict(
+                flag,
+                lambda _: NonFiniteError(
+                    f"values up to {_most(x_TH)} do not fit float16 (65504): use bf16, direct or aqsgd"
+                ),
             )
-        return [to_bytes(y_TH)]
+        ]
 
-    def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+    def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
         _check_length(payload, self.payload_bytes(tokens, hidden))
-        return from_bytes(payload, self.dtype, (tokens, hidden), device)
+        return of_bytes(payload, self.dtype, (tokens, hidden))
 
 
 @dataclass(frozen=True)
@@ -118,49 +125,28 @@ class Quantized:
         scales = 4 * ops.groups(hidden, self.group_size)
         return tokens * (scales + ops.row_bytes(hidden, self.bits, self.group_size))
 
-    def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
-        """Make the payload; see Codec."""
-        codes, scale = ops.quantize(
-            x_TH.detach(), self.bits, group_size=self.group_size, scale=self.scale, rounding=self.rounding, seed=seed
-        )
-        return [to_bytes(scale), to_bytes(codes)]
+    def options(self, seed: int = 0) -> ops.Options:
+        """What kernels are told."""
+        return ops.Options(self.bits, self.group_size, self.scale, self.rounding, seed)
 
-    def encode_delta_(self, x_TH: Tensor, m_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
-        """Payload of Q_b(x − m); m [T, H] float32 becomes what the receiver will hold."""
-        codes, scale = ops.delta_quantize_(
-            x_TH.detach(),
-            m_TH,
-            self.bits,
-            group_size=self.group_size,
-            scale=self.scale,
-            rounding=self.rounding,
-            seed=seed,
-        )
-        return [to_bytes(scale), to_bytes(codes)]
+    def before(self, x_TH: Tensor) -> Tensor:
+        """Make what is quantized of x."""
+        return x_TH.detach().contiguous()
 
-    def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+    def after(self, y_TH: Tensor) -> Tensor:
+        """Undo `before`, of decoded values."""
+        return y_TH
+
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+        """Write the payload; see Codec."""
+        return [ops.encode_batch([ops.Visit(self.before(x_TH), None, self.options(seed))], payload)]
+
+    def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
-        codes, scale = self._split(payload, tokens, hidden, device)
-        return ops.dequantize(
-            codes, scale, self.bits, (tokens, hidden), group_size=self.group_size, rounding=self.rounding
-        )
-
-    def decode_delta_(self, payload: np.ndarray, m_TH: Tensor) -> None:
-        """m ← m + deq(payload), bit for bit what `encode_delta_` made of the sender's m."""
-        tokens, hidden = m_TH.shape
-        codes, scale = self._split(payload, tokens, hidden, m_TH.device)
-        ops.dequantize(
-            codes, scale, self.bits, (tokens, hidden), group_size=self.group_size, rounding=self.rounding, add_to=m_TH
-        )
-
-    def _split(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> tuple[Tensor, Tensor]:
         _check_length(payload, self.payload_bytes(tokens, hidden))
-        groups = ops.groups(hidden, self.group_size)
-        cut = 4 * tokens * groups
-        shape = (tokens,) if self.group_size is None else (tokens, groups)
-        scale = from_bytes(payload[:cut], torch.float32, shape, device)
-        row = ops.row_bytes(hidden, self.bits, self.group_size)
-        return from_bytes(payload[cut:], torch.uint8, (tokens, row), device), scale
+        y_TH = payload.new_empty((tokens, hidden), dtype=torch.float32)
+        ops.decode_batch(payload, [ops.Arriving(y_TH, self.options())])
+        return self.after(y_TH)
 
 
 @dataclass(frozen=True)
@@ -189,26 +175,38 @@ class TopK:
         kept, inner = self._kept(hidden)
         return tokens * ops.position_bytes(hidden, kept)[1] + inner.payload_bytes(tokens, kept)
 
-    def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
-        """Make the payload; see Codec."""
-        _, inner = self._kept(x_TH.shape[-1])
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+        """Write the payload; see Codec."""
+        kept, inner = self._kept(x_TH.shape[-1])
+        cut = x_TH.shape[0] * ops.position_bytes(x_TH.shape[-1], kept)[1]
         values_TK, index_TK = ops.top_k_select(x_TH.detach(), self.share, group_size=self.group_size)
-        return [to_bytes(ops.pack_positions(index_TK, x_TH.shape[-1])), *inner.encode(values_TK, seed)]
+        payload[:cut] = ops.pack_positions(index_TK, x_TH.shape[-1]).reshape(-1)
+        return inner.encode(values_TK, payload[cut:], seed)
 
-    def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+    def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
         _check_length(payload, self.payload_bytes(tokens, hidden))
         kept, inner = self._kept(hidden)
         row = ops.position_bytes(hidden, kept)[1]
-        packed = from_bytes(payload[: tokens * row], torch.uint8, (tokens, row), device)
         try:
-            index_TK = ops.unpack_positions(packed, hidden, kept)
+            index_TK = ops.unpack_positions(payload[: tokens * row].view(tokens, row), hidden, kept)
         except ShapeError as error:
             raise WireError(f"payload: {error}") from error
-        values_TK = inner.decode(payload[tokens * row :], tokens, kept, device)
-        return ops.top_k_scatter(values_TK, index_TK, hidden)
+        return ops.top_k_scatter(inner.decode(payload[tokens * row :], tokens, kept), index_TK, hidden)
 
 
-def _check_length(payload: np.ndarray, expected: int) -> None:
-    if payload.size != expected:
-        raise WireError(f"payload of {payload.size} bytes where {expected} were expected")
+def encoded(codec: Codec, x_TH: Tensor, seed: int = 0) -> Tensor:
+    """Encode into a new payload. Raises NonFiniteError where that cannot be."""
+    payload = x_TH.new_empty(codec.payload_bytes(*x_TH.shape), dtype=torch.uint8)
+    for verdict in codec.encode(x_TH, payload, seed):
+        verdict.check()
+    return payload
+
+
+def _most(x_TH: Tensor) -> str:
+    return f"{float(x_TH.abs().max()):.4g}"
+
+
+def _check_length(payload: Tensor, expected: int) -> None:
+    if payload.numel() != expected:
+        raise WireError(f"payload of {payload.numel()} bytes where {expected} were expected")

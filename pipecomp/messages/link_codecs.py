@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from pipecomp.config import Activations
+from pipecomp.kernels import ops
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated
 
@@ -37,9 +39,30 @@ class LinkCodecs:
         """Of a training packet forward; with "aqsgd" of a delta. dtype: the stages' own."""
         return _chosen(self._method, self.forward, dtype)
 
+    def visit_bytes(self, n: int, hidden: int, delta: bool, dtype: torch.dtype) -> int:
+        """Bytes of a sample's part of a training packet of "aqsgd"."""
+        return (self.forward if delta else self.first_visit(dtype)).payload_bytes(n, hidden)
+
     def first_visit(self, dtype: torch.dtype) -> Codec:
         """Of a sample's first visit with "aqsgd"."""
         return self.first or Cast(dtype)
+
+    def visit(self, x_nH: Tensor, m_nH: Tensor, delta: bool, seed: int) -> ops.Visit:
+        """A sample of a training packet of "aqsgd": its change, which moves m, or a first visit, which sets it."""
+        if delta:
+            return ops.Visit(x_nH, m_nH, self.forward.options(seed), True)
+        if self.first is None:
+            return ops.Visit(x_nH, m_nH, None)
+        return ops.Visit(self.first.before(x_nH), m_nH, self.first.options(seed))
+
+    def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.Arriving:
+        """The same at the other end. dtype: the stages' own."""
+        codec = self.forward if delta else self.first
+        return ops.Arriving(m_nH, None if codec is None else codec.options(), delta, dtype)
+
+    def first_m(self, decoded_nH: Tensor) -> Tensor:
+        """m after a first visit, from what its values decode to."""
+        return decoded_nH if self.first is None else self.first.after(decoded_nH)
 
     def gradient(self, dtype: torch.dtype) -> Codec:
         """Of a packet backward."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,10 +66,10 @@ def rotate_back(y_TH: Tensor) -> Tensor:
 class Rotated(Quantized):
     """Q_b of the rotated rows, rotated back when decoded. For values themselves, not for changes of them."""
 
-    def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
-        """See Codec."""
-        return super().encode(rotate(x_TH.detach()), seed)
+    def before(self, x_TH: Tensor) -> Tensor:
+        """See Quantized."""
+        return rotate(x_TH.detach())
 
-    def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
-        """See Codec."""
-        return rotate_back(super().decode(payload, tokens, hidden, device))
+    def after(self, y_TH: Tensor) -> Tensor:
+        """See Quantized."""
+        return rotate_back(y_TH)

@@ -29,6 +29,7 @@ _HEADER = struct.Struct("<4sHBBBBBBBHQIIIIIQ")
 _SAMPLE = struct.Struct("<QBIIQQ")
 _CHECK = struct.Struct("<I")
 _FLAG_CHECKSUM = 1
+_FLAGS_AT = 7  # byte of the header
 
 
 class Kind(enum.IntEnum):
@@ -106,10 +107,17 @@ def packet_bytes(samples: int, payload_bytes: int) -> int:
     return _HEADER.size + samples * _SAMPLE.size + payload_bytes + _CHECK.size
 
 
-def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) -> np.ndarray:
-    """One packet as uint8 [length]; `parts` are uint8 arrays that make the payload, in order."""
-    payload = sum(p.size for p in parts)
-    out = np.empty(packet_bytes(len(header.samples), payload), dtype=np.uint8)
+def encode(header: Header, payload: np.ndarray, *, checksum: bool = True) -> np.ndarray:
+    """One packet as uint8 [length] with a copy of `payload`, uint8."""
+    out = np.empty(packet_bytes(len(header.samples), payload.size), dtype=np.uint8)
+    begin(out, header, checksum=checksum)[:] = payload
+    seal(out)
+    return out
+
+
+def begin(out: np.ndarray, header: Header, *, checksum: bool = True) -> np.ndarray:
+    """Write all of a packet, uint8 [packet_bytes], before its payload, whose place, a view, is returned."""
+    payload = out.size - packet_bytes(len(header.samples), 0)
     _HEADER.pack_into(
         out,
         0,
@@ -135,11 +143,13 @@ def encode(header: Header, parts: list[np.ndarray], *, checksum: bool = True) ->
     for s in header.samples:
         _SAMPLE.pack_into(out, at, s.id, s.form, s.start, s.count, s.base, s.version)
         at += _SAMPLE.size
-    for part in parts:
-        out[at : at + part.size] = part
-        at += part.size
-    _CHECK.pack_into(out, at, ops.crc32(out[:at]) if checksum else 0)
-    return out
+    return out[at : at + payload]
+
+
+def seal(packet: np.ndarray) -> None:
+    """Write the check at the end of a packet that has its payload."""
+    end = packet.size - _CHECK.size
+    _CHECK.pack_into(packet, end, ops.crc32(packet[:end]) if packet[_FLAGS_AT] & _FLAG_CHECKSUM else 0)
 
 
 def peek(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:

@@ -17,6 +17,7 @@ import torch
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.kernels import ops
+from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.plan.profile import Cost, Profile, assemble, cut_apart, example, without_weights
 from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.link.boundary import Layout
@@ -97,9 +98,10 @@ def time_link(
     """
     keeps = config.activations.method == "aqsgd"
     a, b = loopback_pair(timeout_s=60.0)
-    stores = [MemoryStore("plan", group_size=config.activations.group_size) if keeps else None for _ in (a, b)]
-    up = LinkSender(0, config, a, stores[0], device=device)
-    down = LinkReceiver(0, config, b, stores[1], device=device)
+    staging, group_size = staging_for(device), config.activations.group_size
+    stores = [MemoryStore("plan", group_size=group_size, staging=staging) if keeps else None for _ in (a, b)]
+    up = LinkSender(0, config, a, stores[0], staging=staging)
+    down = LinkReceiver(0, config, b, stores[1], staging=staging)
     where = Layout(tuple(range(samples)), (0,) * samples, (tokens,) * samples, tokens)
     draw = torch.Generator().manual_seed(0)
     xs = [torch.randn((samples, tokens, hidden), generator=draw).to(device, dtype) for _ in range(2)]

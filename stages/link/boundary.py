@@ -58,7 +58,7 @@ class Layout:
         mask_BS = torch.zeros(len(self.ids), self.tokens, dtype=torch.int64)
         for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
             mask_BS[i, start : start + count] = 1
-        return mask_BS.to(device)
+        return mask_BS.to(device, non_blocking=True)
 
     @classmethod
     def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:

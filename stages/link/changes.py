@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
-from pipecomp.buffers.base import CachedActivation, MessageStore
+from pipecomp.buffers.base import CachedActivation, MessageStore, Settled
 
 
 class Changes:
@@ -17,30 +14,43 @@ class Changes:
     """
 
     def __init__(self, store: MessageStore, samples: Sequence[int]) -> None:
-        self._store = store
-        self._to_come = Counter(samples)
-        self._held = dict(zip(self._to_come, store.get(list(self._to_come)), strict=True))
+        self._store, self._samples = store, samples
+        ids = list(dict.fromkeys(samples))
+        self._held = dict(zip(ids, store.get(ids), strict=True))
         self._new: dict[int, CachedActivation | None] = {}
 
     def held(self, sample: int) -> CachedActivation | None:
         """Give what this end holds of a sample now; the caller may change its m and `hold` it."""
-        return self._held[sample]
+        new = self._new.get(sample)
+        if new is not None:  # a later visit
+            return CachedActivation(new.version, self._store.rounded(new.m_nH))
+        return None if sample in self._new else self._held[sample]
 
     def may_keep(self, sample: int) -> bool:
         """Whether this end keeps what it is about to hold: not a new sample while the disk refuses writes."""
-        return self._held[sample] is not None or self._store.keeps_new()
+        return {**self._held, **self._new}[sample] is not None or self._store.keeps_new()
 
     def hold(self, sample: int, cached: CachedActivation | None) -> None:
         """Hold this of a sample, None for nothing."""
         self._new[sample] = cached
-        self._to_come[sample] -= 1
-        if self._to_come[sample]:
-            self._held[sample] = cached and CachedActivation(cached.version, self._store.rounded(cached.m_nH))
 
-    def make(self, put: Callable[[int, int, Tensor], None]) -> None:
-        """Change the store; `put(sample, version, m)` keeps one sample."""
-        for sample, cached in self._new.items():
-            if cached is None:
-                self._store.drop([sample])
-            else:
-                put(sample, *cached)
+    def runs(self) -> Iterator[range]:
+        """Cut the micro-batch where a sample comes again, so that one call can encode each run: mostly all of it."""
+        start, seen = 0, set[int]()
+        for i, sample in enumerate(self._samples):
+            if sample in seen:
+                yield range(start, i)
+                start, seen = i, set()
+            seen.add(sample)
+        yield range(start, len(self._samples))
+
+    def dropped(self) -> set[int]:
+        """Samples that this end will hold nothing of."""
+        return {sample for sample, cached in self._new.items() if cached is None}
+
+    def make(self, verdict: Settled | None = None) -> list[int]:
+        """Change the store; which samples were put. verdict: see `MessageStore.put_many`."""
+        kept = [(sample, *cached) for sample, cached in self._new.items() if cached is not None]
+        self._store.drop(self.dropped())
+        self._store.put_many(kept, verdict)
+        return [sample for sample, _, _ in kept]

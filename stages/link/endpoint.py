@@ -18,21 +18,26 @@ Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micr
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import MessageStore
+from pipecomp.buffers.base import CachedActivation, MessageStore
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError, LinkError, WireError
+from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
+from pipecomp.kernels.ops import Verdict
+from pipecomp.kernels.staging import Copy, HostStaging, Staging
 from pipecomp.messages.codecs import Codec, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import Form, Header, Kind, Sample, decode, encode
+from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, seal
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds
+from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -49,11 +54,49 @@ class Position:
     micro_batch: int
 
 
+# Writes a payload, and seals the packet around it if that is given and can be done on the way.
+Encode = Callable[[Tensor, Tensor | None], list[Verdict]]
+Code = Callable[[range, list[Tensor]], None]
+
+
+class Packet:
+    """A packet on its way to the host: Unfinished, until its bytes are there and all values turn out to be encoded.
+
+    what: is encoded, for the error.
+    """
+
+    def __init__(self, buffer: np.ndarray, verdicts: list[Verdict], payload: Copy, staging: Staging, what: str) -> None:
+        self.buffer, self._payload, self._what = buffer, payload, what
+        self._verdicts = [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts]
+
+    @property
+    def size(self) -> int:
+        """See Unfinished."""
+        return self.buffer.size
+
+    def settle(self) -> None:
+        """Wait until it is known whether all values could be encoded; raise NonFiniteError if not."""
+        for verdict, flag in self._verdicts:
+            try:
+                verdict.check(flag.wait())
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{self._what}: {error}") from error
+
+    def finish(self) -> np.ndarray:
+        """See Unfinished."""
+        self.settle()
+        self._payload.wait()
+        if not any(verdict.sealed for verdict, _ in self._verdicts):
+            seal(self.buffer)
+        return self.buffer
+
+
 class Endpoint:
     """What both ends share.
 
     index: the link's number, counted from the first stage. replica: which pipeline. canvas: where the cached
-    activations of images that crops move lie; None where they are just what was sent.
+    activations of images that crops move lie; None where they are just what was sent. staging: between the device that
+    the stage computes on and the host; None where that is the host.
     """
 
     def __init__(
@@ -64,7 +107,7 @@ class Endpoint:
         store: MessageStore | None,
         *,
         replica: int = 0,
-        device: torch.device | None = None,
+        staging: Staging | None = None,
         pass_nonfinite: bool = False,
         canvas: CropCanvas | None = None,
     ) -> None:
@@ -72,7 +115,7 @@ class Endpoint:
         if (a.method == "aqsgd") != (store is not None):
             raise ConfigError("activations.method", a.method, "'aqsgd' with a message store, the others without one")
         self.index, self.transport, self.store = index, transport, store
-        self.device = device or torch.device("cpu")
+        self.staging = staging or HostStaging()
         self.canvas = canvas
         self.stats = LinkStats()
         self.bounds: Bounds | None = None
@@ -85,12 +128,7 @@ class Endpoint:
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
         self._codecs = LinkCodecs(a, index)
-
-    def _keep(self, sample: int, version: int, m_nH: Tensor) -> None:
-        assert self.store is not None
-        self.store.put(sample, version, m_nH)
-        if self._config.store.drift_check is not None:
-            self.changed.add(sample)
+        self._measured: deque[Copy] = deque()  # norms of sampled activations and of what is left out of them
 
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
         """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
@@ -121,12 +159,107 @@ class Endpoint:
             samples=tuple(samples),
         )
 
-    def _send(self, header: Header, parts: list[np.ndarray]) -> int:
-        packet = encode(header, parts, checksum=self._config.transport.checksum)
-        self.transport.send(packet)
+    def _pack(self, header: Header, payload_bytes: int, encode: Encode, at: Position) -> Packet:
+        """Encode a packet; on the host it is whole, and could be encoded, when this returns."""
+        checksum = self._config.transport.checksum
+        buffer = self.staging.buffer(packet_bytes(len(header.samples), payload_bytes))
+        target = torch.from_numpy(begin(buffer, header, checksum=checksum))
+        payload = self.staging.place(target)
+        whole = torch.from_numpy(buffer) if checksum and payload is target else None
+        verdicts = encode(payload, whole)
+        what = self._where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
+        packet = Packet(buffer, verdicts, self.staging.to_host(payload, target), self.staging, what)
+        if self.staging.immediate:
+            packet.finish()
+        return packet
+
+    def _encode(
+        self,
+        kind: Kind,
+        codec: Codec,
+        x_TH: Tensor,
+        samples: list[Sample],
+        layout: Layout,
+        at: Position,
+        seed: int,
+        *,
+        settled: bool = False,
+    ) -> Packet:
+        """Encode all rows by one codec. settled: NonFiniteError comes from here, not from the thread that sends."""
+        header = self._header(kind, codec, x_TH, samples, layout, at)
+        size = codec.payload_bytes(*x_TH.shape)
+        packet = self._pack(header, size, lambda payload, _: codec.encode(x_TH, payload, seed), at)
+        if settled:
+            packet.settle()
+        return packet
+
+    def _send(self, packet: Packet) -> int:
+        self.transport.send(packet.buffer if self.staging.immediate else packet)
         return packet.size
 
-    def _recv(self, kind: Kind, at: Position) -> tuple[Header, np.ndarray, int]:
+    def _visit(
+        self, changes: Changes, samples: Sequence[Sample], hidden: int, at: Position, code: Code
+    ) -> list[Tensor]:
+        """Encode or decode all samples, each run of different ones at once; what stage k + 1 computes with, of each.
+
+        code(i, m): encodes or decodes the samples i with their m, float32 [n, H], new where it is a first visit.
+        """
+        seen: list[Tensor] = []
+        for run in changes.runs():
+            held = [self._base(samples[i], changes, hidden, at) for i in run]
+            m = [
+                torch.empty(samples[i].count, hidden, device=self.staging.device)
+                if held_nH is None
+                else held_nH
+                if self.canvas is None
+                else self.canvas.take(held_nH, samples[i].start)
+                for i, held_nH in zip(run, held, strict=True)
+            ]
+            code(run, m)
+            for i, held_nH, m_nH in zip(run, held, m, strict=True):
+                s = samples[i]
+                if held_nH is None:
+                    m_nH = self._codecs.first_m(m_nH)
+                seen.append(m_nH)
+                if self.canvas is not None and held_nH is not None:
+                    self.canvas.put_(held_nH, s.start, m_nH)
+                    m_nH = held_nH
+                elif self.canvas is not None:
+                    m_nH = self.canvas.spread(m_nH, s.start)
+                kept = self._keeps(changes, s)
+                changes.hold(s.id, CachedActivation(s.version, m_nH) if kept else None)
+                self.stats.unstored_samples += not kept
+                self.stats.delta_samples += s.form is Form.DELTA
+                self.stats.full_samples += s.form is not Form.DELTA
+        return seen
+
+    def _keeps(self, changes: Changes, sample: Sample) -> bool:
+        """Whether this end keeps what it makes of a sample."""
+        raise NotImplementedError
+
+    def _base(self, sample: Sample, changes: Changes, hidden: int, at: Position) -> Tensor | None:
+        """The cached activation that a delta builds on, None of a first visit. BaseMismatchError if it is another."""
+        if sample.form is not Form.DELTA:
+            return None
+        cached = changes.held(sample.id)
+        where = f"sample {sample.id}: delta"
+        if cached is None or cached.version != sample.base:
+            holds = "holds none" if cached is None else f"holds version {cached.version}"
+            raise BaseMismatchError(self._where(at, f"{where} on version {sample.base}, this end {holds}"))
+        shape = (sample.count, hidden)
+        if tuple(cached.m_nH.shape) != self._cached_shape(*shape):
+            raise BaseMismatchError(
+                self._where(at, f"{where} of shape {shape} on a cached activation of {tuple(cached.m_nH.shape)}")
+            )
+        return cached.m_nH
+
+    def _keep(self, changes: Changes, packet: Packet | None = None) -> None:
+        """Change the store; what `packet` brought to the other end, only if it could be encoded."""
+        put = changes.make(None if packet is None or self.staging.immediate else packet.settle)
+        if self._config.store.drift_check is not None:
+            self.changed.update(put)
+
+    def _recv(self, kind: Kind, at: Position) -> tuple[Header, Tensor, int]:
         began = time.perf_counter()
         packet = self.transport.recv()
         self.stats.wait_seconds += time.perf_counter() - began
@@ -160,7 +293,8 @@ class Endpoint:
                 f"link {self.index}: rank {self.transport.peer} uses group_size {header.group_size or None}, "
                 f"this rank {self._config.activations.group_size}"
             )
-        return header, payload, packet.size
+        received = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
+        return header, self.staging.to_device(received).wait(), packet.size
 
     def _check_codec(self, header: Header, codec: Codec) -> None:
         got = (header.method, header.bits, header.payload_dtype)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.stages.link.delivery import Delivery
-from pipecomp.stages.link.transport import Pacer
+from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
 FRAME_BYTES = 1 << 19
 _RING = 16  # receives posted ahead
@@ -59,7 +59,7 @@ class GlooTransport(Delivery):
         self._to = 1 - ranks.index(dist.get_rank())
         super().__init__(ranks[self._to])
         self._timeout = timedelta(seconds=timeout_s)
-        self._outbox: queue.Queue[tuple[int, np.ndarray, float]] = queue.Queue()  # kind, content, when it was queued
+        self._outbox: queue.Queue[tuple[int, Outgoing, float]] = queue.Queue()  # kind, content, when it was queued
         self._pacer = pacer
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
@@ -68,7 +68,7 @@ class GlooTransport(Delivery):
 
     # -- what links call
 
-    def send(self, packet: np.ndarray) -> None:
+    def send(self, packet: Outgoing) -> None:
         """Queue a packet; see Transport."""
         self.check_open()
         self._outbox.put((_DATA, packet, time.monotonic()))
@@ -115,14 +115,23 @@ class GlooTransport(Delivery):
                 self._pacer.hold(size, queued)
             under_way.append((self._group.send([frame[:size]], self._to, _TAG), frame))
 
+        refused = False
         try:
             while True:
                 try:
-                    kind, packet, queued = self._outbox.get(timeout=self._timeout.total_seconds() / 4)
+                    kind, outgoing, queued = self._outbox.get(timeout=self._timeout.total_seconds() / 4)
                 except queue.Empty:
                     post(_ALIVE, np.empty(0, dtype=np.uint8), 0, time.monotonic())
                     while under_way:
                         finish_one()
+                    continue
+                try:
+                    packet = finished(outgoing)
+                except Exception as error:
+                    self.failed(error)
+                    refused = True
+                if refused and kind == _DATA:  # no packet any more, but the end of this connection
+                    self._outbox.task_done()
                     continue
                 began = time.perf_counter()
                 for _ in range(_RING if kind == _CLOSE else 1):  # one for each receive that the peer has posted

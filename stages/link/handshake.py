@@ -78,7 +78,7 @@ def exchange_tables(
 def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.ndarray) -> int:
     """Send a part of an inventory; returns the bytes of the packet."""
     header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=step, micro_batch=part)
-    packet = encode(header, [payload])
+    packet = encode(header, payload)
     end.transport.send(packet)
     return packet.size
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.stages.link.transport import Moved
+from pipecomp.stages.link.transport import Moved, Outgoing, finished
 
 
 class LoopbackTransport:
@@ -21,11 +21,11 @@ class LoopbackTransport:
         self.on_moved: Moved | None = None  # packets take no time here: nothing is told
         self._closed = False
 
-    def send(self, packet: np.ndarray) -> None:
+    def send(self, packet: Outgoing) -> None:
         """Queue a packet; see Transport."""
         if self._closed:
             raise PeerLostError(f"the connection to rank {self.peer} is closed", self.peer)
-        self._outbox.put(packet.copy())
+        self._outbox.put(finished(packet).copy())
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""

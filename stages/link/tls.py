@@ -18,7 +18,7 @@ from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.transfer import Transfer
 from pipecomp.stages.link.delivery import Delivery
-from pipecomp.stages.link.transport import Pacer
+from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
 _RECORD_BYTES, _SEAL_BYTES = 1 << 14, 22  # of TLS: what it seals at once, and what that adds
 _PACED_BYTES = 1 << 19  # held back at once, as gloo's frames are
@@ -44,22 +44,24 @@ class TlsTransport(Delivery):
         self._waiting = 0  # packets that have not left
         self._left = threading.Condition()
         self._pacer = pacer
-        self._paced: queue.SimpleQueue[tuple[np.ndarray, float] | None] = queue.SimpleQueue()
-        if pacer is not None:
-            threading.Thread(target=self._hold_back, name=f"pipecomp-pace-{peer}", daemon=True).start()
+        self._paced: queue.SimpleQueue[tuple[Outgoing, float] | None] = queue.SimpleQueue()
+        self._holding = False  # whether a thread hands over packets that are held back, or waited for
         self._connection.open(self._stream, self)
 
     # -- what links call
 
-    def send(self, packet: np.ndarray) -> None:
+    def send(self, packet: Outgoing) -> None:
         """Queue a packet; see Transport."""
         self.check_open()
         with self._left:
             self._waiting += 1
-        if self._pacer is not None:
-            self._paced.put((packet, time.monotonic()))
-        else:
+        if not (self._holding or self._pacer) and isinstance(packet, np.ndarray):
             self._hand_over(packet)
+            return
+        if not self._holding:
+            self._holding = True
+            threading.Thread(target=self._hold_back, name=f"pipecomp-pace-{self.peer}", daemon=True).start()
+        self._paced.put((packet, time.monotonic()))
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
@@ -90,11 +92,11 @@ class TlsTransport(Delivery):
             self.moved("send", transfer.began, len(transfer.view), transfer.ended)
 
     def _hold_back(self) -> None:
-        assert self._pacer is not None
         while (item := self._paced.get()) is not None:
-            packet, queued = item
             try:
-                for at in range(0, max(1, packet.size), _PACED_BYTES):
+                packet, queued = finished(item[0]), item[1]
+                for at in range(0, max(1, packet.size) if self._pacer else 0, _PACED_BYTES):
+                    assert self._pacer is not None
                     self._pacer.hold(bytes_on_wire(min(_PACED_BYTES, packet.size - at)), queued)
                 self._hand_over(packet)
             except Exception as error:

@@ -30,6 +30,25 @@ def unpaced(rank: int) -> None:
 Moved = Callable[[str, float, float, int | None, int], None]
 
 
+class Unfinished(Protocol):
+    """A packet that is on its way from a device: the thread that sends it waits for it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the packet."""
+
+    def finish(self) -> np.ndarray:
+        """Wait for the packet, uint8 [size]. Raises what makes it unfit to be sent: then nothing is sent any more."""
+
+
+Outgoing = np.ndarray | Unfinished
+
+
+def finished(packet: Outgoing) -> np.ndarray:
+    """Wait for a packet if that is needed."""
+    return packet if isinstance(packet, np.ndarray) else packet.finish()
+
+
 class Transport(Protocol):
     """One end of a connection between two ranks."""
 
@@ -39,8 +58,11 @@ class Transport(Protocol):
     # Called as `on_moved("send" or "receive", start, end, None, bytes)` for every packet; times of perf_counter.
     on_moved: Moved | None
 
-    def send(self, packet: np.ndarray) -> None:
-        """Queue uint8 [n] for sending and return; the caller must not change it any more."""
+    def send(self, packet: Outgoing) -> None:
+        """Queue uint8 [n] for sending and return; the caller must not change it any more.
+
+        What an unfinished packet raises, the next call of `send` and `recv` raises.
+        """
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet, uint8 [n].

@@ -247,7 +247,7 @@ class TestPrefetch:
             settle(prefetcher, 1)
         else:
             source.wait_started()
-        prefetcher.invalidate(5)
+        prefetcher.invalidate([5])
         source.let(2)
         assert prefetcher.take(5) == (False, None)
         prefetcher.request([7])
@@ -262,7 +262,7 @@ class TestPrefetch:
         taker = threading.Thread(target=lambda: got.append(prefetcher.take(5)))
         taker.start()
         taker.join(0.02)
-        prefetcher.invalidate(5)
+        prefetcher.invalidate([5])
         taker.join(WAIT_S / 2)  # sooner than the load itself gives up
         assert got == [(False, None)]
 

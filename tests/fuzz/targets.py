@@ -73,7 +73,7 @@ def _decode(message: np.ndarray) -> wire.Header | None:
     except PipecompError:
         return None
     assert payload.size <= MAX_PAYLOAD_BYTES, "a payload above the limit"
-    assert wire.encode(header, [payload], checksum=bool(message[7])).tobytes() == message.tobytes(), "decoded otherwise"
+    assert wire.encode(header, payload, checksum=bool(message[7])).tobytes() == message.tobytes(), "decoded otherwise"
     return header
 
 

@@ -6,6 +6,7 @@ runs this same file with TRITON_INTERPRET=1. `python tests/kernels/sanitize.py` 
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, reference, sketch, topk
+from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, ragged, reference, sketch, topk
 from pipecomp.kernels.layout import Options
 from tests.limits import HANG_S
 
@@ -118,6 +119,64 @@ def test_quantizer(backend, case, small):
     assert same(m_end, m_want)
     decoded = backend.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, None, False)
     assert same(decoded, reference.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, None, False))
+
+
+@st.composite
+def ragged_cases(draw: st.DrawFn) -> tuple[list[ragged.Visit], int]:
+    x, m, o = draw(quantizer_cases())
+    visits = []
+    for i in range(draw(st.integers(1, 4))):
+        n = draw(st.integers(0, x.shape[0]))
+        rows, held, delta = x[:n].contiguous(), m[:n].contiguous(), draw(st.booleans())
+        options = draw(st.sampled_from([o._replace(seed=o.seed + i), o._replace(bits=8, seed=i), None]))
+        if options is None:
+            visits.append(ragged.Visit(rows, held, None))
+        else:
+            keeps = delta or draw(st.booleans())
+            visits.append(ragged.Visit(rows, held if keeps else None, options, delta))
+    return visits, draw(st.integers(0, 5))
+
+
+@anywhere
+@given(case=ragged_cases(), bad=st.sampled_from([None, math.nan, math.inf, 2.0**101]))
+def test_samples_of_different_lengths(backend, case, bad):
+    visits, shift = case
+    if bad is not None and visits[-1].x.numel():
+        x = visits[-1].x.clone()
+        x[-1, -1] = bad
+        visits[-1] = visits[-1]._replace(x=x)
+    size = sum(ragged.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in visits)
+    results = []
+    for encode in (ragged.encode_batch, backend.encode_batch):
+        again = [v._replace(m=None if v.m is None else v.m.clone()) for v in visits]
+        packet = torch.full((shift + size + 4,), 7, dtype=torch.uint8)
+        flag = encode(again, packet[shift : shift + size], packet)
+        results.append((packet, again, flag))
+    (packet, wanted, flag), (found, got, found_flag) = results
+    assert same(found_flag, flag)
+    if int(flag) != ragged.FINE:
+        return
+    assert same(found, packet)
+    assert zlib.crc32(packet[:-4].numpy()).to_bytes(4, "little") == packet[-4:].numpy().tobytes()
+    start = shift
+    for v, w, g in zip(visits, wanted, got, strict=True):  # as sample by sample
+        part = packet[start : start + ragged.payload_bytes(*v.x.shape, v.options, v.x.dtype)]
+        start += part.numel()
+        if v.options is None:
+            assert same(part, v.x.reshape(-1).view(torch.uint8))
+        elif v.x.numel():
+            m = None if v.m is None else v.m.clone()
+            one = reference.delta_quantize_(v.x, m, v.options) if v.delta else reference.quantize(v.x, v.options)
+            assert same(part, torch.cat([one[1].reshape(-1).view(torch.uint8), one[0].reshape(-1)]))
+            assert m is None or not v.delta or same(w.m, m)
+        assert w.m is None or same(g.m, w.m)
+    for decode in (ragged.decode_batch, backend.decode_batch):
+        arriving = [
+            ragged.Arriving(torch.zeros(v.x.shape) if v.m is None else v.m.clone(), v.options, v.delta, v.x.dtype)
+            for v in visits
+        ]
+        decode(packet[shift : shift + size], arriving)
+        assert all(w.m is None or same(a.m, w.m) for a, w in zip(arriving, wanted, strict=True))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

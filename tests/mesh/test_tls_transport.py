@@ -10,6 +10,7 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.errors import LinkError, PeerLostError, WireError
 from pipecomp.messages import wire
+from pipecomp.messages.codecs import encoded
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
 from pipecomp.stages.link.endpoint import Position
@@ -188,7 +189,7 @@ class TestBounds:
             kind=wire.Kind.ACTIVATION, method=wire.Method.QUANTIZED, bits=1, link=0, step=0, micro_batch=0,
             tokens=1 << 20, hidden=768, samples=(wire.Sample(0, wire.Form.PLAIN, 0, 1),),
         )  # fmt: skip
-        ends[0].send(wire.encode(huge, [np.zeros(100, dtype=np.uint8)]))
+        ends[0].send(wire.encode(huge, np.zeros(100, dtype=np.uint8)))
         with pytest.raises(WireError, match="rank 0 sent what is too large"):
             down.recv_activation(Position(0, 0))
 
@@ -200,5 +201,5 @@ class TestBounds:
         most = self.bounds.most_bytes(codecs, torch.float32)
         x_TH = torch.randn(B * S, H)
         for codec in (codecs.activation(x_TH.dtype), codecs.gradient(x_TH.dtype), codecs.evaluation(x_TH.dtype)):
-            assert wire.encode(self.header(), codec.encode(x_TH)).size <= most
+            assert wire.encode(self.header(), encoded(codec, x_TH).numpy()).size <= most
         assert most <= 2 * EVALUATED * S * H * 8

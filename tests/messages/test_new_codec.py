@@ -24,17 +24,17 @@ class Float8:
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         return tokens * (4 + hidden)
 
-    def encode(self, x_TH: Tensor, seed: int = 0) -> list[np.ndarray]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
         x_TH = x_TH.detach().float()
-        if not bool(x_TH.isfinite().all()):
-            raise NonFiniteError("values are not finite")
         scale_T1 = (x_TH.abs().amax(dim=1, keepdim=True) / 448).clamp(min=2**-100)
-        return [to_bytes(scale_T1), to_bytes((x_TH / scale_T1).to(torch.float8_e4m3fn))]
+        payload.copy_(torch.cat([as_bytes(scale_T1), as_bytes((x_TH / scale_T1).to(torch.float8_e4m3fn))]))
+        flag = torch.where(x_TH.isfinite().all(), ops.FINE, 0).reshape(1)
+        return [ops.Verdict(flag, lambda _: NonFiniteError("values are not finite"))]
 
-    def decode(self, payload: np.ndarray, tokens: int, hidden: int, device: torch.device) -> Tensor:
+    def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         _check_length(payload, self.payload_bytes(tokens, hidden))
-        scale_T1 = from_bytes(payload[: 4 * tokens], torch.float32, (tokens, 1), device)
-        return from_bytes(payload[4 * tokens :], torch.float8_e4m3fn, (tokens, hidden), device).float() * scale_T1
+        scale_T1 = of_bytes(payload[: 4 * tokens], torch.float32, (tokens, 1))
+        return of_bytes(payload[4 * tokens :], torch.float8_e4m3fn, (tokens, hidden)).float() * scale_T1
 '''
 
 USE = """

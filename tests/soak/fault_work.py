@@ -49,15 +49,16 @@ class Faults:
     def value(self, engine: Any) -> None:
         """The next message that is stored here is not the one that the other end stores."""
         store = next(iter(engine.links)).store
-        put = store.put
+        put_many = store.put_many
 
-        def faulty(sample: int, version: int, m_nH: Any) -> None:
-            del store.put
+        def faulty(puts: Any, settled: Any = None) -> None:
+            del store.put_many
+            (sample, version, m_nH), *others = puts
             m_nH = m_nH.clone()
             m_nH[0, 0] += 1e-3
-            put(sample, version, m_nH)
+            put_many([(sample, version, m_nH), *others], settled)
 
-        store.put = faulty
+        store.put_many = faulty
 
     def message(self, engine: Any) -> None:
         """One bit of the next message that is sent from here is another one."""

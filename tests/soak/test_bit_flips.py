@@ -62,7 +62,7 @@ def test_what_goes_unnoticed_is_counted():
     """Without a checksum the payload's flips pass: the count must say so."""
     message = wire.encode(
         wire.Header(kind=Kind.INVENTORY, method=wire.Method.TABLE, link=0, step=0, micro_batch=0),
-        [np.arange(4, dtype=np.uint8)],
+        np.arange(4, dtype=np.uint8),
         checksum=False,
     )
     done = flip_message("unchecked", message)

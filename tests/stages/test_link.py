@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,14 +9,18 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
 from pipecomp.messages import wire
-from pipecomp.messages.codecs import Quantized
+from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import agree
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.transport import finished
+from tests.lazy_staging import on_both
 from tests.limits import HANG_S
+
+staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
 B, S, H = 3, 8, 16
 
@@ -67,8 +70,8 @@ def test_algorithm_1(bits):
         for i, sample in enumerate((1, 2, 3)):
             if sample in m:
                 delta = x_BSH[i] - m[sample]
-                data = np.concatenate(codec.encode(delta))
-                m[sample] = m[sample] + codec.decode(data, S, H, torch.device("cpu"))
+                data = encoded(codec, delta)
+                m[sample] = m[sample] + codec.decode(data, S, H)
             else:
                 m[sample] = x_BSH[i].clone()
             assert torch.equal(y_BSH[i], m[sample])
@@ -225,6 +228,7 @@ def test_a_delta_on_another_version_is_refused():
         down.recv_activation(Position(1, 0))
 
 
+@pytest.mark.parametrize("staging", ["host"], indirect=True)  # on a device errors come later: test_staging.py
 def test_nan_is_an_error_before_any_message_changes():
     up, down = link({"method": "aqsgd"})
     pass_over(up, down, torch.randn(B, S, H), layout(), 0)
@@ -236,6 +240,7 @@ def test_nan_is_an_error_before_any_message_changes():
     assert all(torch.equal(before[i].m_nH, m.m_nH) for i, m in held(up).items())
 
 
+@pytest.mark.parametrize("staging", ["host"], indirect=True)  # on a device errors come later: test_staging.py
 @pytest.mark.parametrize("first_visit", ["full", 8])
 def test_nan_on_a_first_visit(first_visit):
     up, _ = link({"method": "aqsgd", "first_visit": first_visit})
@@ -244,6 +249,7 @@ def test_nan_on_a_first_visit(first_visit):
     assert up.store.inventory() == []
 
 
+@pytest.mark.parametrize("staging", ["host"], indirect=True)  # on a device errors come later: test_staging.py
 @pytest.mark.parametrize("ids", [(2**40, 2**63 - 1, 3), (7, 7, 3), (7, 3, 7)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_activations_leave_all_samples_of_the_micro_batch_alone(bad, ids):
@@ -298,8 +304,8 @@ def tampered(up, change):
     sent = up.transport.send
 
     def send(message):
-        header, data = wire.decode(message)
-        sent(wire.encode(change(header), [data]))
+        header, data = wire.decode(finished(message))
+        sent(wire.encode(change(header), data))
 
     up.transport.send = send
 
@@ -330,6 +336,7 @@ def test_damaged_bytes_change_nothing():
     sent = up.transport.send
 
     def send(message):
+        message = finished(message)
         message[200] ^= 4
         sent(message)
 

@@ -20,7 +20,11 @@ from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.transport import finished
+from tests.lazy_staging import on_both
 from tests.limits import HANG_S
+
+staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
 S, H = 8, 16
 HERE: dict[str, Any] = {"seed": 0, "replica": 0, "index": 0, "step": 3, "micro_batch": 2}
@@ -94,8 +98,8 @@ def test_a_packet_that_asks_for_too_much_memory_is_refused() -> None:
     sent_as = up.transport.send
 
     def send(packet: Any) -> None:
-        header, payload = wire.decode(packet)
-        sent_as(wire.encode(dataclasses.replace(header, tokens=2**32 - 1), [payload]))
+        header, payload = wire.decode(finished(packet))
+        sent_as(wire.encode(dataclasses.replace(header, tokens=2**32 - 1), payload))
 
     up.transport.send = send
     up.send_activation(values(1), layout(1), Position(0, 0))

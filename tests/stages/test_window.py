@@ -10,13 +10,16 @@ from torch.nn import functional
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
-from pipecomp.messages.codecs import Quantized
+from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.link.window import CropCanvas
+from tests.lazy_staging import on_both
+
+staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
 C = 3
 CANVAS = CropCanvas(4, 6, 8, 12, 3)  # two pixels to a place; 3 pixels are 2 places
@@ -109,8 +112,8 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
                 m[sample] = functional.pad(first, around, mode="replicate")[0].permute(1, 2, 0)
             else:
                 window = m[sample][y : y + 4, x : x + 6].reshape(4, -1)
-                data = np.concatenate(Quantized(2).encode(x_BnH[i] - window))
-                window = window + Quantized(2).decode(data, 4, 6 * C, torch.device("cpu"))
+                data = encoded(Quantized(2), x_BnH[i] - window)
+                window = window + Quantized(2).decode(data, 4, 6 * C)
                 m[sample][y : y + 4, x : x + 6] = window.view(4, 6, C)
             assert torch.equal(y_BnH[i], m[sample][y : y + 4, x : x + 6].reshape(4, -1))
             assert torch.equal(ours[sample].m_nH, m[sample].reshape(CANVAS.canvas_lines, -1))

@@ -1,0 +1,60 @@
+"""The native kernels of ragged batches, as `ragged` defines them: one call for all samples of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipecomp.kernels.layout import Options
+from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, Library, QuantizeArgs
+from pipecomp.kernels.ragged import Arriving, Visit, parts
+from pipecomp.kernels.rng import MASK64
+
+
+class RaggedKernels(Library):
+    """What `ragged_ops` calls."""
+
+    def encode_batch(self, visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
+        """As `ragged.encode_batch`."""
+        table = (QuantizeArgs * len(visits))()
+        for args, v, part in zip(table, visits, parts(payload, visits), strict=True):
+            if not v.x.numel():
+                continue
+            o, (n, H), at = v.options, v.x.shape, part.data_ptr()
+            args.x, args.x_stride, args.m_stride, args.rows, args.H = v.x.data_ptr(), H, H, n, H
+            args.codes, args.dtype = at, DTYPES[v.x.dtype]
+            if v.m is not None:
+                setattr(args, "m" if v.delta else "fresh", v.m.data_ptr())
+            if o is None:
+                continue
+            args.group = _group(o, H)
+            args.scales, args.codes = at, at + 4 * n * -(-H // args.group)
+            args.seed, args.bits, args.rms = o.seed & MASK64, o.bits, o.scale == "rms"
+            args.stochastic, args.bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
+        values = sum(v.x.numel() for v in visits)
+        where = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
+        call = self.library.pipecomp_encode_batch
+        return torch.tensor([call(table, len(visits), values, *where, self.isa_index, self.threads)])
+
+    def decode_batch(self, payload: Tensor, samples: Sequence[Arriving]) -> None:
+        """As `ragged.decode_batch`."""
+        table = (DequantizeArgs * len(samples))()
+        for args, s, part in zip(table, samples, parts(payload, samples), strict=True):
+            if not s.m.numel():
+                continue
+            o, (n, H), at = s.options, s.m.shape, part.data_ptr()
+            args.out, args.out_stride, args.rows, args.H = s.m.data_ptr(), H, n, H
+            args.codes, args.dtype = at, DTYPES[s.dtype]
+            if o is None:
+                continue
+            args.group = _group(o, H)
+            args.scales, args.codes = at, at + 4 * n * -(-H // args.group)
+            args.bits, args.stochastic, args.add = o.bits, o.rounding == "stochastic", s.delta
+        values = sum(s.m.numel() for s in samples)
+        self.library.pipecomp_decode_batch(table, len(samples), values, self.isa_index, self.threads)
+
+
+def _group(o: Options, H: int) -> int:
+    return H if o.group_size is None else min(o.group_size, H)

@@ -1,0 +1,45 @@
+"""Buffers that are used again: fresh pages cost more than what most packets need to be written."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+LEAST_BYTES = 1 << 12
+KEPT_BYTES = 64 << 20  # of buffers that nobody uses
+
+
+class Pool:
+    """uint8 buffers of powers of two; one comes back once no array or tensor refers to what `take` returned.
+
+    make: makes a new one, for pinned memory. kept_bytes: most that lie here unused; more is given back to the system.
+    """
+
+    def __init__(self, make: Callable[[int], np.ndarray] | None = None, kept_bytes: int = KEPT_BYTES) -> None:
+        self._make = make or (lambda size: np.empty(size, dtype=np.uint8))
+        self._lock = threading.RLock()  # a buffer may come back while its thread takes another
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._kept, self._kept_bytes = 0, kept_bytes
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8 [size], with anything in it."""
+        room = max(LEAST_BYTES, 1 << (max(size, 1) - 1).bit_length())
+        with self._lock:
+            free = self._free.get(room)
+            root = free.pop() if free else None
+            self._kept -= room if root is not None else 0
+        if root is None:
+            root = self._make(room)
+        # An array of another object's memory is what its slices refer to: they keep it, and with it the buffer.
+        taken = np.frombuffer(memoryview(root)[:size], dtype=np.uint8)
+        weakref.finalize(taken, self._put, root).atexit = False
+        return taken
+
+    def _put(self, root: np.ndarray) -> None:
+        with self._lock:
+            if self._kept + root.size <= self._kept_bytes:
+                self._free.setdefault(root.size, []).append(root)
+                self._kept += root.size

@@ -1,0 +1,252 @@
+"""Triton kernels of ragged batches: all samples that share their options in one launch, whatever their lengths.
+
+Samples lie anywhere in GPU memory; a table says where, in values from the first one's. Launch with
+enable_fp_fusion=False. Nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipecomp.kernels import ragged, reference, rng
+from pipecomp.kernels.layout import Options
+from pipecomp.kernels.ragged import FINE, Arriving, Visit
+from pipecomp.kernels.triton_quantize import load_codes, octets, random_bits, store_codes, to_float, uniform
+from pipecomp.kernels.triton_rows import BLOCK, MOST_VALUES, Shape, launch_dequantize, launch_quantize, loadable, warps
+
+FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch's), first row, number, two keys
+
+
+@triton.jit
+def unit_of(table, samples, GROUP, GROUPS, H, FIELDS: tl.constexpr):
+    """Of program 0's group: the row in the batch, its sample's fields, the group, its first column, its values."""
+    unit = tl.program_id(0).to(tl.int64)
+    row = unit // GROUPS
+    fields = table + tl.load(samples + row) * FIELDS
+    column = unit % GROUPS * GROUP
+    return row, fields, unit % GROUPS, column, tl.minimum(H - column, GROUP)
+
+
+@triton.jit
+def encode_kernel(
+    x,
+    m,
+    payload,
+    w,
+    table,
+    samples,
+    bad,
+    H,
+    GROUP,
+    GROUPS,
+    GROUP_BYTES,
+    ROW_BYTES,
+    BITS: tl.constexpr,
+    DELTA: tl.constexpr,
+    KEEP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BF16_SCALE: tl.constexpr,
+    OCT: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """One group's scale and codes, and m (KEEP): moved with DELTA, else set. A bad group lowers bad[0] to its row."""
+    row, fields, group, column, n = unit_of(table, samples, GROUP, GROUPS, H, FIELDS)
+    octet, lane, at = octets(tl.program_id(1), OCT)
+    ok = at < n
+    v = to_float(tl.load(x + tl.load(fields) + row * H + column + at, mask=ok, other=0))
+    m_at = m + tl.load(fields + 1) + row * H + column + at
+    if DELTA:
+        before = tl.load(m_at, mask=ok, other=0.0)
+        v = v - before
+    most = tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    inside = row - tl.load(fields + 4)
+    tl.atomic_min(bad, (tl.load(fields + 5) << 32) | inside, mask=most > 0x71800000)  # 2**100
+    most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
+    if BF16_SCALE:
+        most = (most + 0xFFFF) & -0x10000
+    byte = tl.arange(0, 4)
+    scale_at = payload + tl.load(fields + 2) + 4 * (row * GROUPS + group)
+    tl.store(scale_at + byte, ((most >> (8 * byte)) & 255).to(tl.uint8))
+    scale = most.to(tl.float32, bitcast=True)
+    u = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)) + 1.0
+    top: tl.constexpr = (1 << BITS) - 1
+    if STOCHASTIC:
+        steps = u * (top / 2) + uniform(random_bits(tl.where(ok, inside * H + column + at, 0), fields + 6))
+    else:
+        steps = u * (1 << (BITS - 1))
+    c = tl.minimum(tl.maximum(steps, 0.0), top).to(tl.int32)
+    c = tl.where(scale == 0.0, 0, c)
+    codes = payload + tl.load(fields + 3) + row * ROW_BYTES + group * GROUP_BYTES
+    store_codes(codes, octet, lane, c, ok, (n * BITS + 7) // 8, BITS)
+    if KEEP:
+        moved = tl.where(scale == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * scale)
+        if DELTA:
+            moved = before + moved
+        tl.store(m_at, moved, mask=ok)
+
+
+@triton.jit
+def decode_kernel(
+    m,
+    payload,
+    w,
+    table,
+    samples,
+    H,
+    GROUP,
+    GROUPS,
+    GROUP_BYTES,
+    ROW_BYTES,
+    BITS: tl.constexpr,
+    DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """m moved by, or set to, what one chunk of a group decodes to."""
+    row, fields, group, column, n = unit_of(table, samples, GROUP, GROUPS, H, FIELDS)
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < n
+    byte = tl.arange(0, 4)
+    scale_at = payload + tl.load(fields + 2) + 4 * (row * GROUPS + group)
+    scale = tl.sum(tl.load(scale_at + byte).to(tl.int32) << (8 * byte), 0).to(tl.float32, bitcast=True)
+    codes = payload + tl.load(fields + 3) + row * ROW_BYTES + group * GROUP_BYTES
+    c = load_codes(codes, at, ok, (n * BITS + 7) // 8, BITS)
+    v = tl.where(scale == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * scale)
+    to = m + tl.load(fields + 1) + row * H + column + at
+    if DELTA:
+        v = tl.load(to, mask=ok, other=0.0) + v
+    tl.store(to, v, mask=ok)
+
+
+def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
+    """As `ragged.encode_batch`: a launch for all samples of the same options, mostly one."""
+    bad = torch.full((1,), FINE, dtype=torch.int64, device=payload.device)
+    batches: dict[object, list[tuple[int, Visit, Tensor]]] = {}
+    for i, (v, part) in enumerate(zip(visits, ragged.parts(payload, visits), strict=True)):
+        if not v.x.numel():
+            continue
+        o = v.options
+        if o is None:
+            part.copy_(v.x.view(-1).view(torch.uint8))
+            if v.m is not None:
+                v.m.copy_(v.x)
+            wrong = torch.where(torch.isfinite(v.x).all(), FINE, i << 32)
+            torch.minimum(bad, wrong, out=bad)
+        elif o.scale != "max" or min(v.x.shape[1], o.group_size or v.x.shape[1]) > MOST_VALUES or v.x.numel() >> 32:
+            _encode_alone(i, v, part, bad)
+        else:
+            key = (o._replace(seed=0), v.delta, v.m is None, v.x.dtype, v.x.shape[1])
+            batches.setdefault(key, []).append((i, v, part))
+    for same in batches.values():
+        _launch_encode(same, payload, bad)
+    if packet is not None:
+        ragged.seal(packet)
+    return bad
+
+
+def _encode_alone(i: int, v: Visit, part: Tensor, bad: Tensor) -> None:
+    """A sample whose groups no program can hold."""
+    assert v.options is not None
+    codes, scales, row = launch_quantize(v.x, v.m if v.delta else None, v.options)
+    if v.m is not None:
+        o = v.options
+        launch_dequantize(codes, scales, o.bits, v.m, o.group_size, o.rounding, v.delta, row)
+    torch.minimum(bad, torch.where(row == FINE, FINE, row | i << 32), out=bad)
+    part.copy_(torch.cat([scales.view(-1).view(torch.uint8), codes.view(-1)]))
+
+
+def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad: Tensor) -> None:
+    _, first, _ = batch[0]
+    o, x = first.options, loadable(first.x)
+    assert o is not None
+    m = x if first.m is None else first.m
+    rows = [(i, v.x, v.m, part, v.options.seed if v.options else 0) for i, v, part in batch]
+    s, table, samples = _table(rows, x, m, payload, o.bits, o.group_size)
+    octet = triton.next_power_of_2(-(-s.group // 8))
+    encode_kernel[(s.units, 1)](
+        x,
+        m,
+        payload,
+        _values(o.bits, o.rounding, payload.device),
+        table,
+        samples,
+        bad,
+        s.H,
+        s.group,
+        s.groups,
+        s.group_bytes,
+        s.row_bytes,
+        BITS=o.bits,
+        DELTA=first.delta,
+        KEEP=first.m is not None,
+        STOCHASTIC=o.rounding == "stochastic",
+        BF16_SCALE=o.scale_dtype == torch.bfloat16,
+        OCT=octet,
+        FIELDS=FIELDS,
+        num_warps=warps(8 * octet),
+        enable_fp_fusion=False,
+    )
+
+
+def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
+    """As `ragged.decode_batch`: a launch for all samples of the same options, mostly one."""
+    batches: dict[tuple[Options, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
+    for i, (s, part) in enumerate(zip(samples, ragged.parts(payload, samples), strict=True)):
+        if s.options is None:
+            s.m.copy_(part.clone().view(s.dtype).view(s.m.shape))
+        elif s.m.numel():
+            key = (s.options._replace(seed=0), s.delta, s.m.shape[1])
+            batches.setdefault(key, []).append((i, s.m, s.m, part, 0))
+    for (o, delta, _), rows in batches.items():
+        m = rows[0][1]
+        shape, table, of_rows = _table(rows, m, m, payload, o.bits, o.group_size)
+        decode_kernel[shape.grid(BLOCK)](
+            m,
+            payload,
+            _values(o.bits, o.rounding, payload.device),
+            table,
+            of_rows,
+            shape.H,
+            shape.group,
+            shape.groups,
+            shape.group_bytes,
+            shape.row_bytes,
+            BITS=o.bits,
+            DELTA=delta,
+            BLOCK=BLOCK,
+            FIELDS=FIELDS,
+            enable_fp_fusion=False,
+        )
+
+
+def _table(
+    batch: Sequence[tuple[int, Tensor, Tensor | None, Tensor, int]],
+    x: Tensor,
+    m: Tensor,
+    payload: Tensor,
+    bits: int,
+    group_size: int | None,
+) -> tuple[Shape, Tensor, Tensor]:
+    """The fields of each sample (number, x, m, part of the payload, seed), and each row's sample, on the device."""
+    counts = [each.shape[0] for _, each, _, _, _ in batch]
+    s = Shape((sum(counts), x.shape[1]), bits, group_size)
+    fields, row = [], 0
+    for (i, each, held, part, seed), n in zip(batch, counts, strict=True):
+        byte = part.data_ptr() - payload.data_ptr()
+        scales, codes = byte - 4 * row * s.groups, byte + 4 * n * s.groups - row * s.row_bytes
+        x_at = (each.data_ptr() - x.data_ptr()) // each.element_size() - row * s.H
+        m_at = 0 if held is None else (held.data_ptr() - m.data_ptr()) // 4 - row * s.H
+        fields += [x_at, m_at, scales, codes, row, i, *rng.keys(seed, 0)]
+        row += n
+    of_rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    both = torch.cat([torch.tensor(fields, dtype=torch.int64), of_rows]).to(payload.device, non_blocking=True)
+    return s, both[: len(fields)], both[len(fields) :]
+
+
+def _values(bits: int, rounding: str, device: torch.device) -> Tensor:
+    return torch.tensor(reference.code_values(bits, rounding), dtype=torch.float32).to(device, non_blocking=True)

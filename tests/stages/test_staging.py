@@ -1,0 +1,200 @@
+"""Links and stores over a GPU's double, tests/lazy_staging.py: every wait is needed, and errors come late but in time.
+
+scripts/mutant_list.py takes each wait away in turn; the first tests here notice.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipecomp.buffers import open_environment
+from pipecomp.config import Config
+from pipecomp.errors import NonFiniteError
+from pipecomp.kernels import ops
+from pipecomp.kernels.pool import Pool
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.transport import Outgoing, finished
+from tests.lazy_staging import LazyStaging
+
+S, H = 5, 8
+LAYOUTS = [
+    Layout((1, 2, 3), (0, 1, 0), (5, 3, 1), S),
+    Layout((3, 1, 3), (0, 0, 0), (1, 5, 1), S),  # 3 comes twice
+]
+
+
+class SendingThread:
+    """A loopback transport that sends on a thread, as those over networks do."""
+
+    def __init__(self, inner: LoopbackTransport) -> None:
+        self._inner, self._packets = inner, queue.Queue[Outgoing | None]()
+        self._failure: Exception | None = None
+        self.sent: list[bytes] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, packet: Outgoing) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._packets.put(packet)
+
+    def drain(self) -> None:
+        self._packets.join()
+
+    def _run(self) -> None:
+        while (packet := self._packets.get()) is not None:
+            try:
+                if self._failure is None:
+                    whole = finished(packet)
+                    self.sent.append(whole.tobytes())
+                    self._inner.send(whole)
+            except Exception as error:
+                self._failure = error
+            self._packets.task_done()
+
+
+def ends(options: dict[str, Any], folder: Any, staging: Any, backend: str = "lmdb") -> tuple[Any, ...]:
+    config = Config.from_dict({"activations": {"method": "aqsgd", **options}, "store": {"drift_check": None}})
+    wires = [SendingThread(end) for end in loopback_pair(timeout_s=30)]
+    stores = [open_environment(backend, folder, i, bits=16, prefetch=2, staging=staging) for i in (0, 1)]
+    links = [one.link("link-0", {}) for one in stores]
+    up = LinkSender(0, config, wires[0], links[0], staging=staging)
+    down = LinkReceiver(0, config, wires[1], links[1], staging=staging)
+    return up, down, wires, stores
+
+
+def train(folder: Any, staging: Any, backend: str = "lmdb", **options: Any) -> dict[str, Any]:
+    """Everything that two ends of a link compute, send and store in a few steps."""
+    up, down, wires, stores = ends(options, folder, staging, backend)
+    device = up.staging.device
+    draw = torch.Generator().manual_seed(1)
+    computed: list[torch.Tensor] = []
+    for step in range(3):
+        for number, layout in enumerate(LAYOUTS):
+            at = Position(step, number)
+            x_BSH = torch.randn(3, S, H, generator=draw).to(device)
+            if number:  # what comes twice is the same sample
+                x_BSH[2] = x_BSH[0]
+            up.store.prefetch(layout.ids)
+            up.send_activation(x_BSH, layout, at)
+            x_BSH.fill_(7.0)  # its memory is used for something else
+            y_BSH, seen = down.recv_activation(at)
+            assert seen == layout
+            down.send_gradient(y_BSH * 0.1, layout, at)
+            computed += [y_BSH.clone(), up.recv_gradient(layout, at)]
+        for one in stores:
+            one.commit()
+    for one in stores:
+        one.flush()
+    for transport in wires:
+        transport.drain()
+    held = [(h.sample, h.version, h.digest) for end in (up, down) for h in end.store.inventory()]
+    m = [cached.m_nH.tolist() for end in (up, down) for cached in end.store.get([1, 2, 3])]
+    errors = up.stats.error_sum if staging is None else _errors(up)
+    found = {"computed": [y.tolist() for y in computed], "held": held, "m": m, "errors": round(errors, 6)}
+    for one in stores:
+        one.close()
+    return found | {"sent": [transport.sent for transport in wires]}
+
+
+def _errors(up: LinkSender) -> float:
+    """Of all steps: on a device the last one's are still under way."""
+    left = sum(b / a for copy in up._measured for a, b in copy.wait().tolist())
+    return up.stats.error_sum + left
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "memory"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward_bits": 3},
+        {"first_visit": 8, "rotation": True},
+        {"rounding": "stochastic", "group_size": 3},
+        {"backward_top_k": 0.3},
+    ],
+    ids=str,
+)
+def test_a_device_computes_sends_and_stores_what_the_host_does(tmp_path, options, backend):
+    on_host = train(tmp_path / "host", None, backend, **options)
+    assert train(tmp_path / "double", LazyStaging(), backend, **options) == on_host
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "memory"])
+@pytest.mark.parametrize("first", [True, False], ids=["first visit", "delta"])
+def test_what_cannot_be_encoded_is_neither_sent_nor_stored(tmp_path, backend, first):
+    up, down, wires, stores = ends({}, tmp_path, LazyStaging(), backend)
+    layout = Layout((1, 2), (0, 0), (S, S), S)
+    if not first:
+        up.send_activation(torch.randn(2, S, H), layout, Position(0, 0))
+        down.recv_activation(Position(0, 0))
+    for one in stores:
+        one.commit()
+        one.flush()
+    bad = torch.randn(2, S, H)
+    bad[1, 3, 2] = float("nan")
+    up.send_activation(bad, layout, Position(1, 0))  # nobody has waited for its values
+    wires[0].drain()
+    with pytest.raises(NonFiniteError, match=r"link 0, step 1, micro-batch 0, activations: .*NaN"):
+        up.send_activation(torch.randn(2, S, H), layout, Position(1, 1))
+    assert len(wires[0].sent) == (0 if first else 1)
+    with pytest.raises(NonFiniteError):
+        stores[0].link("link-1", {}) if backend == "lmdb" else stores[0].flush()
+    for one in stores:
+        one.close()
+    if backend == "lmdb":
+        with closing(open_environment(backend, tmp_path, 0, bits=16)) as again:
+            assert [h.version for h in again.link("link-0", {}).inventory()] == ([] if first else [1, 2])
+
+
+def test_an_overflow_of_fp16_is_known_before_its_gradient_is_sent(tmp_path):
+    up, down, _, stores = ends({}, tmp_path, LazyStaging(), "memory")
+    up._pass_nonfinite = down._pass_nonfinite = True
+    layout = Layout((1,), (0,), (S,), S)
+    up.send_activation(torch.randn(1, S, H, dtype=torch.float16), layout, Position(0, 0))
+    down.recv_activation(Position(0, 0))
+    gradient = torch.full((1, S, H), float("inf"), dtype=torch.float16)
+    down.send_gradient(gradient, layout, Position(0, 0))
+    assert torch.equal(up.recv_gradient(layout, Position(0, 0)), gradient)
+    for one in stores:
+        one.close()
+
+
+def test_a_buffer_is_used_again_once_nobody_refers_to_it():
+    pool = Pool()
+    first = pool.take(5000)
+    first[:] = 3
+    part, address = torch.from_numpy(first[100:200]), first.ctypes.data
+    del first
+    other = pool.take(5000)
+    assert other.ctypes.data != address
+    other[:] = 4
+    assert part.tolist() == [3] * 100
+    del part
+    assert pool.take(8000).ctypes.data == address
+    small = Pool(kept_bytes=4096)
+    kept = [small.take(4096) for _ in range(2)]
+    del kept
+    assert sum(len(free) for free in small._free.values()) == 1
+
+
+def test_a_packet_is_sealed_by_the_call_that_encodes():
+    x, packet = torch.randn(3, H), np.zeros(20 + 3 * (4 + H // 2) + 4, dtype=np.uint8)
+    whole = torch.from_numpy(packet)
+    verdict = ops.encode_batch([ops.Visit(x, None, ops.Options(4, None))], whole[20:-4], packet=whole)
+    verdict.check()
+    assert verdict.sealed
+    assert int.from_bytes(packet[-4:].tobytes(), "little") == ops.crc32(packet[:-4])
