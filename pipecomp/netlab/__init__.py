@@ -4,8 +4,8 @@ The kernel does it (a network namespace for each node, tbf) where there is root 
 `software=True`, pipecomp's own links slow themselves down.
 """
 
-from pipecomp.netlab.kernel import missing
 from pipecomp.netlab.lab import Finished, Lab
 from pipecomp.netlab.network import NetlabError, NodeBytes
+from pipecomp.netlab.probe import missing
 
 __all__ = ["Finished", "Lab", "NetlabError", "NodeBytes", "missing"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+
+from pipecomp.netlab.namespaces import Run
 
 _TABLE = "pipecomp"
 _NEEDED = {"nft": "nftables", "sysctl": "procps"}  # program -> Debian's package
 _DRAWN = 10**6  # a packet is lost if a number below this is below the share
-
-Run = Callable[[str], str]
 
 
 def missing() -> str | None:

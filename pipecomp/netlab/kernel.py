@@ -4,94 +4,30 @@
                           ├ bridge (a namespace of its own; the machine's network is not touched)
     node 1: eth0 ── port1 ┘
 
-eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too.
+eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too;
+where not, pipecomp's own links do, or, if the delay varies, a process that carries packets between port and bridge.
 With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.netlab import filters, wireguard
-from pipecomp.netlab.names import new_name
+from pipecomp.netlab.namespaces import CONFIGURATION, Run, command, delete_namespaces, processes_in
 from pipecomp.netlab.network import NetlabError, NodeBytes
+from pipecomp.netlab.probe import has_netem
+from pipecomp.netlab.processes import end
 from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
 
-WITHOUT = "--software (software=True in Python) needs none of this, but slows down only pipecomp's own links"
-CONFIGURATION = Path("/etc/netns")
 _PREFIX_BITS = 16  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks; its other half is behind routers
 _PRIVATE_BITS = 24
-_COMMAND_S = 20.0
-_ADD, _DELETE = "ip netns add {0}", "ip netns delete {0}"
-_KINDS = {
-    "veth pairs": "ip link add probe0 netns {0} type veth peer name probe1 netns {0}",
-    "bridges (module bridge)": "ip -n {0} link add probe2 type bridge",
-    "the queue that limits rates, tbf (module sch_tbf)": (
-        "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000"
-    ),
-}
-_NETEM = "tc -n {0} qdisc add dev probe1 root netem delay 1ms"
-
-Run = Callable[[str], str]
-
-
-def command(text: str) -> str:
-    """Run ip or tc, which must not hang or be stopped half way; return what it prints. NetlabError if it fails."""
-    words = text.split()
-    try:
-        # A session of its own: Ctrl-C in a terminal would reach it too, in the middle of cleaning up.
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_S, start_new_session=True)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NetlabError(f"{text}: {error}") from error
-    if done.returncode != 0:
-        raise NetlabError(f"{text}: {done.stderr.strip() or f'exit status {done.returncode}'}")
-    return done.stdout
-
-
-def missing() -> str | None:
-    """Say why the kernel cannot make a network here, None if it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if lacking := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        return f"no {' and no '.join(lacking)} here: install iproute2"
-    with _probe() as fails:
-        if problem := fails(_ADD):
-            return f"no network namespaces here: {problem}"
-        for what, text in _KINDS.items():
-            if problem := fails(text):
-                return f"this kernel lacks {what}: {problem}"
-    return None
-
-
-def has_netem() -> bool:
-    """Say whether the kernel can delay packets."""
-    with _probe() as fails:
-        return not any(map(fails, (_ADD, _KINDS["veth pairs"], _NETEM)))
-
-
-@contextmanager
-def _probe() -> Iterator[Callable[[str], str | None]]:
-    """Yield what tries a command on a namespace ("{0}") and says why it failed; the namespace is deleted in the end."""
-    name = f"{new_name()}-probe"
-
-    def fails(text: str) -> str | None:
-        try:
-            command(text.format(name))
-        except NetlabError as error:
-            return str(error).partition(": ")[2]
-        return None
-
-    try:
-        yield fails
-    finally:
-        fails(_DELETE)
+_DELAYER = Path(__file__).with_name("delayer.py")
 
 
 class KernelNetwork:
@@ -109,14 +45,18 @@ class KernelNetwork:
         self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
         self._routers = {node: f"{name}-r{node}" for node in range(1, shape.nodes) if shape.nat}
         self._wireguard: wireguard.WireGuard | None = None
+        self._delayer: subprocess.Popen | None = None
         self.interface = wireguard.INTERFACE if shape.wireguard else "eth0"
         self.delay_by: str | None = None
         self._state = folder / "state"
         if shape.delay_s:
-            self.delay_by = "netem" if (has_netem() if netem is None else netem) else "software"
+            without = "process" if shape.jitter_s else "software"
+            self.delay_by = "netem" if (has_netem() if netem is None else netem) else without
             SharedState.create(self._state, shape.nodes)
         try:
             self._build()
+            if self.delay_by == "process":
+                self._delayer = _start_delayer(self._hub, shape)
             if shape.wireguard:
                 outside = [self._outside(node) for node in range(shape.nodes)]
                 self._wireguard = wireguard.WireGuard(self._nodes, outside, folder, run, star=shape.nat)
@@ -144,7 +84,12 @@ class KernelNetwork:
                 run(text)
             for text in queue_commands("add", hub, port, shape.down[node], shape.delay_s, None):
                 run(text)
-            run(f"ip -n {hub} link set {port} master br0")
+            if self.delay_by == "process":
+                run(f"ip -n {hub} link add mid{node} type veth peer name {self._member(node)}")
+                for end in (f"mid{node}", self._member(node)):
+                    self._without_ipv6(hub, end)
+                    run(f"ip -n {hub} link set {end} up")
+            run(f"ip -n {hub} link set {self._member(node)} master br0")
             run(f"ip -n {hub} link set {port} up")
             bits = _PREFIX_BITS if router is None else _PRIVATE_BITS
             run(f"ip -n {name} addr add {self._outside(node)}/{bits} dev eth0")
@@ -155,6 +100,10 @@ class KernelNetwork:
             if shape.loss:
                 filters.lose_packets(name, "eth0", shape.loss, run)
             self._name_nodes(name)
+
+    def _member(self, node: int) -> str:
+        """What of a node is the bridge's."""
+        return f"line{node}" if self.delay_by == "process" else f"port{node}"
 
     def _build_router(self, node: int, router: str) -> None:
         """eth0 of a node, a router's two sides, and a port of the bridge."""
@@ -240,26 +189,45 @@ class KernelNetwork:
     def cut(self, node: int) -> None:
         """See Network."""
         # Off the bridge, not down: as with a line that breaks far away, the node itself notices nothing.
-        self._run(f"ip -n {self._hub} link set port{node} nomaster")
+        self._run(f"ip -n {self._hub} link set {self._member(node)} nomaster")
 
     def join(self, node: int) -> None:
         """See Network."""
-        self._run(f"ip -n {self._hub} link set port{node} master br0")
+        self._run(f"ip -n {self._hub} link set {self._member(node)} master br0")
 
     def processes(self) -> set[int]:
         """See Network."""
         own = set() if self._wireguard is None else self._wireguard.processes
+        own |= set() if self._delayer is None else {self._delayer.pid}
         return processes_in(self._namespaces, self._run) - own
 
     def close(self) -> None:
         """See Network."""
         if self._wireguard is not None:
             self._wireguard.close()
+        if self._delayer is not None:
+            end(self._delayer)
         delete_namespaces(self._namespaces, self._run)
 
     @property
     def _namespaces(self) -> list[str]:
         return [*self._nodes, *self._routers.values(), self._hub]
+
+
+def _start_delayer(hub: str, shape: Shape) -> subprocess.Popen:
+    words = [sys.executable, str(_DELAYER), str(shape.delay_s), str(shape.jitter_s), str(shape.nodes)]
+    started = subprocess.Popen(
+        ["ip", "netns", "exec", hub, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    if not started.stdout.readline():
+        end(started)
+        raise NetlabError(f"what delays packets did not start (exit status {started.returncode})")
+    return started
 
 
 def _on_bridge(node: int) -> str:
@@ -293,34 +261,3 @@ def queue_commands(
     elif not commands:
         commands.append(f"{add} root pfifo limit 100000")  # for its counter
     return commands
-
-
-def processes_in(namespaces: Sequence[str], run: Run = command) -> set[int]:
-    """List the ids of the processes in network namespaces that exist."""
-    found: set[int] = set()
-    for name in namespaces:
-        try:
-            found |= {int(pid) for pid in run(f"ip netns pids {name}").split()}
-        except NetlabError:  # no such namespace
-            continue
-    return found
-
-
-def delete_namespaces(namespaces: Sequence[str], run: Run = command) -> None:
-    """Delete those that exist, all of them even if one fails. NetlabError for what is left."""
-    existing = namespace_names(run)
-    failures = []
-    for name in namespaces:
-        shutil.rmtree(CONFIGURATION / name, ignore_errors=True)
-        if name in existing:
-            try:
-                run(f"ip netns delete {name}")
-            except NetlabError as error:
-                failures.append(str(error))
-    if failures:
-        raise NetlabError("; ".join(failures))
-
-
-def namespace_names(run: Run = command) -> set[str]:
-    """List all named network namespaces of this machine."""
-    return {line.split()[0] for line in run("ip netns list").splitlines() if line.strip()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from pipecomp.errors import require
-from pipecomp.netlab import filters, kernel, wireguard
+from pipecomp.netlab import filters, kernel, probe, wireguard
 from pipecomp.netlab.jobs import Functions, Starter
 from pipecomp.netlab.leftovers import remove_leftovers
 from pipecomp.netlab.names import folder_of, marked, new_name
@@ -89,8 +89,8 @@ class Lab:
     def __enter__(self) -> Lab:
         self.name = new_name()
         remove_leftovers()
-        if not self._software and (problem := kernel.missing()):
-            raise NetlabError(f"{problem}; {kernel.WITHOUT}")
+        if not self._software and (problem := probe.missing()):
+            raise NetlabError(f"{problem}; {probe.WITHOUT}")
         if problem := missing_for(self.shape):
             raise NetlabError(problem)
         folder = folder_of(self.name)

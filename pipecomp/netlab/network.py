@@ -24,7 +24,7 @@ class Network(Protocol):
     """Nodes that reach each other over shaped links."""
 
     form: str  # "kernel" or "software"
-    delay_by: str | None  # "netem", "software", or None where there is no delay
+    delay_by: str | None  # "netem", "process", "software" (pipecomp's own links), or None where there is no delay
     interface: str  # the nodes' own name for theirs
 
     def address(self, node: int) -> str:

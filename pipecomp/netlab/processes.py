@@ -123,3 +123,11 @@ def kill(strays: Callable[[], Iterable[int]]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill one that a lab keeps for its network."""
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.netlab.filters import pass_on
+from pipecomp.netlab.namespaces import Run
 from pipecomp.netlab.network import NetlabError
+from pipecomp.netlab.processes import end
 
 INTERFACE = "wg0"
 MTU = 1420
@@ -23,8 +25,6 @@ _KEEPALIVE_S = 25
 _SOCKETS = Path("/var/run/wireguard")
 _START_S = 20.0
 _NEEDED = {"wireguard-go": "wireguard-go", "wg": "wireguard-tools"}  # program -> Debian's package
-
-Run = Callable[[str], str]
 
 
 def missing() -> str | None:
@@ -101,8 +101,7 @@ class WireGuard:
     def close(self) -> None:
         """End the processes; the interfaces end with them."""
         for process in self._processes:
-            process.kill()
-            process.wait()
+            end(process)
         for name in self._names:
             (_SOCKETS / f"{name}.sock").unlink(missing_ok=True)
 

@@ -148,3 +148,31 @@ def reached(rank: int, world: int, note: Any, addresses: list[str]) -> list[bool
             time.sleep(1.0)
         time.sleep(2.0)  # for the others
     return found
+
+
+def round_trips(rank: int, world: int, note: Any, address: str) -> list[float]:
+    """Seconds of ten round trips of a byte from rank 1 to rank 0."""
+    if rank == 0:
+        with socket.create_server(("", 5003)) as server:
+            server.settimeout(TIMEOUT_S)
+            connection, _ = server.accept()
+        with connection:
+            while byte := connection.recv(1):
+                connection.sendall(byte)
+        return []
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            connection = socket.create_connection((address, 5003), timeout=TIMEOUT_S)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    found = []
+    with connection:
+        for _ in range(10):
+            began = time.perf_counter()
+            connection.sendall(b"x")
+            assert connection.recv(1) == b"x"
+            found.append(time.perf_counter() - began)
+    return found

@@ -15,10 +15,11 @@ import pytest
 from pipecomp.cluster.local_ranks import RankFailedError
 from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.netlab import Lab, NetlabError, filters, missing, wireguard
-from pipecomp.netlab.kernel import command, has_netem, namespace_names, processes_in
 from pipecomp.netlab.names import folder_of
+from pipecomp.netlab.namespaces import command, namespace_names, processes_in
+from pipecomp.netlab.probe import has_netem
 from tests.dist.lab_ranks import run_in_lab
-from tests.dist.netlab_work import place, plain_tcp, reached, trains, transfer
+from tests.dist.netlab_work import place, plain_tcp, reached, round_trips, trains, transfer
 from tests.dist.small import ds_config
 from tests.limits import HANG_S
 
@@ -85,6 +86,20 @@ def test_lost_packets_are_sent_again():
         sent = lab.bytes()[1].sent
     assert found[1][0] == 1_000_000
     assert sent > 1_000_000 * HEADERS * 1.05  # about a tenth twice
+
+
+@needs_kernel
+def test_a_delay_that_varies_is_every_packets():
+    with Lab(nodes=2, delay="60ms", jitter="40ms") as lab:
+        assert lab.network.delay_by in ("netem", "process")
+        assert not lab.notes
+        found = lab.run(round_trips, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
+        moved = lab.run(plain_tcp, 500_000, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
+        name = lab.name
+    assert min(found[1]) >= 2 * 0.020
+    assert max(found[1]) - min(found[1]) > 0.005
+    assert moved[1][0] == 500_000
+    assert not left_over(name)
 
 
 @needs_filters

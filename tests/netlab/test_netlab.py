@@ -18,6 +18,8 @@ from pipecomp.cluster.local_ranks import RankFailedError
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab import kernel as kernel_module
+from pipecomp.netlab import namespaces as namespaces_module
+from pipecomp.netlab import probe as probe_module
 from pipecomp.netlab.command import Stopped, describe, stopping
 from pipecomp.netlab.kernel import KernelNetwork
 from pipecomp.netlab.names import abandoned, folder_of, marked, new_name
@@ -339,7 +341,8 @@ class Fake:
 
 @pytest.fixture(autouse=True)
 def _no_files_in_etc(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_module, "CONFIGURATION", tmp_path / "netns")
+    for module in (kernel_module, namespaces_module):
+        monkeypatch.setattr(module, "CONFIGURATION", tmp_path / "netns")
 
 
 def queues(fake: Fake, device: str) -> list[str]:
@@ -384,6 +387,22 @@ def test_pipecomp_delays_where_the_kernel_cannot(tmp_path):
     SharedState(told.state).read(1)
 
 
+def test_a_process_varies_the_delay_where_the_kernel_cannot(tmp_path, monkeypatch):
+    ended = []
+    monkeypatch.setattr(kernel_module, "_start_delayer", lambda hub, shape: hub)
+    monkeypatch.setattr(kernel_module, "end", ended.append)
+    fake = Fake()
+    network = KernelNetwork(read_shape(nodes=2, delay="9ms", jitter="5ms"), tmp_path, "lab", run=fake, netem=False)
+    assert network.delay_by == "process"
+    assert network.settings(0, 1) is None  # pipecomp's own links do not delay as well
+    assert "ip -n lab-hub link set line1 master br0" in fake.commands
+    assert not any("port1 master" in text for text in fake.commands)
+    network.cut(1)
+    assert fake.commands[-1] == "ip -n lab-hub link set line1 nomaster"
+    network.close()
+    assert ended == ["lab-hub"]
+
+
 def test_routers_and_losses_are_asked_for(tmp_path):
     fake = Fake()
     network = KernelNetwork(read_shape(nodes=3, nat=True, loss="2%"), tmp_path, "lab", run=fake)
@@ -405,7 +424,7 @@ def test_routers_and_losses_are_asked_for(tmp_path):
     ],
 )
 def test_what_a_shape_needs_is_named(monkeypatch, options, message):
-    monkeypatch.setattr(kernel_module, "missing", lambda: None)
+    monkeypatch.setattr(probe_module, "missing", lambda: None)
     monkeypatch.setattr("shutil.which", lambda program: None)
     with pytest.raises(NetlabError, match=message), Lab(nodes=2, **options):
         pytest.fail("the lab is open")
@@ -452,8 +471,8 @@ def test_what_the_kernel_lacks_is_named(monkeypatch, refused, message):
         return ""
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(kernel_module.shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(kernel_module, "command", command)
+    monkeypatch.setattr(probe_module.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(probe_module, "command", command)
     assert missing() == message
 
 

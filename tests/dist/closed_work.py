@@ -1,0 +1,74 @@
+"""What ranks of closed runs do on the nodes of a lab that disturbs them: train a small GPT-2, and say how it went."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+AQSGD = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
+
+
+def trains_closed(
+    rank: int,
+    world: int,
+    note: Any,
+    keys: str | None,
+    steps: int,
+    timeout_s: float,
+    at_the_end: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Losses, ways to the other ranks, and what was lost on the way; a note before every step.
+
+    keys: folder of a folder for each rank; None for gloo. at_the_end: called while all ranks are still connected.
+    """
+    import torch.distributed as dist
+
+    from pipecomp import initialize
+    from pipecomp.mesh.process_group import current_mesh
+    from tests.dist.small import ds_config, gpt2, samples
+
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    section = {**AQSGD, "transport": {"timeout_s": timeout_s}}
+    engine = initialize(gpt2(), num_stages=world, config=ds_config(section), training_data=samples())
+    losses = []
+    for step in range(steps):
+        note(step)
+        losses.append(float(engine.train_batch()))
+    at_the_end()
+    engine.close()
+    mesh = current_mesh() if keys is not None else None
+    found = {"losses": losses, "backend": dist.get_backend(), "routes": {}, "healed": 0, "lost_s": 0.0}
+    if mesh is not None:
+        mesh.close()
+        lines = [connection.line for connection in mesh.connections.values()]
+        found |= {
+            "routes": dict(mesh.routes),
+            "healed": sum(line.healed for line in lines),
+            "lost_s": max(line.lost_s for line in lines),
+        }
+    return found
+
+
+TEXT = "a sample's text, which nobody else must read. " * 20
+
+
+def says_things(rank: int, world: int, note: Any, keys: str | None, steps: int, timeout_s: float) -> list[bytes]:
+    """Train, tell the other ranks a text, and return what this rank's packets begin with and hold."""
+    import torch.distributed as dist
+
+    from pipecomp.stages.link.gloo import GlooTransport
+    from pipecomp.stages.link.tls import TlsTransport
+
+    seen: list[bytes] = []
+    for transport in (GlooTransport, TlsTransport):
+
+        def send(self: Any, packet: Any, real: Any = transport.send) -> None:
+            if packet.size > 400 and len(seen) < 8:
+                seen.extend((packet[:6].tobytes(), packet[300:332].tobytes()))
+            real(self, packet)
+
+        transport.send = send
+    trains_closed(rank, world, note, keys, steps, timeout_s, lambda: dist.all_gather_object([None] * world, TEXT))
+    return seen
