@@ -20,6 +20,7 @@ from pipecomp.buffers.identity import FORMAT_KEY, RUN_KEY, configuration, link_k
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
 from pipecomp.buffers.lmdb_file import ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
+from pipecomp.buffers.salvage import salvage
 from pipecomp.buffers.value import read_header, stored_size
 from pipecomp.errors import ConfigError, StoreError
 
@@ -148,6 +149,8 @@ def prune(
 ) -> PruneReport:
     """Remove samples and make the files small again. Damaged values always go; without options nothing else does.
 
+    Of a file whose pages are damaged, all values that can still be read are kept.
+
     What is kept is copied beside the old file, and needs room there. A run that goes on sends what is missing in full
     precision once.
 
@@ -175,6 +178,9 @@ def prune(
     with ExitStack() as held:
         for folder in folders:  # all of them before any is changed
             held.enter_context(Folder(folder))
+        if not everything:
+            for folder in folders:
+                _mend_pages(folder)
         if link is not None:
             names = sorted(set().union(*map(_links, folders)))
             if link not in names:
@@ -203,7 +209,6 @@ def _kept(ids: list[int], ids_below: int | None, max_samples: int | None) -> set
 
 def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[list[int]], set[int]]) -> None:
     """Copy what is kept into a new file, and put it in the place of the old one."""
-    _require_structure(folder)
     target = folder / _COPY
     _remove(target)
     try:
@@ -257,18 +262,33 @@ def _copy_link(
 
 
 def _links(folder: Path) -> set[str]:
-    _require_structure(folder)
     with closing(ValueFile(folder, readonly=True)) as file:
         return set(file.table_names())
 
 
-def _require_structure(folder: Path) -> None:
+def _mend_pages(folder: Path) -> None:
+    """Put what is whole of a file with damaged pages in its place. StoreError if nothing is."""
     problems = structure_problems(folder)
-    if problems:
-        raise StoreError(
-            f"{folder}: the file's pages are damaged ({problems[0]}), so its values cannot be told apart: "
-            f"`pipecomp store prune {folder} --everything` removes it"
-        )
+    if not problems:
+        return
+    target = folder / _COPY
+    _remove(target)
+    try:
+        target.mkdir(exist_ok=True)
+        if not salvage(folder, target):
+            raise StoreError(
+                f"{folder}: the file's pages are damaged ({problems[0]}), and none of its values can be read. "
+                f"`pipecomp store prune {folder} --everything` removes it; then all is sent in full precision once"
+            )
+        (folder / LOCK_FILE).unlink(missing_ok=True)
+        os.replace(target / DATA_FILE, folder / DATA_FILE)
+        (folder / UNSYNCED_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be mended: {error}") from error
+    finally:
+        _remove(target)
+        if target.is_dir():
+            target.rmdir()
 
 
 def _remove(folder: Path) -> None:

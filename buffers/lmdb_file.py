@@ -128,6 +128,7 @@ class ValueFile:
                 map_size=max(map_bytes, 2 * size),
                 max_dbs=MAX_LINKS + 1,
                 readonly=readonly,
+                mode=0o600,
                 lock=not readonly,  # `Folder` has made sure that nobody writes
                 sync=False,
                 metasync=False,
@@ -179,6 +180,20 @@ class ValueFile:
                 rows.append(Row(sample, slot, bytes(cursor.value()[:HEADER_BYTES])))
                 more = cursor.set_range(_NEXT.pack(slot + 1, 0))
         return rows
+
+    def count(self, table: Table) -> int:
+        """Count the pieces of all values: no slot is that high."""
+        with explained(self.path, "read"), self._reading, self._env.begin(db=table.handle) as txn:
+            return int(txn.stat(table.handle)["entries"])
+
+    def sample_at(self, table: Table, slot: int) -> int:
+        """Read which sample's value is in a slot. StoreError if none is."""
+        with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
+            there = cursor.set_range(_NEXT.pack(slot, 0))
+            key = bytes(cursor.key()) if there else b""
+        if len(key) != _FIRST.size or key[:10] != _NEXT.pack(slot, 0)[:10]:
+            raise StoreError(f"{self.path}: store of {table.name}: no value in slot {slot}")
+        return int(_FIRST.unpack(key)[2])
 
     def read(self, table: Table, sample: int) -> bytearray | None:
         """Read a sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""

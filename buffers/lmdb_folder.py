@@ -31,6 +31,13 @@ _held: set[str] = set()
 _held_guard = threading.Lock()
 
 
+def make_private(path: Path) -> None:
+    """Make a folder, and those that it is in, which only their owner can open; what is there stays as it is."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def boot_id() -> str:
     """Names the current boot of the machine; empty where the system does not tell."""
     try:
@@ -52,7 +59,7 @@ class Folder(AbstractContextManager["Folder"]):
         self._marked = False
         with explained(path, "use it as a message store"):
             if not shared:
-                path.mkdir(parents=True, exist_ok=True)
+                make_private(path)
             elif not (path / DATA_FILE).is_file():
                 raise StoreError(f"{path}: no message store here")
             self._acquire(shared)
@@ -107,7 +114,7 @@ class Folder(AbstractContextManager["Folder"]):
         try:
             flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
             try:
-                self._lock_fd = os.open(self.path / IN_USE_FILE, flags | os.O_CLOEXEC, 0o644)
+                self._lock_fd = os.open(self.path / IN_USE_FILE, flags | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
                 return  # only looking, at a store that nobody ever locked
             self._lock(shared)

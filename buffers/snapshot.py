@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 from pipecomp.buffers.lmdb_errors import explained
+from pipecomp.buffers.lmdb_folder import make_private
 from pipecomp.files import replacing
 
 _FICLONE = 0x40049409  # Linux: let two files share their blocks until one changes them (XFS, Btrfs)
 
 
+def _private(path: Path) -> BinaryIO:
+    """Open a file to write, which only its owner can read."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file that nobody writes meanwhile; the folder of `target` is made. Synced. StoreError if it fails."""
     with explained(target.parent, f"copy {source} there"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as part, source.open("rb") as old, part.open("wb") as new:
+        make_private(target.parent)
+        with replacing(target) as part, source.open("rb") as old, _private(part) as new:
             try:
                 fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
             except OSError:  # another file system, or one that cannot

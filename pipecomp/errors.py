@@ -9,6 +9,8 @@ PipecompError
   DataError            samples, ids or labels
   WireError            bytes that are not a packet of this version
   StoreError           the message store: damaged, full, or of another run
+  OutputError          a file that a run writes cannot be written; raised on every rank
+    CheckpointError    a checkpoint
   KeysError            keys and certificates: missing, expired, revoked, of another run or rank
   LinkError            the exchange between two stages
     BaseMismatchError  a delta on a cached activation that the receiver does not hold
@@ -74,6 +76,14 @@ class WireError(PipecompError, ValueError):
 
 class StoreError(PipecompError, RuntimeError):
     """The message store is damaged, full, or belongs to another run."""
+
+
+class OutputError(PipecompError, RuntimeError):
+    """Something cannot be written: which file, on which rank, and why. Every rank has it, and training can go on."""
+
+
+class CheckpointError(OutputError):
+    """A checkpoint cannot be written, and nothing of it is left."""
 
 
 class KeysError(PipecompError, RuntimeError):

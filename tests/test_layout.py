@@ -38,7 +38,7 @@ LEVELS = [
     {"plan"},
     {"engine", "report"},
     {"demo", "recipes", "trainer"},
-    {"bench"},
+    {"bench", "up"},
     {"cli"},
 ]
 # What is imported -> the rooms and modules that may; what is not named here anybody may.
@@ -49,14 +49,8 @@ MAY_IMPORT = {
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
     "pipecomp.netlab": {
-        "netlab",
-        "bench",
-        "cli",
-        "demo",
-        "doctor",
-        "pipecomp.engine.connect",
-        "pipecomp.engine.facts",
-        "pipecomp.recipes.planned",
+        *("netlab", "bench", "cli", "demo", "doctor"),
+        *("pipecomp.engine.connect", "pipecomp.engine.facts", "pipecomp.recipes.planned", "pipecomp.up.rank"),
     },
     "pipecomp.recipes": {"recipes"},
     **{name: set() for name in house.OUTSIDE},  # the bare names of folders beside pipecomp/
@@ -72,6 +66,7 @@ MANY_PARAMETERS = {
     "pipecomp.buffers:open_environment": "the settings of the store's section, and the staging",
     "pipecomp.cli.commands:*": "typer makes an option of every parameter",
     "pipecomp.cli.start:train": "typer makes an option of every parameter",
+    "pipecomp.cli.up:up": "typer makes an option of every parameter",
     "pipecomp.engine.initialize:initialize": "public, with the names of deepspeed.initialize and of a model's split",
     "pipecomp.optim:QuantizedAdam.__init__": "a torch optimizer: Adam's parameters and the exchange's",
     "pipecomp.trainer.trainer:PipelineTrainer.__init__": "transformers.Trainer's parameters and the pipeline's",

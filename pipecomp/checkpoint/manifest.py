@@ -65,6 +65,16 @@ def steps(save_dir: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def keep_last_good(save_dir: str | os.PathLike[str]) -> None:
+    """Delete all checkpoints but the last good one, to make room; none if none is good."""
+    found = list(steps(save_dir).values())
+    good = next((path for path in reversed(found) if problem(path) is None), None)
+    for path in found if good is not None else ():
+        if path != good:
+            remove(path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_old(save_dir: str | os.PathLike[str], keep: int) -> None:
     """Delete all checkpoints but the last `keep` ones."""
     for path in list(steps(save_dir).values())[:-keep]:

@@ -1,4 +1,4 @@
-"""The command line: `pipecomp init | train | demo | doctor | keys | netlab | plan | report | store | bench`.
+"""The command line: `pipecomp init | train | up | demo | doctor | keys | netlab | plan | report | store | bench`.
 
 Errors are one line; exit status 1.
 """
@@ -17,6 +17,7 @@ from pipecomp.cli.common import JsonOption, console, plain_errors, say, whole_nu
 from pipecomp.cli.keys import keys
 from pipecomp.cli.start import init, train
 from pipecomp.cli.store import store
+from pipecomp.cli.up import up
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +30,7 @@ app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 app.command()(init)
 app.command()(train)
+app.command("up")(up)
 
 
 @app.command()

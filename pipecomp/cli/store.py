@@ -49,9 +49,16 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
     damaged = [d._asdict() for d in report.damaged]
     write_json(json_file, {"checked": report.checked, "damaged": damaged})
     for d in report.damaged:
-        console.print(f"rank {d.rank}, {d.link}, sample {d.sample}: {d.problem}", highlight=False)
+        place = "pages of the file" if d.sample is None else f"{d.link}, sample {d.sample}"
+        console.print(f"rank {d.rank}, {place}: {d.problem}", highlight=False)
     console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
     if damaged:
+        console.print(
+            f"`pipecomp store prune {path}` keeps what is whole and removes the rest, which is sent in full precision "
+            "once; a run with --resume auto does so by itself",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(1)
 
 

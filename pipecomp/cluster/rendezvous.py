@@ -20,6 +20,7 @@ from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, ver
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.launcher import watch_launcher
+from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
 from pipecomp.errors import LinkError, LinkTimeoutError
@@ -89,6 +90,8 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
 def _meet(rank: int, world: int) -> Any:
     """Compare what must fit before gloo connects; returns the key-value store that the ranks met in."""
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    if rank != 0 and "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT", "").isdecimal():
+        check_meeting_point(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank)
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=COMING_S))))
     except (RuntimeError, ValueError) as error:

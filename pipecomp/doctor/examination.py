@@ -99,7 +99,7 @@ def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, stor
         return True
     # The meeting has compared the GPUs themselves; their number alone says less.
     own = [finding for finding in own if finding.check != GPU_SHARING]
-    findings = meeting.collect(own, _MACHINE_LIMIT_S) + between
+    findings = meeting.collect(own, _MACHINE_LIMIT_S) + meeting.routes() + between
     if meeting.rank == 0:
         report(findings)
     return meeting.finish(findings, 2 * _MACHINE_LIMIT_S)

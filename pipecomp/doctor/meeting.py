@@ -1,7 +1,8 @@
-"""The ranks of one run, together: they meet in torch's key-value store, measure in turn, and hand in what they found.
+"""The ranks of one run, together: they meet in a key-value store, measure in turn, and hand in what they found.
 
 The store comes first and is all that the rest needs: where gloo cannot connect, or a rank is gone, the others can
-still say so. Rank 0 gives the turns and notes who is lost, so that nothing waits for a lost rank twice.
+still say so. With keys (PIPECOMP_KEYS) all of it goes over TLS, as training does. Rank 0 gives the turns and notes who
+is lost, so that nothing waits for a lost rank twice.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.network_interfaces import machine
 from pipecomp.doctor.compute import check_shared_gpus, own_gpu
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
@@ -26,6 +29,8 @@ from pipecomp.doctor.launch import Launch
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
 from pipecomp.doctor.path import Path, check_path, follow_path, lead_path
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
+from pipecomp.mesh.mesh import Mesh
+from pipecomp.mesh.process_group import BACKEND, current_mesh
 
 _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection
@@ -42,6 +47,8 @@ class MeetingError(RuntimeError):
 class Meeting:
     """This rank's part in a meeting of all ranks; call the methods in their order, on every rank.
 
+    Ranks that torch has joined already use what they have, and keep it.
+
     limit_s: how long to wait for the other ranks to come. Raises MeetingError if they do not.
     """
 
@@ -49,7 +56,7 @@ class Meeting:
         self.rank, self.world = launch.place
         self._lost: set[int] = set()
         try:
-            store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=limit_s)))
+            self._mesh, store = self._meet(limit_s)
             self._store = dist.PrefixStore(_PREFIX, store)
             mine = Identity(self.rank, socket.gethostname(), machine(), own_gpu(launch.local_rank), versions)
             self._say("identity", mine)
@@ -57,11 +64,33 @@ class Meeting:
         except (RuntimeError, ValueError) as error:
             raise MeetingError(_first_line(error)) from error
 
+    def _meet(self, limit_s: float) -> tuple[Mesh | None, Any]:
+        self._joined = dist.is_initialized()
+        if self._joined:
+            mesh = current_mesh() if dist.get_backend() == BACKEND else None
+            return mesh, distributed_c10d._get_default_store()
+        keys = wanted_keys()
+        if keys is not None:
+            mesh = join_mesh(keys, self.rank, self.world, wait_s=limit_s)
+            return mesh, mesh.store
+        store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=limit_s)))
+        return None, store
+
+    def routes(self) -> list[Finding]:
+        """Tell how this rank's connections under TLS go; nothing over gloo."""
+        if self._mesh is None:
+            return []
+        ways = "; ".join(f"rank {rank} {way}" for rank, way in sorted(self._mesh.routes.items()))
+        return [Finding("routes", OK, f"under TLS with this run's keys, to {ways}")]
+
     def measure(self) -> list[Finding]:
         """Connect all ranks and measure, pair after pair; the findings on rank 0, nothing on the others."""
         error, limit = None, timedelta(seconds=_GLOO_S)
         try:
-            dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.world, timeout=limit)
+            if not self._joined:
+                backend = "gloo" if self._mesh is None else BACKEND
+                place = {"rank": self.rank, "world_size": self.world}
+                dist.init_process_group(backend, store=self._store, timeout=limit, **place)
         except (RuntimeError, ValueError) as caught:
             error = _first_line(caught)
         self._say("joined", error)
@@ -83,7 +112,8 @@ class Meeting:
         """Rank 0: give every pair its turn, one after the other, so that no two share a cable."""
         joined = {rank: self._ask(rank, f"joined/{rank}", 6 * _GLOO_S, _SAID_NOTHING) for rank in range(self.world)}
         errors = {rank: error for rank, error in joined.items() if error is not None}
-        findings = [check_joined(errors, self.identities), check_same_versions(self.identities)]
+        over = "gloo" if self._mesh is None else "TLS"
+        findings = [check_joined(errors, self.identities, over), check_same_versions(self.identities)]
         findings += check_shared_gpus((i.rank, i.gpu) for i in self.identities if i.gpu is not None)
         chosen = [] if errors else pairs([i.machine for i in self.identities])
         self._say("pairs", chosen)
@@ -167,8 +197,12 @@ class Meeting:
             problem = self._ask(0, "problem/0", wait_s, True)
             with contextlib.suppress(RuntimeError):
                 self._say("left", True)
+        if self._joined:
+            return problem
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._mesh is not None:
+            self._mesh.close()
         return problem
 
     # -- the key-value store

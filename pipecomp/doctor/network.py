@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipecomp.cluster.closed import wanted_keys
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
 from pipecomp.cluster.network_interfaces import (
     Choice,
@@ -28,11 +29,10 @@ _NO_CABLE = 65534  # ARPHRD_NONE: the kind of WireGuard's and tun interfaces
 def network_findings(launch: Launch) -> list[Finding]:
     """Make all checks of this module on this machine."""
     interfaces = list_interfaces()
-    findings = [
-        check_interfaces(interfaces, launch),
-        check_gloo(interfaces, os.environ.get(VARIABLE), default_choice(), launch),
-        *check_tunnels(interfaces, list_tunnels(interfaces), interface_towards(_FAR)),
-    ]
+    findings = [check_interfaces(interfaces, launch)]
+    if wanted_keys() is None:  # over TLS, gloo connects nothing
+        findings.append(check_gloo(interfaces, os.environ.get(VARIABLE), default_choice(), launch))
+    findings += check_tunnels(interfaces, list_tunnels(interfaces), interface_towards(_FAR))
     if launch.started and launch.master is not None:
         findings.append(check_master(launch.master, resolve(launch.master), launch))
     return findings

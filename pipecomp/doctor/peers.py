@@ -105,14 +105,14 @@ def check_same_versions(identities: Sequence[Identity]) -> Finding:
     return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
 
 
-def check_joined(errors: Mapping[int, str], identities: Sequence[Identity]) -> Finding:
-    """Check whether the ranks could connect to each other. errors: of each rank that could not, gloo's words."""
+def check_joined(errors: Mapping[int, str], identities: Sequence[Identity], over: str = "gloo") -> Finding:
+    """Check whether the ranks could connect to each other. errors: of each rank that could not, in its words."""
     if not errors:
-        return Finding("gloo connections", OK, f"all {len(identities)} ranks are connected")
+        return Finding(f"{over} connections", OK, f"all {len(identities)} ranks are connected")
     who = ", ".join(map(str, sorted(errors)))
     error = max(errors.values(), key=lambda text: "remote=" in text)  # the side that called says where it called
     found = f"ranks meet, but {'rank' if len(errors) == 1 else 'ranks'} {who} cannot connect to the others: {error}"
-    return Finding("gloo connections", PROBLEM, found, _firewall(*identities[:2]))
+    return Finding(f"{over} connections", PROBLEM, found, _firewall(*identities[:2]))
 
 
 def _firewall(first: Identity, second: Identity) -> str:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
-import torch.distributed as dist
 
 from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
+from pipecomp.checkpoint.writing import Attempts, NotingWriter, private
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
-from pipecomp.errors import ConfigError, StoreError
+from pipecomp.errors import CheckpointError, ConfigError, StoreError
 from pipecomp.files import write_whole
 from pipecomp.stages.link.handshake import summarize
 
@@ -83,7 +83,10 @@ class Checkpoints:
             )
 
     def save(self, save_dir: str, tag: Any, client_state: dict | None, *, latest: bool, stock: Callable) -> Any:
-        """See `PipelineEngine.save_checkpoint`. stock: DeepSpeed's, complete but for state and tag."""
+        """See `PipelineEngine.save_checkpoint`. stock: DeepSpeed's, complete but for state and tag.
+
+        Raises CheckpointError on every rank if one of them cannot write; then nothing of it is left.
+        """
         engine = self._engine
         own: dict[str, Any] = asdict(engine.progress)
         if engine.run is not None:
@@ -91,17 +94,32 @@ class Checkpoints:
         tag = str(tag or f"global_step{engine.global_steps}")
         folder = Path(save_dir) / tag
         own["pipeline"] = asdict(reshard_load.describe(engine))
-        manifest.remove(folder)
-        done = stock(save_dir, tag=tag, client_state={**(client_state or {}), _STATE_KEY: own}, save_latest=False)
-        save_residuals(engine.gradients.states(), folder, engine.global_rank)
-        self._save_rank(folder)
-        dist.barrier()  # everything is written
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            manifest.write(folder, engine.global_rank)
-        dist.barrier()
-        if latest and engine.global_rank == 0:
-            write_whole(Path(save_dir) / "latest", tag)
-        dist.barrier()  # after that, older ones may be deleted
+        state = {**(client_state or {}), _STATE_KEY: own}
+        first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+        attempts = Attempts(folder)
+        writer, engine.checkpoint_engine = engine.checkpoint_engine, NotingWriter(engine.checkpoint_engine, attempts)
+        try:
+            with private():
+                attempts.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
+                attempts.attempt(lambda: manifest.remove(folder))
+                attempts.agree()
+                done = stock(save_dir, tag=tag, client_state=state, save_latest=False)
+                attempts.attempt(lambda: save_residuals(engine.gradients.states(), folder, engine.global_rank))
+                attempts.attempt(lambda: self._save_rank(folder))
+                attempts.agree()  # everything is written
+                if first_here:
+                    attempts.attempt(lambda: manifest.write(folder, engine.global_rank))
+                attempts.agree()
+                if latest and engine.global_rank == 0:
+                    attempts.attempt(lambda: write_whole(Path(save_dir) / "latest", tag))
+                attempts.agree()  # after that, older ones may be deleted
+        except CheckpointError:
+            if first_here:
+                manifest.remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            engine.checkpoint_engine = writer
         return done
 
     def _save_rank(self, folder: Path) -> None:
@@ -111,7 +129,8 @@ class Checkpoints:
         if (saves is None or not saves.save(copy)) and copy.exists():  # of an earlier checkpoint of this name
             shutil.rmtree(copy)
         state = {"random": random_state(), "messages": self._messages_held()}
-        torch.save(state, _rank_file(folder, engine.global_rank))
+        with _rank_file(folder, engine.global_rank).open("wb") as file:  # torch's own would raise with a C++ stack
+            torch.save(state, file)
 
     # -- loading
 

@@ -201,6 +201,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
         Raises:
             ConfigError: bf16 without ZeRO, which DeepSpeed 0.19 saves but cannot load.
+            CheckpointError: On every rank, if one of them cannot write. Nothing of the checkpoint is left, and training
+                can go on.
         """
         self._checkpoints.check_precision()
         kwargs.setdefault("exclude_frozen_parameters", self.stage.adapter is not None)

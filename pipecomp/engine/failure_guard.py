@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
 from pipecomp.cluster.heartbeat import Heartbeat
-from pipecomp.errors import PeerLostError, PipecompError
+from pipecomp.errors import OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
@@ -47,6 +47,8 @@ class FailureGuard:
             if self._heartbeat is not None:
                 self._heartbeat.enter()
             yield
+        except OutputError:  # all ranks have it, at the same place, and nothing else is wrong
+            raise
         except Exception as error:
             cause = self._tell(error)
             if cause is not error:

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.collectives import gathered
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.engine.trace import Trace, TracedStore, chrome_events, draw_trace, write_trace
+from pipecomp.errors import OutputError
 from pipecomp.stats import Seconds
 
 
@@ -86,8 +87,20 @@ class Reporting:
                     end.store = TracedStore(end.store, self.trace)
 
     def save_trace(self, path: str | Path, title: str) -> None:
-        """Write all ranks' events to one file, and a picture of the last step beside it; every rank calls this."""
+        """Write all ranks' events to one file, and a picture of the last step beside it; every rank calls this.
+
+        Raises OutputError on every rank if one of the files cannot be written; nothing of that one is left.
+        """
         by_rank = dict(enumerate(gathered(self.trace.events())))
+        problem: str | None = None
         if self._engine.global_rank == 0:
-            write_trace(path, by_rank)
-            draw_trace(Path(path).with_suffix(".png"), by_rank, title=title)
+            picture = Path(path).with_suffix(".png")
+            try:
+                write_trace(path, by_rank)
+                path = picture
+                draw_trace(picture, by_rank, title=title)
+            except OSError as error:
+                problem = f"{path} cannot be written on rank 0: {error.strerror or error}"
+        problem = broadcast(problem)
+        if problem is not None:
+            raise OutputError(problem)

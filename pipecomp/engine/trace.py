@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import CachedActivation, MessageStore, Put, Settled
+from pipecomp.files import replacing, write_whole
 from pipecomp.plain_objects import exchanged
 
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
@@ -152,7 +153,7 @@ def chrome_events(by_rank: dict[int, Iterable[Event]]) -> list[dict[str, Any]]:
 
 def write_trace(path: str | Path, by_rank: dict[int, Iterable[Event]]) -> None:
     """Write all ranks' events as one JSON file."""
-    Path(path).write_text(json.dumps({"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}))
+    write_whole(path, json.dumps({"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}))
 
 
 def draw_trace(path: str | Path, by_rank: dict[int, list[Event]], *, title: str = "", steps: int = 1) -> None:
@@ -192,5 +193,8 @@ def draw_trace(path: str | Path, by_rank: dict[int, list[Event]], *, title: str 
         loc="upper center",
         bbox_to_anchor=(0.5, -1.1 / (1 + 0.3 * len(rows))),
     )
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    try:
+        with replacing(path, synced=False) as part:
+            figure.savefig(part, format="png", dpi=120, bbox_inches="tight")
+    finally:
+        pyplot.close(figure)

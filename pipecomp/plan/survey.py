@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.collectives import gathered
 from pipecomp.config import Config
 from pipecomp.doctor.launch import read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import require
+from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import with_bits
@@ -34,6 +36,7 @@ from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport
 
 _TIMEOUT_S = 120.0
+_MEET_S = 300.0
 
 
 @exchanged
@@ -78,22 +81,26 @@ def survey_ranks(
 ) -> Survey | None:
     """Measure all ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
-    Over the connections by which torch has joined them, or else over gloo, which is left again in the end.
+    Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS.
     stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many.
     """
     rank, world = read_launch(os.environ).place
     K = stages or world
     require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")
     joined = dist.is_initialized()
-    if not joined:
-        dist.init_process_group("gloo")
+    if joined:
+        mesh = current_mesh() if dist.get_backend() == BACKEND else None
+    else:
+        mesh = _join(rank, world)
     try:
-        link = _links(rank, world // K, K, pacer_to)
+        link = _links(rank, world // K, K, pacer_to, mesh)
         seen = gathered((link, survey_machine(model, tokens, dtype, samples, store)))
         dist.barrier()
     finally:
         if not joined:
             dist.destroy_process_group()
+        if mesh is not None and not joined:
+            mesh.close()
     if rank != 0:
         return None
     R = world // K
@@ -109,9 +116,18 @@ def survey_ranks(
     )
 
 
-def _links(rank: int, R: int, K: int, pacer_to: PacerTo) -> Measured | None:
+def _join(rank: int, world: int) -> Mesh | None:
+    keys = wanted_keys()
+    if keys is None:
+        dist.init_process_group("gloo")
+        return None
+    mesh = join_mesh(keys, rank, world, wait_s=_MEET_S)
+    dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world)
+    return mesh
+
+
+def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> Measured | None:
     """Measure this rank's link to the next stage, together with all others."""
-    mesh = current_mesh() if dist.get_backend() == BACKEND else None
     pipelines = [[k * R + r for k in range(K)] for r in range(R)]
     groups = neighbour_groups(pipelines, _TIMEOUT_S) if mesh is None else {}
 

@@ -16,8 +16,9 @@ from pipecomp.cluster.agreement import settings_of
 from pipecomp.cluster.collectives import gathered
 from pipecomp.cluster.interruption import Interruption
 from pipecomp.config import Config
+from pipecomp.errors import OutputError
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import Checkpoints
+from pipecomp.recipes.resume import Checkpoints, say_here
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.command import try_report
@@ -85,8 +86,13 @@ class Fit:
         args, rank = self.args, dist.get_rank()
         self._goes_on = self._checkpoints.find()
         store, method = self.settings.store, self.settings.activations.method
-        if not self._checkpoints.step and method == "aqsgd" and store.backend == "lmdb":
-            forget(store.path, rank)
+        mended = None
+        if method == "aqsgd" and store.backend == "lmdb":
+            if self._checkpoints.step:
+                mended = self._checkpoints.mend_store(store, rank)
+            else:
+                forget(store.path, rank)
+        self._mended = mended
         folder = args.run or default_folder(args.recipe)
         after = self._checkpoints.step
         self._recorder = Recorder(folder if rank == 0 else None, after=after, required=args.run is not None)
@@ -134,6 +140,8 @@ class Fit:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
             report.resumed(self._goes_on)
             report.resumed(checkpoints.load(engine))
+            for rank, mended in enumerate(gathered(self._mended)):
+                report.resumed(f"rank {rank}: {mended}" if mended else "")
             facts = {"recipe": args.recipe, "unit": self._unit, **engine.describe()}
             self._recorder.start(plan.steps, kind="recipe", **facts)
             trackers.begin(facts)
@@ -147,11 +155,14 @@ class Fit:
                 if plan.ends_epoch(step):
                     self._epoch(engine, step, evaluate())
                 checkpoints.save(engine, step, ends_epoch=plan.ends_epoch(step), last=step == plan.steps)
-            if args.trace:
-                engine.save_trace(args.trace)
             if args.save:
                 save(args.save)
-            stats = engine.gather_comm_stats()
+            if args.trace:
+                try:
+                    engine.save_trace(args.trace)
+                except OutputError as error:
+                    say_here(f"--trace: {error}")
+            stats = self._exchange(engine)[0]
             self._recorder.end(stats, engine.gather_last_step())
             folder = self._recorder.folder if args.report else None
             report.end(Traffic.of(stats), args.save, None if folder is None else try_report([folder]))
@@ -163,20 +174,27 @@ class Fit:
         loss = float(engine.train_batch())
         step_s = time.perf_counter() - began
         per_s, epoch = units() / step_s, self.plan.epoch(step)
-        with engine.propagate_failure():
-            told = gathered((engine.comm_stats(), self._interruption.wanted))
-        stats = [row for row, _ in told]
+        stats, wanted = self._exchange(engine)
         self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
         self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats), stats=stats)
         values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
         self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
-        return self._interruption.decide([wanted for _, wanted in told])
+        return self._interruption.decide(wanted)
+
+    def _exchange(self, engine: Any) -> tuple[list[dict[str, Any]], list[int]]:
+        """All ranks' counters and wishes to stop; what one of them could not write is said on all. All must call it."""
+        with engine.propagate_failure():
+            told = gathered((engine.comm_stats(), self._interruption.wanted, self._report.take_refused()))
+        for rank, (_, _, refused) in enumerate(told):
+            if refused is not None:
+                say_here(f"rank {rank}: {refused}")
+        return [stats for stats, _, _ in told], [wanted for _, wanted, _ in told]
 
     def _stop(self, engine: Any, step: int, reason: str) -> NoReturn:
         """Save and close, as all other ranks do now."""
-        self._checkpoints.save_now(engine, evaluation_due=self.plan.ends_epoch(step))
+        saved = self._checkpoints.save_now(engine, evaluation_due=self.plan.ends_epoch(step))
         self._recorder.interrupted()
-        self._report.interrupted(step, reason)
+        self._report.interrupted(step, reason, saved=saved)
         engine.close()
         raise self._interruption.leave(reason)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -61,6 +62,7 @@ class Report:
         self._epoch_losses: list[float] = []
         self._metrics = self._board = None
         self._before = Traffic({}, {})
+        self._refused: str | None = None
         if silent:
             return
         if metrics is not None:
@@ -219,11 +221,14 @@ class Report:
             self._say(f"report    {page}")
         self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
 
-    def interrupted(self, step: int, reason: str) -> None:
-        """Say that the run ends after this step, which a checkpoint has."""
+    def interrupted(self, step: int, reason: str, *, saved: bool) -> None:
+        """Say that the run ends after this step, and from where it can go on. saved: whether a checkpoint has it."""
         if not self._silent:
             self._stop_progress()
-            self._say(f"stopped   after step {step}: {reason}; the same command with --resume auto goes on from there")
+            where = "there" if saved else "the checkpoint before, as this step could not be saved"
+            self._say(
+                f"stopped   after step {step}: {reason}; the same command with --resume auto goes on from {where}"
+            )
 
     def __enter__(self) -> Report:
         return self
@@ -232,10 +237,20 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop_progress()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._close_metrics()
         if self._board is not None:
             self._board.close()
+
+    def take_refused(self) -> str | None:
+        """Say once what could not be written, None if everything was."""
+        refused, self._refused = self._refused, None
+        return refused
+
+    def _close_metrics(self) -> None:
+        if self._metrics is not None:
+            with contextlib.suppress(OSError):  # it writes again what was refused
+                self._metrics.close()
+            self._metrics = None
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -253,8 +268,13 @@ class Report:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is not None:
-            self._metrics.write(json.dumps(finite(record)) + "\n")
-            self._metrics.flush()  # so that a run can be watched, and what was reached outlives a crash
+            try:
+                self._metrics.write(json.dumps(finite(record)) + "\n")
+                self._metrics.flush()  # so that a run can be watched, and what was reached outlives a crash
+            except OSError as error:
+                what = f"{self._metrics.name} cannot be written: {error.strerror or error}"
+                self._refused = f"--metrics: {what}. The run goes on without it"
+                self._close_metrics()
 
     def _curves(self, step: int, group: str, values: dict[str, float] | dict[str, int]) -> None:
         if self._board is not None:

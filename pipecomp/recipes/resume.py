@@ -9,15 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipecomp.buffers.mending import mend
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
+from pipecomp.checkpoint.writing import private
 from pipecomp.cluster.agreement import differences
 from pipecomp.cluster.collectives import gathered
-from pipecomp.errors import ConfigError, require
+from pipecomp.config import Store
+from pipecomp.errors import CheckpointError, ConfigError, require
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
@@ -108,13 +112,21 @@ def data_facts(training: Any, held_out: Any) -> dict[str, str | None]:
 def make_folder(argument: str, path: str) -> None:
     """Make the folder that an argument names before training, so that one that cannot be written is known at once.
 
+    Only its owner can open it, if it was not there.
+
     Raises:
         ConfigError: If it cannot be made.
     """
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        with private():
+            Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(argument, path, f"a folder that can be written ({error.strerror})") from error
+
+
+def say_here(text: str) -> None:
+    """Tell it on standard error of each rank that calls this: people at its machine may see no other's."""
+    print(f"pipecomp: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
 
 
 class Checkpoints:
@@ -196,6 +208,16 @@ class Checkpoints:
         words = f"goes on after step {self.step}" if self.step else "no good checkpoint: begins"
         return words + "".join(f"; passed over step {step}: {problem}" for step, problem in sorted(problems.items()))
 
+    def mend_store(self, store: Store, rank: int) -> str | None:
+        """Let a run go on whose message store was damaged, on this rank: with the checkpoint's copy, or with less.
+
+        Returns:
+            What was done, in words; None if nothing was damaged.
+        """
+        assert self.folder is not None
+        copy = self.folder / f"global_step{self.step}" / f"pipecomp-messages-rank-{rank}"
+        return mend(store.path, rank, copy=copy.is_dir())
+
     def _check(self, folder: Path) -> None:
         """Before anything of the checkpoint is used, or anything of its run is overwritten."""
         from pipecomp.checkpoint.reshard_load import read_state
@@ -233,19 +255,41 @@ class Checkpoints:
     def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
         """Write a checkpoint after step `step` if it is time to; every rank must call this."""
         due = ends_epoch if self._every is None else step % self._every == 0
-        if due or last:
-            self.save_now(engine)
+        if (due or last) and not self.save_now(engine):
+            say_here("the run goes on without this checkpoint, and tries again when the next one is due")
 
-    def save_now(self, engine: Any, *, evaluation_due: bool = False) -> None:
-        """Write a checkpoint, if there is a folder for it; every rank must call this."""
+    def save_now(self, engine: Any, *, evaluation_due: bool = False) -> bool:
+        """Write a checkpoint, if there is a folder for it; every rank must call this.
+
+        Where the disk is full, the older ones go, but for the last good one, and it is tried again.
+
+        Args:
+            engine: Whose.
+            evaluation_due: For `load`: that the evaluation after this step has not been made.
+
+        Returns:
+            False if it could not be written, which is said on every rank.
+        """
         if self.folder is None:
-            return
+            return True
         state: dict[str, Any] = {_STATE_KEY: self._settings, _TRAINED_KEY: self._trained}
         if evaluation_due:
             state[_DUE_KEY] = True
-        engine.save_checkpoint(str(self.folder), client_state=state)
+        try:
+            engine.save_checkpoint(str(self.folder), client_state=state)
+        except CheckpointError as error:
+            say_here(f"{error}. It is tried again without the older ones, but for the last")
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                manifest.keep_last_good(self.folder)
+            gathered(None)  # they are gone on every machine
+            try:
+                engine.save_checkpoint(str(self.folder), client_state=state)
+            except CheckpointError as again:
+                say_here(str(again))
+                return False
         if os.environ.get("LOCAL_RANK", "0") == "0":
             manifest.remove_old(self.folder, self._keep)
+        return True
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> list[str]:

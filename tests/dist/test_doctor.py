@@ -16,6 +16,7 @@ from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.doctor import Finding
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S
+from tests.mesh.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
 
@@ -235,3 +236,34 @@ def test_loopback_between_two_machines():
     line = found["gloo connections"]
     assert line["verdict"] == "problem"
     assert "GLOO_SOCKET_IFNAME" in line["advice"]
+
+
+def examined_with_keys(rank, world, note, keys):
+    os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    return examined(rank, world, note, ("ok",) * world)
+
+
+def test_with_keys_all_goes_over_tls(tmp_path):
+    keys_for(tmp_path, 2)
+    results = run_ranks(2, examined_with_keys, str(tmp_path), timeout_s=HANG_S)
+    lines = {(f.check, f.verdict): f.found for f in findings_of(results)}
+    assert lines["routes", "ok"] == "under TLS with this run's keys, to rank 1 direct"
+    assert lines["TLS connections", "ok"] == "all 2 ranks are connected"
+    assert "bit/s" in next(found for (check, _), found in lines.items() if check == "ranks 0 and 1")
+
+
+def test_keys_of_another_run_do_not_meet(tmp_path):
+    keys_for(tmp_path / "ours", 1)
+    keys_for(tmp_path, 2)
+    (tmp_path / "rank-0").rename(tmp_path / "gone")
+    (tmp_path / "ours" / "rank-0").rename(tmp_path / "rank-0")
+    (rank_1,) = [findings_of(run_ranks(2, meets, str(tmp_path), timeout_s=HANG_S), rank=1)]
+    meeting = next(f for f in rank_1 if f.check == "meeting")
+    assert meeting.verdict == "problem"
+    assert "is not rank 0 of this run" in meeting.found
+
+
+def meets(rank, world, note, keys):
+    global LIMIT_S
+    LIMIT_S = 20.0  # rank 0 waits that long for one that may come
+    return examined_with_keys(rank, world, note, keys)

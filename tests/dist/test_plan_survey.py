@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
 from tests.limits import HANG_S
+from tests.mesh.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
 
@@ -81,3 +83,16 @@ def test_one_machine_and_its_profile_again(model, tmp_path):
     again, _ = planned(0, 1, None, model, {**options, "measure": False, "profile": file, "tokens": None})
     assert again["stage_s"] == found["stage_s"]
     assert again["cuts"] == found["cuts"]
+
+
+def planned_with_keys(rank, world, note, model, keys):
+    os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    return planned(rank, world, note, model, {})
+
+
+def test_with_keys_links_are_measured_over_tls(model, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys")
+    keys_for(keys, 2)
+    found, _ = run_ranks(2, planned_with_keys, model, str(keys), timeout_s=HANG_S)[0]
+    (link,) = found["links"]
+    assert link["forward"]["bits_per_s"] > 1e6

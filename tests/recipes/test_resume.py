@@ -69,6 +69,17 @@ class TestSeals:
         assert (tmp_path / "global_step_mine").is_dir()
 
 
+def test_to_make_room_all_go_but_the_last_good_one(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        checkpoint(tmp_path, step)
+    (tmp_path / "global_step15" / "weights.pt").write_bytes(b"")
+    manifest.keep_last_good(tmp_path)
+    assert list(manifest.steps(tmp_path)) == [10]
+    (tmp_path / "global_step10" / "weights.pt").unlink()
+    manifest.keep_last_good(tmp_path)
+    assert list(manifest.steps(tmp_path)) == [10], "nothing goes where none is good"
+
+
 def given(*words: str) -> argparse.Namespace:
     parser = run.arguments("mine", "")
     return parser.parse_args(["--deepspeed_config", "c", "--model", "m", "--tokenizer", "t", *words])

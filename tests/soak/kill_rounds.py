@@ -7,6 +7,9 @@ Then, before the next start, this process looks at what is on disk, without trus
 - does every store open, with all of its pages and values whole?
 - do the two ends of a link hold different messages under one version (a silent disagreement)?
 
+In runs without copies of the stores one rank writes them late, as to a slow disk: killed there, it leaves its store up
+to two steps behind its peer's, and the samples of these steps in doubt.
+
 After every resume, and at the end, the ranks compare what they hold, sample for sample. The losses of a run that has
 reached its end are compared with those of a run that nobody disturbed.
 """
@@ -35,13 +38,14 @@ WORLD, EPOCHS, SAVE_EVERY, TIMEOUT_S = 2, 3, 4, 30.0
 BEGIN_S, END_S = 120.0, 120.0  # on a busy machine: for a start to come to its first step, for the others to end
 PHASES = {"start": 0.3, "training": 0.35, "saving": 0.25, "closing": 0.1}  # how often a kill is aimed at them
 NAME = "kill_rounds"
+SLOW_S, SLOW_SHARE = 0.3, 0.7  # for a step to be written by the late rank; how often that one is killed in training
 
 Found = dict[str, Any]
 
 
 def settings() -> list[Any]:
     """What finished runs depend on."""
-    return [WORLD, EPOCHS, SAVE_EVERY, PHASES]
+    return [WORLD, EPOCHS, SAVE_EVERY, PHASES, SLOW_S, SLOW_SHARE]
 
 
 def one_start(folder: Path, run: int, number: int, aim: Callable[[Start], int] | None) -> tuple[Found, Start]:
@@ -76,10 +80,16 @@ def one_start(folder: Path, run: int, number: int, aim: Callable[[Start], int] |
     return row, start
 
 
-def aimed(draw: random.Random, starting_s: float, training_s: float) -> Callable[[Start], int]:
-    """A random instant of a random rank."""
+def aimed(
+    draw: random.Random, starting_s: float, training_s: float, late: int | None, *, doubt: bool
+) -> Callable[[Start], int]:
+    """A random instant of a random rank. late: the rank that writes late, if there is one. doubt: always that one,
+    in training."""
     phase = draw.choices(list(PHASES), list(PHASES.values()))[0]
     victim, delay, saves = draw.randrange(WORLD), draw.random(), draw.randrange(1, 3)
+    phase = "training" if doubt else phase
+    if late is not None and phase == "training" and (doubt or draw.random() < SLOW_SHARE):
+        victim = late
 
     def wait(start: Start) -> int:
         if phase == "start":
@@ -106,8 +116,11 @@ def losses(folder: Path) -> list[float]:
     return [found[step] for step in sorted(found)][-steps_of_epoch(1) :]
 
 
-def new_run(folder: Path, seed: int, *, copies: bool, timeout_s: float | None) -> None:
-    """An empty folder with a job. copies: of the message stores in checkpoints. timeout_s: as for `kill_rounds`."""
+def new_run(folder: Path, seed: int, *, copies: bool, timeout_s: float | None, **more: Any) -> None:
+    """An empty folder with a job. copies: of the message stores in checkpoints. timeout_s: as for `kill_rounds`.
+
+    more: of the job.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     job = make_job(
         folder,
@@ -118,7 +131,7 @@ def new_run(folder: Path, seed: int, *, copies: bool, timeout_s: float | None) -
         timeout_s=timeout_s or TIMEOUT_S,
         store={"in_checkpoints": copies},
     )
-    job["start_timeout_s"] = timeout_s
+    job |= {"start_timeout_s": timeout_s, **more}
     (folder / "job.json").write_text(json.dumps(job))
 
 
@@ -140,18 +153,28 @@ def undisturbed(folder: Path, seed: int) -> Found:
 
 
 def disturbed(
-    folder: Path, number: int, seed: int, reference: list[Found], kills: int, timeout_s: float | None
+    folder: Path,
+    number: int,
+    seed: int,
+    reference: list[Found],
+    kills: int,
+    timeout_s: float | None,
+    *,
+    agreement: bool,
 ) -> Found:
     """A run from its beginning to its end with kills, `kills` at most."""
     draw = random.Random(f"{seed} {number}")
-    run_seed, copies = number % SEEDS, number % 2 == 0
-    new_run(folder, run_seed, copies=copies, timeout_s=timeout_s)
+    run_seed, copies = number % SEEDS, agreement and number % 2 == 0
+    late = None if copies else number // 2 % WORLD
+    slow = {} if late is None else {"slow_rank": late, "slow_s": SLOW_S}
+    new_run(folder, run_seed, copies=copies, timeout_s=timeout_s, agreement=agreement, **slow)
     starting_s = min(run["starting_s"] for run in reference)  # the first one loads the packages
     training_s = statistics.fmean(run["training_s"] for run in reference) / 2
     rounds: list[Found] = []
     while not rounds or any(rounds[-1]["status"]):
         left = kills - sum(row["victim"] is not None for row in rounds)
-        row, _ = one_start(folder, number, len(rounds), aimed(draw, starting_s, training_s) if left > 0 else None)
+        aim = aimed(draw, starting_s, training_s, late, doubt=not agreement) if left > 0 else None
+        row, _ = one_start(folder, number, len(rounds), aim)
         rounds.append(row)
     expected = next(run["losses"] for run in reference if run["seed"] == run_seed)
     found = losses(folder)
@@ -177,11 +200,13 @@ def kill_rounds(
     *,
     seed: int = 0,
     timeout_s: float | None = None,
+    agreement: bool = True,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
     """Rounds that are not in `kept` yet, up to `rounds`; the summary. A run that has begun is brought to its end.
 
-    timeout_s: for a rank to be silent, also before it knows its configuration, where it is 120 s otherwise.
+    timeout_s: for a rank to be silent, also before it knows its configuration, where it is 120 s otherwise. agreement:
+    False to see that the rounds notice ends that keep what they do not have in common.
     """
     keeping = Kept(kept, digest([settings(), seed]))
     runs, keep = keeping.rows, keeping.add
@@ -191,7 +216,7 @@ def kill_rounds(
     reference = [run for run in runs if isinstance(run["run"], str)]
     while (left := rounds - killed(runs)) > 0:
         number = len(runs) - SEEDS
-        keep(disturbed(folder / f"run-{number}", number, seed, reference, left, timeout_s))
+        keep(disturbed(folder / f"run-{number}", number, seed, reference, left, timeout_s, agreement=agreement))
         shutil.rmtree(folder / f"run-{number}")
         phases = [row["phase"] for row in runs[-1]["rounds"] if row["victim"] is not None]
         say(f"{killed(runs)} of {rounds} kills; run {number}: {', '.join(phases)}")

@@ -181,8 +181,32 @@ def _instrument(job: Job, note: Note) -> None:
         note("dropped", dropped)
         return dropped
 
+    if job.get("slow_rank") == int(os.environ["RANK"]):
+        _write_slowly(job["slow_s"])
+    if not job.get("agreement", True):
+        _forget_to_drop()
     Checkpoints.load, Checkpoints.save = checked_load, noted_save  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint, Links.agree = noted_write, noted_agree  # type: ignore[method-assign]
+
+
+def _write_slowly(seconds: float) -> None:
+    """As on a slow disk: this rank's store is up to two steps behind its peer's, and a kill leaves it so."""
+    from pipecomp.buffers.lmdb_steps import StepWriter
+
+    write = StepWriter.write
+
+    def late(self: Any, *args: Any) -> None:
+        time.sleep(seconds)
+        write(self, *args)
+
+    StepWriter.write = late  # type: ignore[method-assign]
+
+
+def _forget_to_drop() -> None:
+    """The defect that the rounds must find: ends compare what they hold, and keep what differs."""
+    from pipecomp.buffers.core import LinkStore
+
+    LinkStore.drop = lambda self, samples: None  # type: ignore[method-assign]
 
 
 def compare(engine: Any) -> tuple[int, int]:

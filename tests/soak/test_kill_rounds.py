@@ -9,6 +9,7 @@ from tests.soak import kill_report, kill_rounds
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 ROUNDS = 20
+SEED_IN_DOUBT = 0  # its kills leave samples in doubt
 TIMEOUT_S = 12.0  # so that a rank that is killed before it has connections is missed soon
 
 
@@ -20,7 +21,22 @@ def test_no_kill_costs_more_than_a_resume(tmp_path):
     assert result["phases"]["training"] > 0
     assert result["copies"] > 0
     assert result["compared"] > 100
+    assert result["left_different"] >= kill_report.IN_DOUBT
+    assert result["dropped"] > 0
     assert result["resumes"] > 0
     assert f"| kills −9 | {ROUNDS} |" in kill_report.page(result, "…")
     again = kill_rounds.kill_rounds(ROUNDS, tmp_path, tmp_path / "kept.jsonl", seed=7, timeout_s=TIMEOUT_S)
     assert again == result, "kept runs are not made again"
+
+
+def test_rounds_notice_ends_that_keep_what_they_do_not_have_in_common(tmp_path):
+    """Without the agreement at resume: ends differ after it, or a run fails without a kill."""
+    problems = []
+    try:
+        result = kill_rounds.kill_rounds(
+            4, tmp_path, tmp_path / "kept.jsonl", seed=SEED_IN_DOUBT, timeout_s=TIMEOUT_S, agreement=False
+        )
+        problems = kill_report.verdict(result)
+    except RuntimeError as error:
+        problems = [str(error)]
+    assert any("different after a resume" in p or "BaseMismatchError" in p for p in problems), problems

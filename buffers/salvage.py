@@ -1,0 +1,89 @@
+"""Saving what is whole of a store whose pages are damaged.
+
+LMDB believes its file, and a damaged page can crash the process that reads it. So a process of its own does, value by
+value; what it has saved when it ends, however it ends, is kept. Every value has a CRC-32, so none is taken that is not
+what was stored.
+
+    python -m pipecomp.buffers.salvage FOLDER TARGET
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+import lmdb
+
+from pipecomp.buffers.identity import FORMAT_KEY, RUN_KEY, link_key
+from pipecomp.buffers.lmdb_check import structure_problems
+from pipecomp.buffers.lmdb_file import Table, ValueFile
+from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.value import HEADER_BYTES, read_header, verify_value
+from pipecomp.errors import StoreError
+
+_LIMIT_S = 60.0
+_BYTES_PER_S = 20e6
+_BATCH = 64
+_UNREADABLE = (StoreError, lmdb.Error, ValueError, OverflowError, MemoryError, struct.error)
+
+
+def salvage(folder: Path, target: Path) -> bool:
+    """Copy what is whole of the store in `folder` into a new one in `target`. False if nothing could be.
+
+    Args:
+        folder: Held by this process, and used by nobody else.
+        target: An empty folder.
+    """
+    size = (folder / DATA_FILE).stat().st_size
+    command = [sys.executable, "-m", "pipecomp.buffers.salvage", str(folder), str(target)]
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, timeout=_LIMIT_S + size / _BYTES_PER_S, check=False, capture_output=True)
+    if not (target / DATA_FILE).is_file() or structure_problems(target):
+        return False
+    with closing(ValueFile(target, readonly=True)) as found:
+        return found.meta(FORMAT_KEY) is not None and bool(found.table_names())
+
+
+def _copy(folder: Path, target: Path) -> None:
+    with closing(ValueFile(folder, readonly=True)) as old, closing(ValueFile(target)) as new:
+        names = old.table_names()
+        for key in (FORMAT_KEY, RUN_KEY, *map(link_key, names)):
+            remark = old.meta(key)
+            if remark is not None:
+                new.set_meta(key, remark)
+        for name in names:
+            with suppress(*_UNREADABLE):
+                _copy_table(old, new, name)
+        new.sync()
+
+
+def _copy_table(old: ValueFile, new: ValueFile, name: str) -> None:
+    source, into = old.table(name, create=False), new.table(name)
+    batch: dict[int, bytearray | None] = {}
+    for slot in range(old.count(source)):  # pieces, of which a value has one or more
+        with suppress(*_UNREADABLE):
+            sample, value = _value(old, source, slot)
+            batch[sample] = value
+        if len(batch) >= _BATCH:
+            new.write({into: batch})
+            batch = {}
+    new.write({into: batch})
+
+
+def _value(file: ValueFile, table: Table, slot: int) -> tuple[int, bytearray]:
+    sample = file.sample_at(table, slot)
+    where = table.where(sample)
+    value = file.read_at(table, slot, sample)
+    verify_value(value, where)
+    if read_header(memoryview(value)[:HEADER_BYTES], where).sample != sample:
+        raise StoreError(f"{where}: holds a value of another sample")
+    return sample, value
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _copy(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""Writing a checkpoint's files so that an error of one rank is known to all, and what others cannot read.
+
+DeepSpeed saves with collectives between its writes: a rank that raised in the middle would leave the others waiting
+there. So what fails is noted, every rank comes through, and then all of them learn what was wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from pipecomp.cluster.collectives import gathered
+from pipecomp.errors import CheckpointError, PipecompError
+
+_PRIVATE = 0o077  # taken away from what is made
+
+
+@contextlib.contextmanager
+def private() -> Iterator[None]:
+    """Make files 0600 and folders 0700 meanwhile, also those that libraries make."""
+    before = os.umask(_PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def in_words(path: object, error: BaseException) -> str:
+    """Name a file and what the system says of it."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or path}: {error.strerror}"
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return text if str(path) in text else f"{path}: {text}"
+
+
+class Attempts:
+    """What one rank has tried for a checkpoint in `folder`, and the first thing that went wrong."""
+
+    def __init__(self, folder: object) -> None:
+        self._folder = folder
+        self.problem: str | None = None
+
+    def attempt(self, act: Callable[[], Any], path: object = None) -> Any:
+        """Do it, and note what the disk refuses; nothing once something has gone wrong. path: for the note."""
+        if self.problem is None:
+            try:
+                return act()
+            except (OSError, RuntimeError, PipecompError) as error:  # safetensors' and torch's are RuntimeErrors
+                self.problem = in_words(path or self._folder, error)
+            except Exception as error:
+                if type(error).__module__.partition(".")[0] != "safetensors":
+                    raise
+                self.problem = in_words(path or self._folder, error)
+        return None
+
+    def agree(self) -> None:
+        """Raise CheckpointError on every rank if one of them has a problem; all ranks must call this."""
+        for rank, problem in enumerate(gathered(self.problem)):
+            if problem is not None:
+                raise CheckpointError(
+                    f"the checkpoint {self._folder} cannot be written: rank {rank}: {problem}. Nothing of it is left; "
+                    "earlier ones are as they were"
+                )
+
+
+class NotingWriter:
+    """Stands in for DeepSpeed's checkpoint engine: it writes the same files, and notes what fails."""
+
+    def __init__(self, engine: Any, attempts: Attempts) -> None:
+        self._engine, self._attempts = engine, attempts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file as torch.save does. A full disk is an OSError then, and not a C++ stack."""
+        self._attempts.attempt(lambda: _write(state_dict, path), path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        self._attempts.attempt(lambda: os.makedirs(path, exist_ok=exist_ok), path)
+
+
+def _write(state: Any, path: str) -> None:
+    with open(path, "wb") as file:
+        torch.save(state, file)

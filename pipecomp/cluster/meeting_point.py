@@ -1,0 +1,47 @@
+"""Finding out within seconds that something else than rank 0 serves the port where the ranks are to meet.
+
+torch's client goes on asking for as long as a rank may take to come, half an hour, whatever it is that answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipecomp.cluster.failure import bounded
+from pipecomp.errors import LinkError
+
+_CONNECT_S, _ANSWER_S = 5.0, 20.0
+
+
+def check_meeting_point(host: str, port: int, rank: int) -> None:
+    """Ask what listens there whether it is torch's key-value store. LinkError if not; nothing if nothing listens yet.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: This one, for the error.
+    """
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except OSError:
+        return  # rank 0 may come later, and torch waits for it
+    limit = timedelta(seconds=_ANSWER_S / 2)
+
+    def ask() -> None:
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        store.check(["pipecomp/there"])
+
+    try:
+        bounded(ask, _ANSWER_S)
+    except (RuntimeError, ValueError) as error:
+        with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one
+            socket.create_connection((host, port), _CONNECT_S).close()
+            raise LinkError(
+                f"rank {rank}: what listens at {host} port {port} is not rank 0 of this run: it does not answer as "
+                "torch's key-value store does. Something else uses that port, or MASTER_ADDR is another machine's: "
+                "give all ranks the same MASTER_ADDR, and a MASTER_PORT that is free on rank 0's machine"
+            ) from error

@@ -1,0 +1,116 @@
+"""One rank of `pipecomp up`, in a process of its own: it joins, is examined, and becomes the training script.
+
+python -m pipecomp.up.rank CHECKS SCRIPT ARGUMENTS…
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+
+from pipecomp.cluster.start import all_ranks, start_processes
+from pipecomp.config import read_json_object
+from pipecomp.doctor.examination import examine
+from pipecomp.doctor.finding import Finding, print_report
+from pipecomp.errors import PipecompError
+from pipecomp.netlab.throttle import throttle_to
+from pipecomp.plan.command import run_plan
+from pipecomp.plan.options import PlanOptions
+from pipecomp.up.files import compare_files
+from pipecomp.up.host import Checks
+
+_DOCTOR_S = 600.0
+
+
+def main(words: Sequence[str]) -> None:
+    """Do all of it; what is wrong is one line on standard error, and status 1."""
+    began = time.monotonic()
+    checks, command = Checks(**json.loads(words[0])), list(words[1:])
+    console = Console()
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            console.print(f"{text} ({time.monotonic() - began:.0f} s)", highlight=False, soft_wrap=True, markup=False)
+
+    try:
+        start_processes(config=_config(command))
+        say(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}")
+        compare_files(all_ranks(), command[1:])
+        say("up: all ranks have the same files")
+        if checks.doctor:
+            problem = examine(lambda found: _show(console, found), store=Path("messages"), limit_s=_DOCTOR_S)
+            say("up: the doctor has found a problem" if problem else "up: the doctor has found no problem")
+            if problem and not checks.anyway:
+                raise PipecompError("not trained, because of the doctor's problems; --anyway trains in spite of them")
+        if checks.plan:
+            ranks = all_ranks()
+            with ranks.collective_errors():
+                _plan(console, command)
+            say("up: planned")
+    except PipecompError as error:
+        print(f"pipecomp up: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    say("up: training begins")
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _show(console: Console, found: list[Finding]) -> None:
+    if found:
+        print_report(found, console)
+
+
+def _config(command: Sequence[str]) -> str | None:
+    """DeepSpeed's configuration, if the script is given one as recipes are."""
+    return _value(command, "--deepspeed_config") or _value(command, "--deepspeed-config")
+
+
+def _plan(console: Console, command: Sequence[str]) -> None:
+    """Predict a step with each method, from what is measured now; every rank must call this."""
+    model, path = _value(command, "--model"), _config(command)
+    if model is None or path is None:
+        if dist.get_rank() == 0:
+            console.print("up: no plan, which needs --model and --deepspeed_config among the arguments", markup=False)
+        return
+    ranks = all_ranks()
+    with ranks.collective_errors():
+        config = read_json_object("--deepspeed_config", path)
+        micro = config.get("train_micro_batch_size_per_gpu", 1)
+        block, stages = _value(command, "--block-size"), _value(command, "--stages")
+        replicas = dist.get_world_size() // int(stages or dist.get_world_size())
+        options = PlanOptions(
+            model=model,
+            stages=int(stages) if stages else None,
+            batch=micro * config.get("gradient_accumulation_steps", 1) * replicas,
+            micro_batch=micro,
+            tokens=int(block) if block else None,
+            measure=True,
+        )
+    try:
+        run_plan(console if dist.get_rank() == 0 else Console(quiet=True), options, throttle_to)
+    except (PipecompError, OSError) as error:  # the same on all ranks: they have the same files
+        if dist.get_rank() == 0:
+            console.print(f"up: no plan: {error}", markup=False, highlight=False)
+
+
+def _value(command: Sequence[str], flag: str) -> str | None:
+    """An argument's value, given as two words or as one."""
+    for place, word in enumerate(command):
+        if word == flag and place + 1 < len(command):
+            return command[place + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""What a checkpoint's writer notes, and what all ranks are told of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipecomp.checkpoint import writing
+from pipecomp.checkpoint.writing import Attempts, NotingWriter, private
+from pipecomp.errors import CheckpointError
+
+
+class Engine:
+    """DeepSpeed's checkpoint engine, as far as it is passed through."""
+
+    def commit(self, tag: str) -> str:
+        return f"committed {tag}"
+
+
+def test_a_full_disk_is_noted_with_its_path_and_without_a_stack() -> None:
+    attempts = Attempts("here")
+    writer = NotingWriter(Engine(), attempts)
+    writer.save({"weights": torch.zeros(1 << 20)}, "/dev/full")
+    assert attempts.problem == "/dev/full: No space left on device"
+    writer.save({}, "/dev/null/never")
+    assert attempts.problem == "/dev/full: No space left on device", "the first one counts"
+    assert writer.commit("x") == "committed x"
+
+
+def test_what_is_written_is_what_torch_writes(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path)
+    writer = NotingWriter(Engine(), attempts)
+    writer.makedirs(str(tmp_path / "a" / "b"))
+    writer.save({"weights": torch.arange(5)}, str(tmp_path / "a" / "b" / "file"))
+    assert attempts.problem is None
+    assert torch.load(tmp_path / "a" / "b" / "file", weights_only=True)["weights"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_error_of_one_rank_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "gathered", lambda mine: [mine, "/disk/file: No space left on device"])
+    with pytest.raises(CheckpointError) as caught:
+        Attempts("/disk/c").agree()
+    told = "the checkpoint /disk/c cannot be written: rank 1: /disk/file: No space left on device. Nothing of it"
+    assert str(caught.value).startswith(told)
+
+
+def test_a_bug_is_none_of_the_disk() -> None:
+    with pytest.raises(KeyError):
+        Attempts("here").attempt(lambda: {}["missing"])
+
+
+def test_private_files(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with private():
+            (tmp_path / "inner").mkdir()
+            (tmp_path / "inner" / "file").write_text("")
+        (tmp_path / "after").write_text("")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("inner", "inner/file", "after")]
+    assert modes == [0o700, 0o600, 0o644]

@@ -1,0 +1,61 @@
+"""Ports where something else than rank 0 listens."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pipecomp.cluster import meeting_point
+from pipecomp.cluster.meeting_point import check_meeting_point
+from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.errors import LinkError
+
+
+@contextmanager
+def served(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """A port where every connection is handed to `answer`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                held.append(connection)
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in held:
+            connection.close()
+
+
+def http(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    connection.close()
+
+
+@pytest.mark.parametrize("answer", [http, lambda connection: connection.close(), lambda connection: None])
+def test_something_else_is_told(answer: Callable[[socket.socket], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point, "_ANSWER_S", 2.0)
+    with served(answer) as port, pytest.raises(LinkError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
+        check_meeting_point("127.0.0.1", port, 1)
+
+
+def test_nothing_that_listens_yet_is_no_error() -> None:
+    check_meeting_point("127.0.0.1", free_port(), 1)
+
+
+def test_the_store_of_rank_0_is_none() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    check_meeting_point("127.0.0.1", store.port, 1)

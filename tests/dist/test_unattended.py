@@ -1,0 +1,127 @@
+"""What a run meets while nobody looks: full disks, and a message store with flipped bits; it goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipecomp.buffers.admin import verify
+from pipecomp.checkpoint import manifest
+from tests.dist.test_supervised import finish, lines, start
+from tests.limits import HANG_S
+from tests.recipes.recipe_runs import launch
+from tests.soak.signal_rounds import arguments, make_work
+
+pytestmark = pytest.mark.ranks
+STEPS, FLIPS = 14, 200
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own, if this process may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=755", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, *, leave: int = 0) -> Path:
+    """Write a file until the disk is full, but for `leave` bytes."""
+    free = os.statvfs(disk)
+    filler = disk / "filler"
+    filler.write_bytes(bytes(free.f_bavail * free.f_bsize - leave))
+    return filler
+
+
+def flip(file: Path, count: int, seed: int) -> None:
+    """Flip bits at random places, all over a file that others may use."""
+    draw, size = random.Random(seed), file.stat().st_size
+    with file.open("rb+", buffering=0) as handle:
+        for _ in range(count):
+            place = draw.randrange(size)
+            handle.seek(place)
+            byte = handle.read(1)[0] ^ (1 << draw.randrange(8))
+            handle.seek(place)
+            handle.write(bytes([byte]))
+
+
+def test_full_disks_are_told_on_all_ranks_and_the_run_goes_on(tmp_path: Path, disk: Path) -> None:
+    """The second checkpoint does not fit; lines of metrics do not, either, and a trace has no folder."""
+    work = make_work(tmp_path)
+    (tmp_path / "run").mkdir()
+    words = arguments(work, epochs=2)
+    words[words.index("--checkpoint") + 1] = str(disk / "checkpoints")
+    words[words.index("--metrics") + 1] = "/dev/full"
+    words += ["--save-every", "3", "--max-steps", str(STEPS), "--save", "trained"]
+    words += ["--trace", str(tmp_path / "missing" / "trace.json")]
+    fill(disk, leave=1400 << 10)  # a checkpoint has some 900 KiB
+    found = launch(tmp_path / "run", "gpt2_wikitext2", *words)
+    assert found.status == 0, found.output
+    for rank in (0, 1):
+        told = [line for line in found.output.splitlines() if line.startswith(f"pipecomp: rank {rank}: ")]
+        refused = f"the checkpoint {disk}/checkpoints/global_step6 cannot be written: rank "
+        assert any(refused in line for line in told), found.output
+        assert any("No space left on device. Nothing of it is left" in line for line in told)
+        assert any("missing/trace.json cannot be written on rank 0: No such file or directory" in line for line in told)
+        assert any("/dev/full cannot be written: No space left on device" in line for line in told)
+    for word in ("Traceback", "Exception ignored", "frame #0", "enforce fail", "terminate called"):
+        assert word not in found.output
+    kept = manifest.steps(disk / "checkpoints")
+    assert kept, "the first one fits"
+    assert all(manifest.problem(path) is None for path in kept.values()), "no half checkpoint is left"
+    assert (tmp_path / "run" / "trained" / "config.json").is_file()
+    assert not list(disk.rglob("*.part"))
+
+
+def test_what_is_written_is_for_its_owner_alone(tmp_path: Path) -> None:
+    work = make_work(tmp_path)
+    (tmp_path / "run").mkdir()
+    before = os.umask(0)
+    try:
+        found = launch(tmp_path / "run", "gpt2_wikitext2", *arguments(work, epochs=1), "--max-steps", "3")
+    finally:
+        os.umask(before)
+    assert found.status == 0, found.output
+    for folder in ("messages", "checkpoints"):
+        for path in (tmp_path / "run" / folder, *(tmp_path / "run" / folder).rglob("*")):
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert mode in ((0o700,) if path.is_dir() else (0o600,)), f"{path}: {mode:o}"
+
+
+@pytest.mark.timeout(HANG_S)
+def test_a_damaged_store_and_a_full_checkpoint_disk_end_no_supervised_run(tmp_path: Path, disk: Path) -> None:
+    work = make_work(tmp_path)
+    config = json.loads((work / "ds_config.json").read_text())
+    config["pipecomp"]["store"]["bits"] = 8
+    (work / "ds_config.json").write_text(json.dumps(config))
+    run = work / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk / "checkpoints")
+    (disk / "checkpoints").mkdir()
+    process = start(work, "run")
+    try:
+        deadline = time.monotonic() + HANG_S
+        while not any(line["step"] >= 7 for line in lines(work, "run")):
+            assert time.monotonic() < deadline, "no step in time"
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        flip(run / "messages" / "rank-1" / "data.mdb", FLIPS, seed=1)
+        fill(disk)
+    finally:
+        output = finish(process)
+    assert "No space left on device" in output
+    assert [line["step"] for line in lines(work, "run")] == list(range(1, STEPS + 1)), output
+    for rank in (0, 1):
+        assert not verify(run / "messages" / f"rank-{rank}").damaged or "damaged" not in output

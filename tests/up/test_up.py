@@ -1,0 +1,174 @@
+"""`pipecomp up`: what it refuses, and two machines, which are two folders here, that come to a trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
+from pipecomp.keys.authority import listed, new
+from pipecomp.keys.listener import Address
+from pipecomp.up import host
+from pipecomp.up.files import digest, named
+from tests.limits import HANG_S
+from tests.soak.signal_rounds import RECIPE, ROOT, make_work
+
+
+def run_of(*, machines: int = 2, procs: int = 1) -> host.Run:
+    return host.Run(address=Address("127.0.0.1", 1), machines=machines, procs=procs, command=(__file__,))
+
+
+def test_what_a_run_is() -> None:
+    run = run_of(machines=3, procs=2)
+    assert run.world == 6
+    assert [run.ranks(machine) for machine in range(3)] == ["0-1", "2-3", "4-5"]
+    with pytest.raises(ConfigError, match=r"command: got 'train\.py', allowed: a script that is a file"):
+        host.Run(address=run.address, machines=2, procs=1, command=("train.py",))
+    with pytest.raises(ConfigError, match="machines: got 0"):
+        run_of(machines=0)
+
+
+def test_keys_that_do_not_fit(tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys")
+    new(keys, ranks="0-1")
+    with pytest.raises(KeysError, match=r"are for rank 0-1, which does not fit to 2 machines of 1 rank\(s\)"):
+        host.start_ranks(run_of(), keys, None, host.Checks(), say=print)
+    (tmp_path / "keys" / "authority.key").unlink()
+    with pytest.raises(KeysError, match="was made by joining another machine"):
+        host.invite_all(run_of(), keys, Address("127.0.0.1", free_port()), [], minutes=1, say=print)
+
+
+def test_a_machine_that_does_not_join(tmp_path: Path) -> None:
+    said: list[str] = []
+    listen = Address("127.0.0.1", free_port())
+    with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
+        host.invite_all(run_of(), str(tmp_path / "keys"), listen, ["--procs", "1"], minutes=0.002, say=said.append)
+    words = shlex.split(said[-1])
+    assert words[:3] == ["pipecomp", "up", "--at"]
+    assert words[-4:] == ["--procs", "1", "--", __file__]
+    assert [line["machine"] for line in listed(tmp_path / "keys")] == ["first"]
+
+
+def test_which_arguments_name_files() -> None:
+    words = "--train-file a b --seed 3 --model=m --metrics out.jsonl --eval-file c --no-report"
+    assert named(words.split()) == ["a", "b", "m", "c"]
+
+
+def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "weights").write_bytes(b"w" * 99)
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
+    (tmp_path / "two" / "inner" / "weights").write_bytes(b"w" * 98 + b"v")
+    assert digest(tmp_path / "one") != digest(tmp_path / "two")
+    assert digest(tmp_path / "three") == "missing"
+
+
+# -- two machines
+
+
+class Machine:
+    """A folder, and a command that runs there."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder = make_work(folder)
+        self.process: subprocess.Popen | None = None
+
+    def start(self, words: list[str]) -> None:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        with (self.folder / "said.txt").open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipecomp.cli", *words],
+                cwd=self.folder,
+                env=env,
+                start_new_session=True,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def said(self) -> str:
+        return (self.folder / "said.txt").read_text()
+
+    def end(self) -> int:
+        assert self.process is not None
+        return self.process.wait(HANG_S)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
+    both = Machine(tmp_path / "first"), Machine(tmp_path / "second")
+    yield both
+    for machine in both:
+        if machine.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(machine.process.pid, signal.SIGKILL)  # its ranks end with it
+            machine.process.wait()
+
+
+def up(machines: tuple[Machine, Machine], *options: str, port: int | None = None) -> str:
+    """Start the first one, paste on the second what it prints; returns that line."""
+    first, second = machines
+    recipe = [str(RECIPE), "--deepspeed_config", "ds_config.json", "--model", "model.json", "--tokenizer", "train:300"]
+    recipe += ["--train-file", "text.txt", "--block-size", "16", "--max-steps", "3", "--save", "trained", "--no-report"]
+    first.start(["up", "--listen", f"127.0.0.1:{port or free_port()}", *options, "--", *recipe])
+    deadline = time.monotonic() + HANG_S
+    found: list[str] = []
+    while not found:
+        assert time.monotonic() < deadline, first.said()
+        assert first.process is not None
+        assert first.process.poll() is None, first.said()
+        found = [line for line in first.said().splitlines() if line.startswith("pipecomp up --at ")]
+        time.sleep(0.05)
+    second.start(shlex.split(found[0])[1:])
+    return found[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(HANG_S)
+def test_two_machines_come_to_a_trained_model(machines: tuple[Machine, Machine]) -> None:
+    first, second = machines
+    port = free_port()
+    pasted = up(machines, port=port)
+    assert [first.end(), second.end()] == [0, 0], first.said() + second.said()
+    said = first.said()
+    steps = ["machine-2 has joined", "connected over tls", "the same files", "under TLS with this run's keys"]
+    steps += ["the doctor has found no problem", "Predicted seconds", "up: planned", "up: training begins", "step 3/3"]
+    places = [said.index(step) for step in steps]
+    assert places == sorted(places)
+    assert "gloo interface" not in said
+    assert (first.folder / "trained" / "config.json").is_file()
+    assert "this is machine-2 of run" in second.said()
+    # again, with the same two commands: nobody has to join
+    words = shlex.split(pasted)[1:]
+    command = words[words.index("--") :]
+    first.start(["up", "--listen", f"127.0.0.1:{port}", "--no-doctor", "--no-plan", *command])
+    words[1:1] = ["--no-doctor", "--no-plan"]
+    second.start(words)
+    assert [first.end(), second.end()] == [0, 0], first.said() + second.said()
+    assert "has joined" not in first.said()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(HANG_S)
+def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines: tuple[Machine, Machine]) -> None:
+    first, second = machines
+    (second.folder / "text.txt").write_text("something else\n")
+    (second.folder / "model.json").unlink()
+    up(machines, "--no-doctor", "--no-plan")
+    assert [first.end(), second.end()] == [1, 1]
+    told = "the machines have different files: model.json is missing on rank 1; text.txt is not the same on all ranks"
+    for machine in machines:
+        assert told in machine.said()
+        assert "Traceback" not in machine.said()
+        assert "training begins" not in machine.said()
