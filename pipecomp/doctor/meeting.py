@@ -89,7 +89,7 @@ class Meeting:
         try:
             if not self._joined:
                 backend = "gloo" if self._mesh is None else BACKEND
-                place = {"rank": self.rank, "world_size": self.world}
+                place: dict[str, Any] = {"rank": self.rank, "world_size": self.world}
                 dist.init_process_group(backend, store=self._store, timeout=limit, **place)
         except (RuntimeError, ValueError) as caught:
             error = _first_line(caught)
