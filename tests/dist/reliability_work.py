@@ -158,18 +158,20 @@ def drifts(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     engine = make(folder, store={"drift_check": 2})
     losses(engine, 4)
     quiet = list(said)
-    put = LmdbStore.put
+    put_many = LmdbStore.put_many
     changed: list[int] = []
 
-    def faulty(self: Any, sample: int, version: int, m_nH: Any) -> None:
+    def faulty(self: Any, puts: Any, settled: Any = None) -> None:
         if not changed:
+            (sample, version, m_nH), *others = puts
             changed.append(sample)
             m_nH = m_nH.clone()
             m_nH[0, 0] += 1e-3
-        put(self, sample, version, m_nH)
+            puts = [(sample, version, m_nH), *others]
+        put_many(self, puts, settled)
 
     if rank == 1:
-        LmdbStore.put = faulty  # type: ignore[method-assign]
+        LmdbStore.put_many = faulty  # type: ignore[method-assign]
     losses(engine, 2)
     stats = engine.comm_stats()["links"]["0->1"]
     repaired = messages(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -41,7 +42,8 @@ def fill(disk: Path, *, leave: int = 0) -> Path:
     """Write a file until the disk is full, but for `leave` bytes."""
     free = os.statvfs(disk)
     filler = disk / "filler"
-    filler.write_bytes(bytes(free.f_bavail * free.f_bsize - leave))
+    with contextlib.suppress(OSError):  # a run may write there at the same time
+        filler.write_bytes(bytes(free.f_bavail * free.f_bsize - leave))
     return filler
 
 
