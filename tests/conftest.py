@@ -32,6 +32,9 @@ def pytest_configure() -> None:
 
 # The files that take longest, in that order: begun first, several workers end together.
 LONGEST = (
+    "dist/test_signals.py",
+    "up/test_up.py",
+    "cli/test_start.py",
     "dist/test_netlab.py",
     "cli/test_cli.py",
     "dist/test_gradients.py",

@@ -31,6 +31,8 @@ def private() -> Iterator[None]:
 
 def in_words(path: object, error: BaseException) -> str:
     """Name a file and what the system says of it."""
+    while isinstance(error.__context__, OSError):  # torch, closing a file that the disk refused, raises once more
+        error = error.__context__
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror}"
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]

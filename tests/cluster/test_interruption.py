@@ -184,6 +184,7 @@ def test_a_rank_ends_with_the_process_that_is_named() -> None:
     assert (rank.returncode, output) == (13, "pipecomp: rank 1: its launcher ended, and so does it\n")
 
 
+@pytest.mark.soak
 def test_a_run_that_nobody_launched_outlives_the_shell_that_started_it(tmp_path: Path) -> None:
     """As under nohup: with and without RANK, which people set by hand."""
     for environment in ({}, {"RANK": "0"}):

@@ -25,6 +25,7 @@ OUTAGE_S = 8.0
 _ALL = 3  # ETH_P_ALL
 WHY_NOT = missing() or filters.missing()
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.ranks,
     pytest.mark.timeout(HANG_S),
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs with filters here: {WHY_NOT}"),

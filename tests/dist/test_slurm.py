@@ -18,7 +18,7 @@ from tests.recipes.recipe_runs import LAUNCHER_SET, ROOT
 from tests.small_text import metrics, save_model, write_text
 
 WHY_NOT = missing()
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [pytest.mark.soak, pytest.mark.ranks, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 STEPS, EVERY, STOPPED_AFTER = 40, 10, 12
 # As the real one: a task on each node, signals handed on, the highest status.

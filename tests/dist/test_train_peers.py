@@ -14,7 +14,7 @@ from tests.recipes.recipe_runs import ROOT
 from tests.small_text import metrics, save_model, write_text
 
 WHY_NOT = missing()
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+pytestmark = [pytest.mark.soak, pytest.mark.ranks, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 
 # Its last argument is a line for the other machine's shell, which starts with none of this one's variables.
 SSH = """#!/bin/sh

@@ -21,7 +21,7 @@ from tests.limits import HANG_S
 from tests.recipes.recipe_runs import launch
 from tests.soak.signal_rounds import arguments, make_work
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.soak, pytest.mark.ranks]
 STEPS, FLIPS = 14, 200
 
 
