@@ -209,23 +209,33 @@ def _kept(ids: list[int], ids_below: int | None, max_samples: int | None) -> set
 
 def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[list[int]], set[int]]) -> None:
     """Copy what is kept into a new file, and put it in the place of the old one."""
+    with (
+        _replacing(folder, "compacted") as target,
+        closing(ValueFile(folder, readonly=True)) as old,
+        closing(ValueFile(target)) as new,
+    ):
+        for key in (FORMAT_KEY, RUN_KEY, *(link_key(name) for name in old.table_names() if name != link)):
+            remark = old.meta(key)
+            if remark is not None:
+                new.set_meta(key, remark)
+        for name in old.table_names():
+            _copy_link(old, new, name, report, (lambda ids: set()) if name == link else keep, create=name != link)
+        new.sync()
+
+
+@contextmanager
+def _replacing(folder: Path, what: str) -> Iterator[Path]:
+    """Yield a folder for a new file, which then takes the old one's place. what: is being done, for StoreError."""
     target = folder / _COPY
     _remove(target)
     try:
         target.mkdir(exist_ok=True)
-        with closing(ValueFile(folder, readonly=True)) as old, closing(ValueFile(target)) as new:
-            for key in (FORMAT_KEY, RUN_KEY, *(link_key(name) for name in old.table_names() if name != link)):
-                remark = old.meta(key)
-                if remark is not None:
-                    new.set_meta(key, remark)
-            for name in old.table_names():
-                _copy_link(old, new, name, report, (lambda ids: set()) if name == link else keep, create=name != link)
-            new.sync()
+        yield target
         (folder / LOCK_FILE).unlink(missing_ok=True)
         os.replace(target / DATA_FILE, folder / DATA_FILE)
         (folder / UNSYNCED_FILE).unlink(missing_ok=True)
     except OSError as error:
-        raise StoreError(f"{folder}: cannot be compacted: {error}") from error
+        raise StoreError(f"{folder}: cannot be {what}: {error}") from error
     finally:
         _remove(target)
         if target.is_dir():
@@ -271,24 +281,12 @@ def _mend_pages(folder: Path) -> None:
     problems = structure_problems(folder)
     if not problems:
         return
-    target = folder / _COPY
-    _remove(target)
-    try:
-        target.mkdir(exist_ok=True)
+    with _replacing(folder, "mended") as target:
         if not salvage(folder, target):
             raise StoreError(
                 f"{folder}: the file's pages are damaged ({problems[0]}), and none of its values can be read. "
                 f"`pipecomp store prune {folder} --everything` removes it; then all is sent in full precision once"
             )
-        (folder / LOCK_FILE).unlink(missing_ok=True)
-        os.replace(target / DATA_FILE, folder / DATA_FILE)
-        (folder / UNSYNCED_FILE).unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be mended: {error}") from error
-    finally:
-        _remove(target)
-        if target.is_dir():
-            target.rmdir()
 
 
 def _remove(folder: Path) -> None:

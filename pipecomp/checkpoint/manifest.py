@@ -20,6 +20,11 @@ _SEALS = "pipecomp-seal-*.json"
 _STEP = re.compile(r"global_step(\d+)")
 
 
+def messages_copy(folder: Path, rank: int) -> Path:
+    """Name the copy of a rank's message store in a checkpoint."""
+    return folder / f"pipecomp-messages-rank-{rank}"
+
+
 def remove(folder: Path) -> None:
     """Take the seals away: the files are about to change, and nothing vouches for them."""
     for seal in folder.glob(_SEALS):

@@ -80,7 +80,7 @@ class Interruption:
         self._since.setdefault(number, time.monotonic())
         if not self.wanted:
             self.wanted = number
-            _say(f"{why}: the run ends after this step, with a checkpoint")
+            say_here(f"{why}: the run ends after this step, with a checkpoint")
 
     def decide(self, wanted: Sequence[int]) -> str | None:
         """Tell whether the run ends, and why. wanted: of all ranks, by rank, the same on each."""
@@ -112,7 +112,7 @@ class Interruption:
         if self._leaving is not None and now - self._leaving < _LEAVE_S:
             return
         if now - self._since.get(number, now) > _SAME_S:
-            _say(f"{_name(number)} again: it ends here")
+            say_here(f"{_name(number)} again: it ends here")
             os._exit(128 + number)
         self.ask(number, why=f"got {_name(number)}")
 
@@ -130,7 +130,8 @@ def _name(number: int) -> str:
     return "the launcher ended" if number == LAUNCHER_GONE else signal.Signals(number).name
 
 
-def _say(text: str) -> None:
+def say_here(text: str) -> None:
+    """Tell it on standard error of each rank that calls this: people at its machine may see no other's."""
     rank = os.environ.get("RANK", "0")
     print(f"pipecomp: rank {rank}: {text}", file=sys.stderr, flush=True)
 

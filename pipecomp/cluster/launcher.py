@@ -8,7 +8,6 @@ and stays whatever becomes of the shell that started it. `PIPECOMP_LAUNCHER` nam
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 from pipecomp.cluster.heartbeat import LOST_STATUS, process_heartbeat
-from pipecomp.cluster.interruption import LAUNCHER_GONE, current_interruption
+from pipecomp.cluster.interruption import LAUNCHER_GONE, current_interruption, say_here
 from pipecomp.errors import ConfigError
 
 VARIABLE = "PIPECOMP_LAUNCHER"
@@ -103,8 +102,7 @@ def _watch(found: Sequence[psutil.Process]) -> None:
     if interruption is not None:
         interruption.ask(LAUNCHER_GONE, why="the launcher ended")
         time.sleep(_SAVE_S)
-    rank = os.environ["RANK"]
-    print(f"pipecomp: rank {rank}: its launcher ended, and so does it", file=sys.stderr, flush=True)
+    say_here("its launcher ended, and so does it")
     if dist.is_initialized():
         closing = threading.Thread(target=_close, daemon=True)
         closing.start()

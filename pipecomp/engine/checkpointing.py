@@ -124,7 +124,7 @@ class Checkpoints:
 
     def _save_rank(self, folder: Path) -> None:
         engine = self._engine
-        copy, environment = _messages(folder, engine.global_rank), engine.links.environment
+        copy, environment = manifest.messages_copy(folder, engine.global_rank), engine.links.environment
         saves = environment if engine.pipecomp_config.store.in_checkpoints else None
         if (saves is None or not saves.save(copy)) and copy.exists():  # of an earlier checkpoint of this name
             shutil.rmtree(copy)
@@ -198,7 +198,7 @@ class Checkpoints:
             return True
         environment = self._engine.links.environment
         assert environment is not None
-        copy = _messages(folder, self._engine.global_rank)
+        copy = manifest.messages_copy(folder, self._engine.global_rank)
         if not environment.restore(copy):
             return False
         if self._messages_held() != held:
@@ -223,7 +223,3 @@ def _folder(load_dir: str, tag: Any) -> Path | None:
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"pipecomp-rank-{rank}.pt"
-
-
-def _messages(folder: Path, rank: int) -> Path:
-    return folder / f"pipecomp-messages-rank-{rank}"

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from pipecomp.buffers.admin import forget
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.cluster.collectives import gathered
-from pipecomp.cluster.interruption import Interruption
+from pipecomp.cluster.interruption import Interruption, say_here
 from pipecomp.config import Config
 from pipecomp.errors import OutputError
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import Checkpoints, say_here
+from pipecomp.recipes.resume import Checkpoints
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.command import try_report

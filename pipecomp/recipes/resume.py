@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private
 from pipecomp.cluster.agreement import differences
 from pipecomp.cluster.collectives import gathered
+from pipecomp.cluster.interruption import say_here
 from pipecomp.config import Store
 from pipecomp.errors import CheckpointError, ConfigError, require
 
@@ -124,11 +124,6 @@ def make_folder(argument: str, path: str) -> None:
         raise ConfigError(argument, path, f"a folder that can be written ({error.strerror})") from error
 
 
-def say_here(text: str) -> None:
-    """Tell it on standard error of each rank that calls this: people at its machine may see no other's."""
-    print(f"pipecomp: rank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
-
-
 class Checkpoints:
     """A run's checkpoints.
 
@@ -215,7 +210,7 @@ class Checkpoints:
             What was done, in words; None if nothing was damaged.
         """
         assert self.folder is not None
-        copy = self.folder / f"global_step{self.step}" / f"pipecomp-messages-rank-{rank}"
+        copy = manifest.messages_copy(self.folder / f"global_step{self.step}", rank)
         return mend(store.path, rank, copy=copy.is_dir())
 
     def _check(self, folder: Path) -> None:

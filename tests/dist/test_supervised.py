@@ -16,27 +16,17 @@ import pytest
 
 from tests.limits import HANG_S
 from tests.recipes.recipe_runs import ROOT, launch, run_script
+from tests.soak.signal_rounds import RECIPE, make_work
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
-RECIPE = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"
 STEPS, EVERY, KILLED_AFTER = 14, 3, 7
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, a tiny model with dropout, and a configuration whose checkpoints have the message stores."""
-    folder = tmp_path_factory.mktemp("supervised")
-    text = "".join(f"line {i} of {i * i} , as {i % 7} is to {i % 11} .\n" for i in range(150))
-    (folder / "text.txt").write_text(text)
-    model = {"model_type": "gpt2", "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model |= {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
-    (folder / "model.json").write_text(json.dumps(model))
-    config = json.loads((RECIPE.parent / "ds_config_cpu.json").read_text())
-    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    config["pipecomp"]["store"] = {"path": "messages", "in_checkpoints": True}
-    (folder / "ds_config.json").write_text(json.dumps(config))
-    return folder
+    return make_work(tmp_path_factory.mktemp("supervised"))
 
 
 def arguments(text: str) -> list[str]:
