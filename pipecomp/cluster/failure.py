@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.errors import PeerLostError
+from pipecomp.mesh.process_group import current_mesh
 
 _KEY = "pipecomp/stopped/{}"
 _LOST = "pipecomp/lost"
@@ -103,11 +104,21 @@ def find_lost(wait_s: float) -> PeerLostError | None:
 
 
 def linger(lost: int, wait_s: float) -> None:
-    """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped."""
+    """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped.
+
+    Nobody waits for ranks whose connections to this one have ended, if these carry the store.
+    """
     deadline = time.monotonic() + wait_s
     with contextlib.suppress(RuntimeError, ValueError):
-        while dist.get_rank() == 0 and set(bounded(_silent, _ASK_S)) - {lost} and time.monotonic() < deadline:
+        while dist.get_rank() == 0 and time.monotonic() < deadline:
+            if not set(bounded(_silent, _ASK_S)) - {lost} - _unreachable():
+                return
             time.sleep(_POLL_S)
+
+
+def _unreachable() -> set[int]:
+    mesh = current_mesh()
+    return set() if mesh is None else {rank for rank, there in mesh.connections.items() if there.failure is not None}
 
 
 def _silent() -> list[int]:
