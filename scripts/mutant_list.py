@@ -24,11 +24,17 @@ LINK = ("tests/stages/test_link_exact.py",)
 STAGING = ("tests/stages/test_staging.py",)
 GRADIENT_STAGING = ("tests/allreduce/test_staging.py",)
 WIRE = ("tests/messages/test_wire.py",)
+CODEC_LENGTHS = ("tests/messages/test_codecs.py::test_a_payload_of_another_length_is_refused",)
+LENGTHS = ("tests/stages/test_link.py::test_a_payload_of_another_length_is_refused",)
+LIMITS = ("tests/mesh/test_mesh.py::TestLimits",)
+GLOO = ("tests/stages/test_gloo.py",)
 TRUST_2 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[2]",)
 TRUST_4 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[4]",)
 
 _DRAW = "ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)"
 _ENDPOINT = "pipecomp/stages/link/endpoint.py"
+_INBOX = "pipecomp/mesh/inbox.py"
+_GLOO = "pipecomp/stages/link/gloo.py"
 _DITHERING = "pipecomp/allreduce/dithering.py"
 _GATHER = "pipecomp/allreduce/all_gather.py"
 _CASQ = "pipecomp/allreduce/methods/casq.py"
@@ -329,6 +335,86 @@ MUTANTS = (
         "> MAX_TENSOR_BYTES << 40:",
         LINK,
         "a hostile or damaged packet makes a rank allocate terabytes",
+    ),
+    Mutant(
+        "a packet is not held to the agreed model and batch",
+        _ENDPOINT,
+        "self.bounds.check(header, rows)",
+        "pass",
+        ("tests/mesh/test_tls_transport.py::TestBounds",),
+        "a few bytes that announce padding make a rank fill gigabytes",
+    ),
+    Mutant(
+        "no limit for a packet over TLS",
+        _INBOX,
+        "if total > sink.most_bytes:",
+        "if False:",
+        LIMITS,
+        "a rank takes memory for whatever another one announces",
+    ),
+    Mutant(
+        "no limit for a packet over gloo",
+        _GLOO,
+        "if total > self.most_bytes:",
+        "if False:",
+        GLOO,
+        "a rank takes memory for whatever another one announces",
+    ),
+    Mutant(
+        "a message shorter than its receive",
+        _INBOX,
+        "if size != total:",
+        "if size < total:",
+        LIMITS,
+        "a collective goes on with a buffer's old bytes behind the message",
+    ),
+    Mutant(
+        "an early message shorter than its receive",
+        _INBOX,
+        "if len(transfer.view) != data.size:",
+        "if len(transfer.view) < data.size:",
+        LIMITS,
+        "a collective goes on with a buffer's old bytes behind the message",
+    ),
+    Mutant(
+        "a message that becomes shorter on the way",
+        _INBOX,
+        "if len(arriving.view) != header.total or",
+        "if len(arriving.view) < header.total or",
+        LIMITS,
+        "a message ends before all of its bytes are there",
+    ),
+    Mutant(
+        "a receive longer than the message for it",
+        "pipecomp/mesh/outbox.py",
+        "if lane.asked[0] != size:",
+        "if lane.asked[0] < size:",
+        LIMITS,
+        "ranks that disagree on a message's length are not told which",
+    ),
+    Mutant(
+        "a packet over gloo that becomes shorter on the way",
+        _GLOO,
+        "if total != packet.size or",
+        "if total > packet.size or",
+        GLOO,
+        "a packet ends before all of its bytes are there, or never",
+    ),
+    Mutant(
+        "a payload shorter than its samples need",
+        "pipecomp/stages/link/receiver.py",
+        "if sum(sizes) != payload.numel():",
+        "if sum(sizes) < payload.numel():",
+        LENGTHS,
+        "a packet that was not made by this code is taken for one",
+    ),
+    Mutant(
+        "a payload longer than its values need",
+        "pipecomp/messages/codecs.py",
+        "if payload.numel() != expected:",
+        "if payload.numel() < expected:",
+        CODEC_LENGTHS,
+        "a packet that was not made by this code is taken for one",
     ),
     Mutant(
         "bytes behind a packet",

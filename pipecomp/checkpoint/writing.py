@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files so that an error of one rank is known to all, and what others cannot read.
+"""Writing what all ranks save so that an error of one is known to all, and what others cannot read.
 
 DeepSpeed saves with collectives between its writes: a rank that raised in the middle would leave the others waiting
 there. So what fails is noted, every rank comes through, and then all of them learn what was wrong.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipecomp.cluster.collectives import gathered
-from pipecomp.errors import CheckpointError, PipecompError
+from pipecomp.errors import CheckpointError, OutputError, PipecompError, SplitError
 
 _PRIVATE = 0o077  # taken away from what is made
 
@@ -40,7 +40,7 @@ def in_words(path: object, error: BaseException) -> str:
 
 
 class Attempts:
-    """What one rank has tried for a checkpoint in `folder`, and the first thing that went wrong."""
+    """What one rank has tried to write into `folder`, a checkpoint's, and the first thing that went wrong."""
 
     def __init__(self, folder: object) -> None:
         self._folder = folder
@@ -51,10 +51,12 @@ class Attempts:
         if self.problem is None:
             try:
                 return act()
+            except SplitError:
+                raise
             except (OSError, RuntimeError, PipecompError) as error:  # safetensors' and torch's are RuntimeErrors
                 self.problem = in_words(path or self._folder, error)
             except Exception as error:
-                if type(error).__module__.partition(".")[0] != "safetensors":
+                if not _of_rust(error):
                     raise
                 self.problem = in_words(path or self._folder, error)
         return None
@@ -63,10 +65,22 @@ class Attempts:
         """Raise CheckpointError on every rank if one of them has a problem; all ranks must call this."""
         for rank, problem in enumerate(gathered(self.problem)):
             if problem is not None:
-                raise CheckpointError(
-                    f"the checkpoint {self._folder} cannot be written: rank {rank}: {problem}. Nothing of it is left; "
-                    "earlier ones are as they were"
-                )
+                raise self.error(rank, problem)
+
+    def error(self, rank: int, problem: str) -> OutputError:
+        """What `agree` raises."""
+        return CheckpointError(
+            f"the checkpoint {self._folder} cannot be written: rank {rank}: {problem}. Nothing of it is left; "
+            "earlier ones are as they were"
+        )
+
+
+class ModelAttempts(Attempts):
+    """The same for a folder that `from_pretrained` reads: `agree` raises OutputError."""
+
+    def error(self, rank: int, problem: str) -> OutputError:
+        """What `agree` raises."""
+        return OutputError(f"the model cannot be written to {self._folder}: rank {rank}: {problem}")
 
 
 class NotingWriter:
@@ -80,13 +94,21 @@ class NotingWriter:
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file as torch.save does. A full disk is an OSError then, and not a C++ stack."""
-        self._attempts.attempt(lambda: _write(state_dict, path), path)
+        self._attempts.attempt(lambda: write_state(state_dict, path), path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder."""
         self._attempts.attempt(lambda: os.makedirs(path, exist_ok=exist_ok), path)
 
 
-def _write(state: Any, path: str) -> None:
+def write_state(state: Any, path: str | os.PathLike) -> None:
+    """Write as torch.save does, whose own way to open files would raise with a C++ stack."""
     with open(path, "wb") as file:
         torch.save(state, file)
+
+
+def _of_rust(error: Exception) -> bool:
+    """Whether safetensors or tokenizers raised it, whose errors of the disk are no OSErrors."""
+    if type(error).__module__.partition(".")[0] == "safetensors":
+        return True
+    return type(error) is Exception and "(os error " in str(error)

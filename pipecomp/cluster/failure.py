@@ -7,6 +7,7 @@ says so in the key-value store of torch.distributed, and who does not is lost.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import traceback
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.errors import PeerLostError
+from pipecomp.mesh.process_group import current_mesh
 
 _KEY = "pipecomp/stopped/{}"
 _LOST = "pipecomp/lost"
+_RANK = re.compile(r"\d{1,9}", re.ASCII)
 _POLL_S = 0.1
 _ASK_S = 3.0  # for the store to answer
 _Value = TypeVar("_Value")
@@ -88,8 +91,7 @@ def find_lost(wait_s: float) -> PeerLostError | None:
         while True:
             missing, told = bounded(_silent, _ASK_S), bounded(_told, _ASK_S)
             if told is not None:
-                rank, _, reason = told.partition(" ")
-                return PeerLostError(reason, int(rank)) if int(rank) != dist.get_rank() else None
+                return told if told.rank != dist.get_rank() else None
             if not missing:
                 return None
             if time.monotonic() > deadline:
@@ -102,11 +104,21 @@ def find_lost(wait_s: float) -> PeerLostError | None:
 
 
 def linger(lost: int, wait_s: float) -> None:
-    """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped."""
+    """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped.
+
+    Nobody waits for ranks whose connections to this one have ended, if these carry the store.
+    """
     deadline = time.monotonic() + wait_s
     with contextlib.suppress(RuntimeError, ValueError):
-        while dist.get_rank() == 0 and set(bounded(_silent, _ASK_S)) - {lost} and time.monotonic() < deadline:
+        while dist.get_rank() == 0 and time.monotonic() < deadline:
+            if not set(bounded(_silent, _ASK_S)) - {lost} - _unreachable():
+                return
             time.sleep(_POLL_S)
+
+
+def _unreachable() -> set[int]:
+    mesh = current_mesh()
+    return set() if mesh is None else {rank for rank, there in mesh.connections.items() if there.failure is not None}
 
 
 def _silent() -> list[int]:
@@ -114,6 +126,8 @@ def _silent() -> list[int]:
     return [r for r in range(dist.get_world_size()) if r != dist.get_rank() and not store.check([_KEY.format(r)])]
 
 
-def _told() -> str | None:
+def _told() -> PeerLostError | None:
     store = distributed_c10d._get_default_store()
-    return store.get(_LOST).decode(errors="replace") if store.check([_LOST]) else None
+    text = store.get(_LOST).decode(errors="replace") if store.check([_LOST]) else ""
+    rank, _, reason = text.partition(" ")
+    return PeerLostError(reason, int(rank)) if _RANK.fullmatch(rank) else None  # else not what a rank would write

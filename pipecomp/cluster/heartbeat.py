@@ -4,7 +4,8 @@ Each rank writes a counter to torch's key-value store every few seconds and read
 joined them. One whose counter stands still for the configured time is stopped, dead, or cannot be reached. Whoever
 waits for it in a link gets an error from the link. Whoever waits in a collective cannot be woken: torch has no way to
 end a gloo call from outside. So, after a while for other errors to come first, such a rank says what happened,
-finishes its message stores and ends itself.
+finishes its message stores and ends itself. A rank that fails writes why beside its counter: links end with that at
+once, also those of ranks that are not its neighbours, or that its own words do not reach.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import atexit
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -36,6 +38,7 @@ _LINGER_S, _LINGER_POLL_S = 5.0, 0.1
 _JOIN_S = 1.0
 _LEFT, _STOPPED = "left", "stopped"
 _KEY = "pipecomp/alive/{}"
+_SIGN = re.compile(rf"\d{{1,18}} \d{{1,18}} (?:{_LEFT}|{_STOPPED} \d{{1,9}} .*)?", re.ASCII | re.DOTALL)
 
 _current: Heartbeat | None = None
 _group: Any = None  # that the current one was made for
@@ -56,13 +59,21 @@ class _Sign(NamedTuple):
         """Beat, engine, state, rank that is lost, reason."""
         return [*self.text.split(" ", 4), "", "", ""]
 
+    @property
+    def stopped(self) -> PeerLostError | None:
+        """What it says ended its training."""
+        _, _, state, lost, reason, *_ = self.words
+        return PeerLostError(reason, int(lost)) if state == _STOPPED else None
+
 
 class Heartbeat:
     """This process's watch over the other ranks, in threads of its own; `process_heartbeat` makes it.
 
-    timeout_s: silence after which a rank is lost. on_exit: called before this process is ended. Both are of the
-    engine that `begin` announced.
+    timeout_s: silence after which a rank is lost. on_exit: called before this process is ended. on_told: called with
+    what another rank says has ended its training. All are of the engine that `begin` announced.
     """
+
+    on_told: Callable[[Exception], None]
 
     def __init__(self, rank: int, world: int, store: Any, *, heals: bool = False) -> None:
         """store: that all ranks share; a connection of its own is made to it. heals: lost ones are made anew."""
@@ -70,13 +81,13 @@ class Heartbeat:
         self._others = [r for r in range(world) if r != rank]
         self._store = store.clone()  # a wait on the shared connection would stop the beats
         self._silence = _SILENCE_HEALING if heals else _SILENCE
-        self.timeout_s, self.on_exit = DEFAULT_TIMEOUT_S, lambda: None
+        self.timeout_s, self.on_exit, self.on_told = DEFAULT_TIMEOUT_S, lambda: None, _ignore
         self.lost: PipecompError | None = None
         self.engine = 0  # how many this process has begun to make
         self._beats = 0
         self._state = _LEFT
         self._waiting_since: float | None = None  # since when this rank does something together with the others
-        self._answered = time.monotonic()
+        self._answered, self._problem_of_store = time.monotonic(), "is gone"
         self._seen: dict[int, _Sign] = {}
         self._ended = threading.Event()
         self._writing = threading.Lock()
@@ -92,7 +103,8 @@ class Heartbeat:
     def begin(self) -> None:
         """Announce an engine that is about to be made; all ranks make theirs in the same order."""
         self.engine += 1
-        self.timeout_s, self.on_exit, self.lost = DEFAULT_TIMEOUT_S, lambda: None, None
+        self.timeout_s, self.on_exit, self.on_told = DEFAULT_TIMEOUT_S, lambda: None, _ignore
+        self.lost = None
         self._say("")
 
     @contextlib.contextmanager
@@ -152,7 +164,7 @@ class Heartbeat:
         If it is the last one that was made, nobody needs to wait for a sign of this rank any more.
         """
         if engine == self.engine:
-            self.on_exit = lambda: None
+            self.on_exit, self.on_told = lambda: None, _ignore
             if not self._state.startswith(_STOPPED):
                 self._say(_LEFT)
 
@@ -185,12 +197,22 @@ class Heartbeat:
                 values = self._store.multi_get([_KEY.format(r) for r in present]) if present else []
                 now = time.monotonic()
                 for rank, value in zip(present, values, strict=True):
-                    text = value.decode(errors="replace")
+                    text = self._read(rank, value)
                     if rank not in self._seen or text != self._seen[rank].text:
                         self._seen[rank] = _Sign(text, now)
                 self._answered = now
         except RuntimeError:
             self._answered = -math.inf  # the store is gone
+        except Exception as error:
+            self._problem_of_store = f"gave an answer that is none ({type(error).__name__}: {error})"
+            self._answered = -math.inf
+
+    def _read(self, rank: int, value: bytes) -> str:
+        """What a rank has written; if that is no sign of a heartbeat, that the rank has failed."""
+        text = value.decode(errors="replace")
+        if _SIGN.fullmatch(text):
+            return text
+        return f"0 {self.engine} {_STOPPED} {rank} rank {rank} wrote a heartbeat that is none: {text[:60]!r}"
 
     def _run(self) -> None:
         noticed: float | None = None
@@ -201,6 +223,9 @@ class Heartbeat:
             if engine != self.engine:  # of the engine before
                 continue
             self.lost = problem
+            told = self._told() if problem is not None and noticed is None else None
+            if told is not None:
+                self.on_told(told)
             noticed = None if problem is None else noticed or now
             waiting = self._waiting_since
             if problem is None or noticed is None or waiting is None:
@@ -213,17 +238,22 @@ class Heartbeat:
             return None
         silence_s = self._silence * self.timeout_s
         if now - self._answered > silence_s:
-            why = "is gone" if self._answered == -math.inf else f"has not answered for {silence_s:g} s"
+            why = self._problem_of_store if self._answered == -math.inf else f"has not answered for {silence_s:g} s"
             return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {why}", 0)
-        seen = dict(self._seen)
-        for rank, sign in seen.items():
-            _, _, state, lost, reason, *_ = sign.words
-            if state == _STOPPED and sign.engine == self.engine:
-                return PeerLostError(f"{reason} (told by rank {rank})", int(lost))
-        for rank, sign in seen.items():
+        told = self._told()
+        if told is not None:
+            return told
+        for rank, sign in dict(self._seen).items():
             silence = self._silent(rank, sign, now)
             if silence is not None and not (sign.words[2] == _LEFT and sign.engine == self.engine):
                 return silence
+        return None
+
+    def _told(self) -> PeerLostError | None:
+        for rank, sign in dict(self._seen).items():
+            stopped = sign.stopped
+            if stopped is not None and sign.engine == self.engine:
+                return PeerLostError(f"{stopped} (told by rank {rank})", stopped.rank)
         return None
 
     def _silent(self, rank: int, sign: _Sign, now: float) -> LinkTimeoutError | None:
@@ -246,6 +276,10 @@ class Heartbeat:
         finishing.join(_ON_EXIT_S)
         sys.stdout.flush()
         os._exit(LOST_STATUS)
+
+
+def _ignore(error: Exception) -> None:
+    """Nobody has to be told."""
 
 
 def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, heals: bool = False) -> Heartbeat:

@@ -23,7 +23,7 @@ import torch
 
 from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.checkpoint.writing import Attempts, NotingWriter, private
+from pipecomp.checkpoint.writing import Attempts, NotingWriter, private, write_state
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, StoreError
@@ -135,8 +135,7 @@ class Checkpoints:
         if (saves is None or not saves.save(copy)) and copy.exists():  # of an earlier checkpoint of this name
             shutil.rmtree(copy)
         state = {"random": random_state(), "messages": self._messages_held()}
-        with _rank_file(folder, engine.global_rank).open("wb") as file:  # torch's own would raise with a C++ stack
-            torch.save(state, file)
+        write_state(state, _rank_file(folder, engine.global_rank))
 
     # -- loading
 

@@ -263,7 +263,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     def save_pretrained(self, folder: str) -> None:
         """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this.
 
-        The folder is complete on the machine of rank 0, whether or not the machines share a disk.
+        The folder is complete on the machine of rank 0, whether or not the machines share a disk. Raises OutputError
+        on every rank if one of them cannot write.
         """
         if isinstance(self.stage, ModuleStage):
             raise SplitError("a model of plain modules has no Hugging Face folder: save each stage's state_dict()")

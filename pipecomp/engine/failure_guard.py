@@ -34,7 +34,7 @@ class FailureGuard:
     def watch(self, links: Links, heartbeat: Heartbeat) -> None:
         """Tell neighbours through these links, and all ranks through this heartbeat."""
         self._links, self._heartbeat, self._engine = links, heartbeat, heartbeat.engine
-        heartbeat.on_exit = links.close
+        heartbeat.on_exit, heartbeat.on_told = links.close, links.failed
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ It outlives the TCP connections that carry it (`Line`): frames are kept until th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -179,11 +180,14 @@ class Connection:
                 self.line.drop(stream, error)
                 self.line.wait_for_other(stream)
             except Exception as error:
-                self._end(self._explain(error))
+                explained = self._explain(error)
+                with contextlib.suppress(Exception):  # that the other side hears why is not sure
+                    stream.send(*_reason(explained))
+                self._end(explained)
 
     def _say_why(self, error: Exception) -> None:
         """Tell the other side that this one gives up, which must not wait for a new connection."""
-        text = json.dumps(str(error)[:_REASON]).encode()
+        _, text = _reason(error)
         self._outbox.notice(Header(Kind.BYE, len(text)), text)
         self._outbox.handed_over(_SAY_S)
 
@@ -263,6 +267,12 @@ class Connection:
             self._answered(header.tag, value)
         else:
             raise WireError(f"a frame {header.kind.name} that this rank has not to do with")
+
+
+def _reason(error: Exception) -> tuple[bytes, bytes]:
+    """A frame that says why the connection ends."""
+    text = json.dumps(str(error)[:_REASON]).encode()
+    return pack(Header(Kind.BYE, len(text))), text
 
 
 def _value(header: Header, content: bytearray) -> Any:

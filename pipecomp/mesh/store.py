@@ -129,7 +129,7 @@ class Table:
                 "set": lambda key, value: self.set(_key(key), _bytes(value), rank),
                 "get": lambda keys: [_text(value) for value in self.get(_keys(keys))],
                 "has": lambda keys: self.has(_keys(keys)),
-                "add": lambda key, amount: self.add(_key(key), int(amount), rank),
+                "add": lambda key, amount: self.add(_key(key), _whole(amount), rank),
                 "swap": lambda key, a, b: _text(self.swap(_key(key), _bytes(a), _bytes(b), rank)),
                 "delete": lambda key: self.delete(_key(key), rank),
                 "count": self.count,
@@ -146,8 +146,11 @@ class Table:
 
 
 def _answer(connection: Connection, number: int, value: Any) -> None:
-    if connection.failure is None:
+    try:
         connection.call(Kind.ANSWER, number, value)
+    except LinkError:
+        if connection.failure is None:  # a rank that is gone needs no answer, and another one asked
+            raise
 
 
 def _key(key: Any) -> str:
@@ -160,6 +163,12 @@ def _keys(keys: Any) -> list[str]:
     if not isinstance(keys, list):
         raise TypeError("keys that are no list")
     return [_key(key) for key in keys]
+
+
+def _whole(amount: Any) -> int:
+    if type(amount) is not int:
+        raise TypeError("an amount that is no whole number")
+    return amount
 
 
 def _bytes(text: Any) -> bytes:
@@ -238,36 +247,37 @@ class MeshStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._do(lambda t: t.set(key, data, self._rank), ["set", key, _text(data)])
+        self._do(lambda t: t.set(key, data, self._rank), ["set", key, _text(data)], bool)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        found = self._do(lambda t: t.get(keys), ["get", keys])
-        return [value if isinstance(value, bytes) else _bytes(value) for value in found]
+        found = self._do(lambda t: t.get(keys), ["get", keys], lambda texts: [_bytes(text) for text in _keys(texts)])
+        if len(found) != len(keys):
+            raise dist.DistStoreError(f"rank 0 answered with {len(found)} values for {len(keys)} keys")
+        return found
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._do(lambda t: t.has(keys), ["has", keys]))
+        return self._do(lambda t: t.has(keys), ["has", keys], bool)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._do(lambda t: t.add(key, amount, self._rank), ["add", key, amount]))
+        return self._do(lambda t: t.add(key, amount, self._rank), ["add", key, amount], int)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         a, b = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
-        found = self._do(lambda t: t.swap(key, a, b, self._rank), ["swap", key, _text(a), _text(b)])
-        return found if isinstance(found, bytes) else _bytes(found)
+        return self._do(lambda t: t.swap(key, a, b, self._rank), ["swap", key, _text(a), _text(b)], _bytes)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._do(lambda t: t.delete(key, self._rank), ["delete", key]))
+        return self._do(lambda t: t.delete(key, self._rank), ["delete", key], bool)
 
     def num_keys(self) -> int:
-        return int(self._do(lambda t: t.count(), ["count"]))
+        return self._do(lambda t: t.count(), ["count"], int)
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (what torch calls them where C++ asks)
 
@@ -279,11 +289,17 @@ class MeshStore(dist.Store):
         elif not self._table.wait(keys, wait_s):
             raise dist.DistStoreError(f"wait timeout after {wait_s:g} s, keys: {', '.join(keys)}")
 
-    def _do(self, here: Callable[[Table], Any], question: list[Any]) -> Any:
+    def _do(self, here: Callable[[Table], Any], question: list[Any], read: Callable[[Any], Any]) -> Any:
+        """Ask rank 0. here: on rank 0 itself; read: what rank 0 has answered."""
         if self._table is None:
             assert self._questions is not None
             connection = self._questions.connection
-            return self._questions.ask(question, _ANSWER_S + (connection.timeout_s if connection is not None else 0.0))
+            wait_s = _ANSWER_S + (connection.timeout_s if connection is not None else 0.0)
+            answer = self._questions.ask(question, wait_s)
+            try:
+                return read(answer)
+            except (ValueError, TypeError) as error:
+                raise dist.DistStoreError(f"rank 0 gave an answer that is none to {question[0]!r}: {error}") from error
         try:
             return here(self._table)
         except (KeyError, ValueError) as error:

@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
+from pipecomp.checkpoint.writing import Attempts, write_state
 from pipecomp.cluster.collectives import broadcast
 from pipecomp.errors import ConfigError, require
 from pipecomp.stages.partition.planning import SplitPlan
@@ -115,18 +116,18 @@ def folder_of(output_dir: str, step: int) -> str:
     return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def write_state(folder: str, state: TrainerState, plan: SplitPlan, replicas: int) -> None:
+def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int) -> None:
     """Write what makes a checkpoint complete; rank 0 does, once all others have written their files."""
     pipeline = json.dumps(layout(plan, replicas)) + "\n"
     (Path(folder) / PIPELINE_FILE).write_text(pipeline, encoding="utf-8")
     state.save_to_json(str(Path(folder) / STATE_FILE))
 
 
-def save_engine(engine: Any, folder: str, scheduler: Any) -> None:
+def save_engine(engine: Any, folder: str, scheduler: Any, attempts: Attempts) -> None:
     """Write what training needs to go on, but for the cached activations; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
-    torch.save(state, _rank_file(folder, dist.get_rank()))
+    attempts.attempt(lambda: write_state(state, _rank_file(folder, dist.get_rank())))
 
 
 def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
@@ -170,6 +171,11 @@ def rotate(output_dir: str, limit: int | None, best: str | None, group: Any) -> 
         rotate_checkpoints(output_dir, limit, best_model_checkpoint=best, use_mtime=True)
         gone = sorted(before - _folders(output_dir))
     _remove(output_dir, broadcast(gone, group=group))
+
+
+def remove(folder: str) -> None:
+    """Delete what there is of a checkpoint, on every machine; every rank must call this."""
+    _remove(str(Path(folder).parent), [Path(folder).name])
 
 
 def keep_only(output_dir: str, best: str, group: Any) -> None:

@@ -16,6 +16,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_utils import align_special_tokens, set_seed
 
+from pipecomp.checkpoint.writing import ModelAttempts, write_state
 from pipecomp.errors import require
 from pipecomp.trainer import arguments, message_stores
 from pipecomp.trainer.losses import StepLoss
@@ -113,12 +114,17 @@ def _watch_optimizer(engine: Any, fire: Callable[[str], None]) -> None:
 
 
 def save_model(engine: Any, folder: str, args: Any, processing: Any) -> None:
-    """Write model, tokenizer and arguments for from_pretrained; every rank must call this. processing: or None."""
+    """Write model, tokenizer and arguments for from_pretrained; every rank must call this. processing: or None.
+
+    Raises OutputError on every rank if one of them cannot write.
+    """
     engine.save_pretrained(folder)
+    attempts = ModelAttempts(folder)
     if dist.get_rank() == 0:
         if processing is not None:
-            processing.save_pretrained(folder)
-        torch.save(args, os.path.join(folder, TRAINING_ARGS_FILE))
+            attempts.attempt(lambda: processing.save_pretrained(folder))
+        attempts.attempt(lambda: write_state(args, os.path.join(folder, TRAINING_ARGS_FILE)))
+    attempts.agree()
 
 
 # -- the model card

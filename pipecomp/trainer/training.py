@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.cluster.interruption import Interruption
-from pipecomp.trainer import callbacks, checkpoints, message_stores, schedule
+from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
 from pipecomp.trainer.losses import StepLoss
@@ -176,9 +176,10 @@ class Training:
         if reason is None or state.global_step >= self._length.max_steps:
             return
         self._log(logs)
-        self._save()
+        saved = self._save()
         self._recording.interrupted()
-        _log.warning("stopped after step %d: %s; resume_from_checkpoint=True goes on", state.global_step, reason)
+        way = "resume_from_checkpoint=True goes on" + ("" if saved else " from an earlier one")
+        _log.warning("stopped after step %d: %s; %s", state.global_step, reason, way)
         trainer.end()
         raise self._interruption.leave(reason)
 
@@ -284,29 +285,12 @@ class Training:
             trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[place] for _, tokens in rows)
         return [stats for stats, _ in rows]
 
-    def _save(self) -> None:
-        """Write a checkpoint, and tell the callbacks."""
+    def _save(self) -> bool:
+        """Write a checkpoint, and tell the callbacks; False if it could not be written, and training goes on."""
         with self._engine.propagate_failure():
-            self._save_checkpoint()
-        fire(self._trainer, "on_save")
-
-    def _save_checkpoint(self) -> None:
-        """Write checkpoint-N, its state file last; every rank must call this."""
-        trainer, args, state = self._trainer, self._trainer.args, self._trainer.state
-        folder = checkpoints.folder_of(args.output_dir, state.global_step)
-        if trainer.rank == 0:
-            (Path(folder) / checkpoints.STATE_FILE).unlink(missing_ok=True)  # until everything is there
-        trainer.save_model(folder)
-        if state.best_global_step:
-            best = checkpoints.folder_of(args.output_dir, state.best_global_step)
-            if broadcast(Path(best).is_dir(), group=trainer.group):
-                state.best_model_checkpoint = best
-        if not args.save_only_model:
-            checkpoints.save_engine(self._engine, folder, trainer.lr_scheduler)
-            if self._save_messages:
-                message_stores.save(self._engine, folder)
-        self._gather_reports()  # every rank has written its files once this returns
-        if trainer.rank == 0:
-            callbacks.save(trainer)
-            checkpoints.write_state(folder, state, trainer.plan, trainer.replicas)
-        checkpoints.rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, trainer.group)
+            saved = saving.save(self._trainer, messages=self._save_messages, count_tokens=self._gather_reports)
+        if saved:
+            fire(self._trainer, "on_save")
+        else:
+            self._trainer.control.should_save = False  # until the next one is due, as after one that was written
+        return saved

@@ -71,7 +71,7 @@ class Delivery:
             self.on_moved(what, began, time.perf_counter() if ended is None else ended, None, size)
 
     def failed(self, error: Exception) -> None:
-        """Nothing more will come; the first error stays."""
+        """Nothing more will come; see Transport."""
         if self._failure is None:
             self._failure = error
             self._failed.set()

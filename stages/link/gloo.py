@@ -148,6 +148,8 @@ class GlooTransport(Delivery):
             # What the receiver reads (the peer's own account of what happened) says more than a failed send.
             self._receiver.join(1.0)
             self.failed(self._explain(error))
+        except Exception as error:  # nor does a sending one
+            self.failed(LinkError(f"sending to rank {self.peer} failed: {type(error).__name__}: {error}"))
 
     # -- receiving thread
 

@@ -59,6 +59,11 @@ class Links:
         """Find what ended one of the connections, if anything shows within `wait_s` seconds each."""
         return next((failure for end in self if (failure := end.transport.failure(wait_s)) is not None), None)
 
+    def failed(self, error: Exception) -> None:
+        """Let whoever waits for a neighbour, or asks for it later, have this error."""
+        for end in self:
+            end.transport.failed(error)
+
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell both neighbours that this rank's training is over, and why."""
         for end in self:

@@ -33,7 +33,7 @@ class LoopbackTransport:
             item = self._inbox.get(timeout=self._timeout_s)
         except queue.Empty:
             raise LinkTimeoutError(f"nothing from rank {self.peer} for {self._timeout_s:g} s") from None
-        if isinstance(item, PeerLostError):
+        if isinstance(item, Exception):
             self._inbox.put(item)
             raise item
         if self.on_arrival is not None:
@@ -46,6 +46,10 @@ class LoopbackTransport:
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
         self._outbox.put(PeerLostError(reason, lost_rank))
+
+    def failed(self, error: Exception) -> None:
+        """Nothing more will come; see Transport."""
+        self._inbox.put(error)
 
     def failure(self, wait_s: float = 0.0) -> Exception | None:
         """Nothing but a closed end can fail, and `recv` says that."""

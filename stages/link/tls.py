@@ -118,7 +118,7 @@ class TlsTransport(Delivery):
             self.failed(PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer))
 
     def failed(self, error: Exception) -> None:
-        """Let every call from here on raise this, unless another error was first."""
+        """Nothing more will come; see Transport."""
         super().failed(error)
         with self._left:
             self._left.notify_all()

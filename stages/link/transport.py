@@ -76,6 +76,9 @@ class Transport(Protocol):
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer, if it can still be told, that `lost_rank` is gone; its next `recv` raises that."""
 
+    def failed(self, error: Exception) -> None:
+        """Let every call from here on raise this, unless another error was first; a `recv` that waits does, too."""
+
     def failure(self, wait_s: float = 0.0) -> Exception | None:
         """Find what ended the connection, if anything did, waiting up to `wait_s` seconds for it to show."""
 

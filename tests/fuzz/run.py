@@ -1,6 +1,6 @@
 """Fuzz a decoder for some time: with atheris where it is installed (pip install -e '.[fuzz]'), else with hypothesis.
 
-    python tests/fuzz/run.py --target wire|value|config [--minutes 30] [--corpus FOLDER] [--engine atheris|hypothesis]
+    python tests/fuzz/run.py --target wire|value|config|frames|notices|keystore [--minutes 30] [--corpus FOLDER] [--engine atheris|hypothesis]
 
 New inputs that reach new code go to `runs/fuzz/TARGET` (atheris only); the committed corpus is where it starts from.
 A finding ends the run with status 1, or atheris's own, and its input in `runs/fuzz/`.
@@ -24,7 +24,7 @@ TIMEOUT_S = 20  # of one input; more is a hang
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=("wire", "value", "config"), required=True)
+    parser.add_argument("--target", choices=("wire", "value", "config", "frames", "notices", "keystore"), required=True)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="new inputs and findings")
     parser.add_argument("--engine", choices=("atheris", "hypothesis"), default=None)

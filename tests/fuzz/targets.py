@@ -27,6 +27,7 @@ from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from tests.fuzz.mesh_targets import MESH_TARGETS
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows
@@ -64,7 +65,12 @@ def fuzz_config(data: bytes) -> None:
             str(error)
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {"wire": fuzz_wire, "value": fuzz_value, "config": fuzz_config}
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "wire": fuzz_wire,
+    "value": fuzz_value,
+    "config": fuzz_config,
+    **MESH_TARGETS,
+}
 
 
 def _decode(message: np.ndarray) -> wire.Header | None:

@@ -384,11 +384,27 @@ class TestLimits:
         frames = [pack(Header(Kind.DATA, 0, 3, tag, 0)) for tag in range(20)]
         assert "nobody asked for" in self.refused(two, *frames)
 
-    def test_another_length_than_that_of_the_receive(self, two):
+    @pytest.mark.parametrize("total", [7, 9])
+    def test_another_length_than_that_of_the_receive(self, two, total):
         waiting = two[0].connections[1].receive(4, 0, memoryview(bytearray(8)))
-        assert "9 bytes where one of 8 is expected" in self.refused(two, pack(Header(Kind.DATA, 0, 4, 0, 9)))
+        said = self.refused(two, pack(Header(Kind.DATA, 0, 4, 0, total)))
+        assert f"{total} bytes where one of 8 is expected" in said
         with pytest.raises(WireError):
             waiting.wait(WAIT_S)
+
+    @pytest.mark.parametrize("total", [7, 9])
+    def test_another_length_than_that_of_a_receive_that_comes_later(self, two, total):
+        two[1].connections[0].send(4, 0, memoryview(bytes(total)))
+        two[1].connections[0].send(4, 1, memoryview(b"later"))
+        two[0].connections[1].receive(4, 1, memoryview(bytearray(5))).wait(WAIT_S)
+        with pytest.raises(WireError, match=f"a message of {total} bytes where one of 8 is expected"):
+            two[0].connections[1].receive(4, 0, memoryview(bytearray(8))).wait(WAIT_S)
+
+    @pytest.mark.parametrize("size", [EAGER_BYTES + 1, EAGER_BYTES + 3])
+    def test_another_length_than_that_of_a_message_that_waits(self, two, size):
+        two[0].connections[1].send(4, 0, memoryview(bytes(EAGER_BYTES + 2)))
+        said = self.refused(two, pack(Header(Kind.ASK, 0, 4, 0, size)))
+        assert f"a receive of {size} bytes is ready for a message of {EAGER_BYTES + 2}" in said
 
     @pytest.mark.parametrize(
         ("header", "said"),
@@ -404,8 +420,9 @@ class TestLimits:
     def test_what_is_no_frame(self, two, header, said):
         assert said in self.refused(two, pack(header), b"[]")
 
-    def test_a_frame_that_changes_its_messages_length(self, two):
-        frames = [pack(Header(Kind.DATA, 1, 77, 0, 10)), b"x", pack(Header(Kind.DATA, 1, 77, 0, 11)), b"x"]
+    @pytest.mark.parametrize("total", [9, 11])
+    def test_a_frame_that_changes_its_messages_length(self, two, total):
+        frames = [pack(Header(Kind.DATA, 1, 77, 0, 10)), b"x", pack(Header(Kind.DATA, 1, 77, 0, total)), b"x"]
         assert "which began as one of 10" in self.refused(two, *frames)
 
     @pytest.mark.parametrize("text", [b"[", b"\xff", b'["x"]', b'["set", 1, 2]', b'["set", "k", "?"]', b"3"])

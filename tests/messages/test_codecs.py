@@ -80,6 +80,15 @@ def test_top_k_bytes_at_a_fifth_of_the_values():
     assert TopK(8, 0.2).payload_bytes(1, 256) == 51 + 32 + 4
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("codec", [Cast(torch.float32), Quantized(4), TopK(4, 0.2)], ids=lambda c: type(c).__name__)
+def test_a_payload_of_another_length_is_refused(codec, more):
+    payload = encoded(codec, torch.randn(3, 20))
+    other = torch.from_numpy(np.resize(payload.numpy(), payload.numel() + more))
+    with pytest.raises(WireError, match=rf"payload of {payload.numel() + more} bytes where {payload.numel()} were"):
+        codec.decode(other, 3, 20)
+
+
 def test_a_damaged_bitmap_is_refused():
     codec = TopK(8, 0.3)
     data = encoded(codec, torch.randn(1, 10))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -329,6 +330,26 @@ def test_what_was_not_expected_is_named(change, match):
     with pytest.raises(LinkError, match=match):
         down.recv_activation(Position(0, 0))
     assert down.store.inventory() == []
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("visits", [1, 2])
+def test_a_payload_of_another_length_is_refused(more, visits):
+    up, down = link({"method": "aqsgd"})
+    sent, x_BSH = up.transport.send, torch.randn(B, S, H)
+
+    def send(message):
+        header, data = wire.decode(finished(message))
+        sent(wire.encode(header, np.resize(data, data.size + more)))
+
+    for step in range(visits - 1):
+        pass_over(up, down, x_BSH, layout(), step)
+    up.transport.send = send
+    before = down.store.inventory()
+    up.send_activation(x_BSH, layout(), Position(visits, 0))
+    with pytest.raises(WireError, match="bytes where its samples need"):
+        down.recv_activation(Position(visits, 0))
+    assert down.store.inventory() == before
 
 
 def test_damaged_bytes_change_nothing():

@@ -1,0 +1,177 @@
+"""The transport over gloo, one end of it: what the other end may send, and what becomes of errors in its threads."""
+
+from __future__ import annotations
+
+import queue
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.stages.link import gloo
+from pipecomp.stages.link.gloo import FRAME_BYTES, GlooTransport, write_prefix
+from tests.limits import HANG_S
+
+DATA, ALIVE, ABORT, CLOSE = range(1, 5)
+PREFIX_BYTES = 20
+
+
+class Done:
+    def wait(self, timeout: timedelta) -> None:
+        """Nothing to wait for."""
+
+
+class Receive:
+    """Waits for what the test sends."""
+
+    def __init__(self, incoming: queue.SimpleQueue, into: torch.Tensor) -> None:
+        self._incoming, self._into = incoming, into
+
+    def wait(self, timeout: timedelta) -> None:
+        came = self._incoming.get(timeout=HANG_S)
+        if isinstance(came, Exception):
+            raise came
+        self._into[: came.numel()].copy_(came)
+
+
+class Group:
+    """gloo's group of rank 0, this one, and rank 1, which is the test."""
+
+    def __init__(self) -> None:
+        self.incoming: queue.SimpleQueue = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue = queue.SimpleQueue()
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Done:
+        self.sent.put(tensors[0].clone())
+        return Done()
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Receive:
+        return Receive(self.incoming, tensors[0])
+
+    def come(self, kind: int, content: bytes = b"", total: int | None = None) -> None:
+        frame = np.zeros(PREFIX_BYTES + len(content), dtype=np.uint8)
+        write_prefix(frame, kind, len(content), len(content) if total is None else total)
+        frame[PREFIX_BYTES:] = np.frombuffer(content, dtype=np.uint8)
+        self.incoming.put(torch.from_numpy(frame))
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    return Group()
+
+
+@pytest.fixture
+def end(group: Group) -> GlooTransport:
+    return GlooTransport(group, timeout_s=HANG_S)  # type: ignore[arg-type]
+
+
+def test_packets_come_in_frames(group, end):
+    group.come(DATA, b"ab", 5)
+    group.come(ALIVE)
+    group.come(DATA, b"cde", 5)
+    group.come(DATA, b"", 0)
+    assert end.recv().tobytes() == b"abcde"
+    assert end.recv().size == 0
+
+
+def test_a_packet_above_the_limit(group, end):
+    end.limit(1000)
+    group.come(DATA, bytes(1000))
+    assert end.recv().size == 1000
+    group.come(DATA, bytes(1001))
+    with pytest.raises(WireError, match="rank 1 announces a packet of 1001 bytes, allowed: 1000"):
+        end.recv()
+
+
+@pytest.mark.parametrize(
+    ("content", "total", "said"),
+    [(b"x", 9, "3 bytes of a packet of 10"), (b"x", 11, "3 bytes of a packet of 10"), (b"x" * 9, 10, "11 bytes")],
+)
+def test_a_frame_that_does_not_go_on_with_its_packet(group, end, content, total, said):
+    group.come(DATA, b"ab", 10)
+    group.come(DATA, content, total)
+    group.incoming.put(RuntimeError("the end, in the place of waiting for more"))
+    with pytest.raises(WireError, match=f"rank 1 sent {said}"):
+        end.recv()
+
+
+def test_what_is_no_frame(group, end):
+    group.incoming.put(torch.zeros(PREFIX_BYTES, dtype=torch.uint8))
+    with pytest.raises(WireError, match="rank 1 sent a frame that was changed on the way, or is none: 00"):
+        end.recv()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "error", "said"),
+    [
+        (99, b"", WireError, "rank 1 sent a frame of unknown kind 99"),
+        (ABORT, b"abc", WireError, "that names no rank"),
+        (ABORT, b"\x07\0\0\0f\xc3\xbcll\xff", PeerLostError, "f\u00fcll\ufffd \\(told by rank 1\\)"),
+    ],
+)
+def test_notices(group, end, kind, content, error, said):
+    group.come(kind, content)
+    with pytest.raises(error, match=said):
+        end.recv()
+
+
+def failure(end: Any) -> Exception:
+    found = end.failure(HANG_S)
+    assert found is not None
+    with pytest.raises(type(found)):
+        end.recv()
+    with pytest.raises(type(found)):
+        end.send(np.zeros(3, dtype=np.uint8))
+    return found
+
+
+@pytest.mark.parametrize("raised", [MemoryError(), KeyError("x"), AssertionError("no")], ids=repr)
+def test_any_error_of_the_receiving_thread_is_told(group, end, raised):
+    def deliver(packet: np.ndarray, began: float) -> None:
+        raise raised
+
+    end.deliver = deliver
+    group.come(DATA, b"abc")
+    found = failure(end)
+    assert isinstance(found, LinkError)
+    assert f"receiving from rank 1 failed: {type(raised).__name__}" in str(found)
+
+
+@pytest.mark.parametrize("raised", [MemoryError(), ValueError("x")], ids=repr)
+def test_any_error_of_the_sending_thread_is_told(group, raised):
+    class Pacer:
+        def hold(self, size: int, ready: float) -> None:
+            raise raised
+
+    end = GlooTransport(group, timeout_s=HANG_S, pacer=Pacer())
+    end.send(np.zeros(3, dtype=np.uint8))
+    found = failure(end)
+    assert isinstance(found, LinkError)
+    assert f"sending to rank 1 failed: {type(raised).__name__}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("[a.cc:1] Timed out waiting", LinkTimeoutError, "nothing from rank 1 for"),
+        ("[a.cc:1] Connection closed by peer [1.2.3.4]:5", PeerLostError, "lost rank 1: its connection was closed"),
+    ],
+)
+def test_what_gloo_says(group, end, text, error, said):
+    group.incoming.put(RuntimeError(text))
+    with pytest.raises(error, match=said):
+        end.recv()
+
+
+def test_frames_have_room_for_what_is_sent(group, end):
+    end.send(np.arange(FRAME_BYTES + 5, dtype=np.int64).astype(np.uint8))
+    sizes = [group.sent.get(timeout=HANG_S).numel() for _ in range(2)]
+    assert max(sizes) == FRAME_BYTES
+    assert sum(sizes) == FRAME_BYTES + 5 + 2 * PREFIX_BYTES
+    assert gloo._PREFIX_BYTES == PREFIX_BYTES
