@@ -81,6 +81,9 @@ class State:
             raise ConfigError(unknown[0] if unknown else "options", options, ", ".join(known)) from error
         if self.options.exchanges_in_optimizer:
             raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
+        if self.options.local is not None:
+            allowed = "none: a State averages what it is given; `pipecomp.initialize` takes local steps"
+            raise ConfigError("local_steps", self.options.local_steps, allowed)
         self.seed, self.loss_scale = seed, 1.0
         self.staging: Staging | None = None
         self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
