@@ -107,6 +107,8 @@ class LinkStore(ABC):
         """Forget these samples; see MessageStore."""
         self._check()
         dropped = list(samples)
+        if not dropped:
+            return
         with self._lock:
             for sample in dropped:
                 if sample in self._entries:

@@ -203,15 +203,13 @@ class ValueFile:
     def read_at(self, table: Table, slot: int, sample: int, size: int | None = None) -> bytearray:
         """Read the value in a slot; its size is checked before anything is allocated, unless it is not known."""
         limit = None if size is None else len(piece_sizes(size, self._page))
-        pieces: list[memoryview] = []
         prefix = slot.to_bytes(8, "big")
         doing = f"read sample {sample} of {table.name}"
         with explained(self.path, doing), self._reading, self._cursor(table) as cursor:
-            more = cursor.set_key(_FIRST.pack(slot, 0, sample))
-            while more and len(pieces) != limit and cursor.key()[:8] == prefix:
-                pieces.append(cursor.value())
-                more = cursor.next()
-            total = sum(len(piece) for piece in pieces)
+            there = cursor.set_key(_FIRST.pack(slot, 0, sample))
+            items = itertools.takewhile(lambda item: item[0][:8] == prefix, cursor if there else ())
+            pieces = [piece for _, piece in itertools.islice(items, limit)]
+            total = sum(map(len, pieces))
             if size is not None and total != size:
                 raise StoreError(f"{table.where(sample)}: {total} of {size} bytes are there")
             return bytearray().join(pieces)

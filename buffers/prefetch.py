@@ -45,7 +45,9 @@ class Prefetcher:
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ConfigError("store.prefetch", ahead, "a whole number from 0")
         self._load, self._ahead, self._name = load, ahead, name
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # a sample is loaded; whoever waits to take it
+        self._wanted = threading.Condition(lock)  # there is something to load; the thread, which is woken for no less
         self._batches: deque[dict[int, _Slot]] = deque(maxlen=MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -62,7 +64,7 @@ class Prefetcher:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            self._wanted.notify()
 
     def take(self, sample: int) -> tuple[bool, Loaded | None]:
         """Hand out a sample that was loaded ahead, once; wait if it is being loaded right now.
@@ -78,6 +80,8 @@ class Prefetcher:
                 return False, None
             for _ in range(at):
                 self._batches.popleft()
+            if at:
+                self._wanted.notify()
             batch = self._batches[0]
             slot = batch[sample]
             self._changed.wait_for(lambda: slot.state is not _State.LOADING or self._closed)
@@ -94,6 +98,7 @@ class Prefetcher:
                 slot = batch.pop(sample, None)
                 if slot is not None:
                     slot.state, slot.cached = _State.WORTHLESS, None
+                    self._changed.notify_all()
             self._forget_empty()
 
     def idle(self) -> bool:
@@ -108,13 +113,14 @@ class Prefetcher:
             self._closed = True
             self._batches.clear()
             self._changed.notify_all()
+            self._wanted.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _forget_empty(self) -> None:
         if not all(self._batches):
             self._batches = deque(filter(None, self._batches), MAX_WAITING)
-        self._changed.notify_all()
+            self._wanted.notify()
 
     def _next(self) -> tuple[int, _Slot] | None:
         for batch in itertools.islice(self._batches, self._ahead):
@@ -126,7 +132,7 @@ class Prefetcher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next() is not None)
+                self._wanted.wait_for(lambda: self._closed or self._next() is not None)
                 found = self._next()
                 if self._closed or found is None:
                     return

@@ -6,6 +6,7 @@ may be short). Each group's codes are a dense little-endian bit stream of ceil(g
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -130,6 +131,7 @@ def groups(H: int, group_size: int | None = None) -> int:
     return 1 if group_size is None else -(-H // group_size)
 
 
+@lru_cache(maxsize=4096, typed=True)  # asked several times for every sample of a micro-batch
 def row_bytes(H: int, bits: int, group_size: int | None = None) -> int:
     """Code bytes of a row of H values: the sum over its groups of ceil(group * bits / 8)."""
     check_bits(bits, high=MAX_PACK_BITS)

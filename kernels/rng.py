@@ -7,6 +7,8 @@ two-multiplication hash, with one key before it and one in its middle, turns the
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,15 @@ def finalize64(z: int) -> int:
 
 def mix_seed(*values: int) -> int:
     """One seed in [0, 2**63) from several integers, order included: (seed, step, link, micro-batch) and the like."""
-    state = finalize64(GOLDEN * (len(values) + 1))
-    for value in values:
-        state = finalize64((state + GOLDEN) ^ finalize64(value + GOLDEN))
-    return state >> 1
+    return _mixed(values, len(values)) >> 1
+
+
+@lru_cache(maxsize=1024)  # seeds that follow each other differ in their last number
+def _mixed(values: tuple[int, ...], count: int) -> int:
+    """Mix the first of `count` values."""
+    if not values:
+        return finalize64(GOLDEN * (count + 1))
+    return finalize64((_mixed(values[:-1], count) + GOLDEN) ^ finalize64(values[-1] + GOLDEN))
 
 
 def keys(seed: int, block: int) -> tuple[int, int]:

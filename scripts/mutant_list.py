@@ -572,9 +572,9 @@ MUTANTS = (
     ),
     Mutant(
         "no wait for what was received",
-        "stages/link/endpoint.py",
-        "self.staging.to_device(received).wait()",
-        "self.staging.to_device(received).target",
+        "stages/link/arrivals.py",
+        "copy.wait()[start",
+        "copy.target[start",
         STAGING,
         "a stage computes with a buffer's old bytes",
     ),

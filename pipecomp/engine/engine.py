@@ -116,7 +116,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.guard.watch(links, heartbeat)
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
-            links.to_previous.transport.on_arrival = links.prefetch_arrived
+            links.to_previous.arrivals.then = links.prefetch_arrived
 
     def set_loader(self, loader: TrainLoader) -> None:
         """Train on this loader's micro-batches."""

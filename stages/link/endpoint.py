@@ -35,6 +35,7 @@ from pipecomp.kernels.staging import Copy, HostStaging, Staging
 from pipecomp.messages.codecs import Codec, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, seal
+from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.changes import Changes
@@ -116,6 +117,7 @@ class Endpoint:
             raise ConfigError("activations.method", a.method, "'aqsgd' with a message store, the others without one")
         self.index, self.transport, self.store = index, transport, store
         self.staging = staging or HostStaging()
+        self.arrivals = Arrivals(transport, self.staging)
         self.canvas = canvas
         self.stats = LinkStats()
         self.bounds: Bounds | None = None
@@ -293,8 +295,7 @@ class Endpoint:
                 f"link {self.index}: rank {self.transport.peer} uses group_size {header.group_size or None}, "
                 f"this rank {self._config.activations.group_size}"
             )
-        received = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
-        return header, self.staging.to_device(received).wait(), packet.size
+        return header, self.arrivals.payload(packet, payload), packet.size
 
     def _check_codec(self, header: Header, codec: Codec) -> None:
         got = (header.method, header.bits, header.payload_dtype)

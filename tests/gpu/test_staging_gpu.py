@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from pipecomp.allreduce import State
+from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.kernels import ops
 from pipecomp.kernels.ragged import Visit
 from pipecomp.stages.link.boundary import Layout
@@ -57,3 +61,18 @@ def test_sending_does_not_wait_for_the_gpu(tmp_path, staging):
         transport.drain()
     for one in stores:
         one.close()
+
+
+@pytest.mark.parametrize("options", [{"method": "none"}, {"method": "double_squeeze"}, {"method": "terngrad"}], ids=str)
+def test_gradients_of_a_gpu_are_averaged_as_the_hosts(options):
+    gradients = [torch.randn(3_000_000) for _ in range(2)]
+
+    def work(group: LoopbackGroup, device: str) -> list[torch.Tensor]:
+        state = State(group=group, **options)
+        means = [state.submit(gradients[group.rank].to(device), "g").wait() for _ in range(2)]
+        state.close()
+        return [mean.cpu() for mean in means]
+
+    on_host, on_gpu = (run_threads(2, partial(work, device=device)) for device in ("cpu", "cuda"))
+    for host, gpu in zip(on_host, on_gpu, strict=True):
+        assert all(map(torch.equal, host, gpu))

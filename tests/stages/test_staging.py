@@ -47,6 +47,13 @@ class SendingThread:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What links set is the inner one's."""
+        if name == "on_arrival":
+            self._inner.on_arrival = value
+        else:
+            super().__setattr__(name, value)
+
     def send(self, packet: Outgoing) -> None:
         if self._failure is not None:
             raise self._failure
@@ -198,3 +205,25 @@ def test_a_packet_is_sealed_by_the_call_that_encodes():
     verdict.check()
     assert verdict.sealed
     assert int.from_bytes(packet[-4:].tobytes(), "little") == ops.crc32(packet[:-4])
+
+
+def test_what_arrives_is_being_copied_before_its_turn():
+    copies: list[int] = []
+
+    class Noticed(LazyStaging):
+        def to_device(self, x):
+            copies.append(x.numel())
+            return super().to_device(x)
+
+    config = Config.from_dict({"activations": {"method": "direct"}})
+    a, b = loopback_pair()
+    up, down = LinkSender(0, config, a, None), LinkReceiver(0, config, b, None, staging=Noticed())
+    arrived: list[tuple[int, list[int]]] = []
+    down.arrivals.then = lambda packet: arrived.append((packet.size, list(copies)))
+    layout = Layout((1, 2), (0, 0), (S, 2), S)
+    x_BSH = torch.randn(2, S, H)
+    up.send_activation(x_BSH, layout, Position(0, 0))
+    y_BSH, _ = down.recv_activation(Position(0, 0))
+    assert arrived == [(copies[0], copies)]  # the whole packet, when it came, and nothing after that
+    down.send_gradient(y_BSH, layout, Position(0, 0))
+    assert torch.equal(up.recv_gradient(layout, Position(0, 0)) == 0, y_BSH == 0)
