@@ -52,6 +52,11 @@ class Line:
     section: dict[str, Any] = field(default_factory=dict)
     against: str = STOCK
 
+    @property
+    def period(self) -> int:
+        """Steps from one averaging of replicas to the next, which are timed together."""
+        return int(self.section.get("gradients", {}).get("local_steps") or 1)
+
     def counts(self, step: int, engine: Any) -> bool:
         """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first sends full precision."""
         if self.engine == "deepspeed":
@@ -89,11 +94,41 @@ LINES = (
 )
 
 
-def lines_of(text: str | None) -> tuple[Line, ...]:
-    """Choose the lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none."""
+def local_lines(local_steps: int) -> tuple[Line, ...]:
+    """Two replicas that average after so many steps, with few bits; fragments travel while the next steps are taken."""
+    every = f"every {local_steps} steps"
+    overlap = {"fragments": min(2, local_steps), "overlap": max(1, local_steps // 4)}
+    kinds = (
+        (f"{EIGHT}, 2 replicas, 4 bits {every}", _aqsgd(3, 6), 8, {"bits": 4}),
+        (f"{SIXTEEN}, 2 replicas, 4 bits {every}", _aqsgd(3, 6), 16, {"bits": 4}),
+        (f"{SIXTEEN}, 2 replicas, 4 bits {every}, overlapped", _aqsgd(3, 6), 16, {"bits": 4, **overlap}),
+        (f"{COARSE}, 2 replicas, 1 bit {every}, overlapped", _aqsgd(2, 4), 16, {"bits": 1, **overlap}),
+    )
+    return tuple(
+        Line(
+            name=name,
+            replicas=2,
+            against=TWICE,
+            micro_batches=micro_batches,
+            section={**section, "gradients": {"method": "double_squeeze", "local_steps": local_steps, **gradients}},
+        )
+        for name, section, micro_batches, gradients in kinds
+    )
+
+
+def lines_of(text: str | None, local_steps: str | None = None) -> tuple[Line, ...]:
+    """Choose the lines whose names contain one of the parts in `text`; all for None. ConfigError if there are none.
+
+    local_steps: numbers of steps between averages of replicas, with commas, for which there are lines too.
+    """
+    lines = LINES
+    for number in (local_steps or "").split(",") if local_steps is not None else ():
+        ok = number.strip().isdecimal() and int(number) >= 2
+        require(ok, "local_steps", local_steps, "whole numbers of at least 2, separated by commas")
+        lines += local_lines(int(number))
     parts = [part.strip().lower() for part in (text or "").split(",")]
-    chosen = tuple(line for line in LINES if any(part in line.name.lower() for part in parts))
-    require(chosen, "lines", text, ", ".join(line.name for line in LINES))
+    chosen = tuple(line for line in lines if any(part in line.name.lower() for part in parts))
+    require(chosen, "lines", text, ", ".join(line.name for line in lines))
     return chosen
 
 

@@ -2,8 +2,9 @@
 
 Stages run in network namespaces of a lab (root needed), one thread each. All lines of one rate run in turn; a line's
 steps are timed after some that are not counted: of stock DeepSpeed one, of pipecomp two and more, until it has settled
-how many micro-batches are in flight. Where the processor has no BF16 products, lines in BF16 compute them in float32
-and round (bench/bf16.py), stock DeepSpeed's too.
+how many micro-batches are in flight. Where replicas average after several steps only, as many are timed together. Where
+the processor has no BF16 products, lines in BF16 compute them in float32 and round (bench/bf16.py), stock
+DeepSpeed's too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.bench.configurations import LINES, RATES, UNTHROTTLED, Line, Model, rate_for
+from pipecomp.bench.configurations import LINES, RATES, STOCK, TWICE, UNTHROTTLED, Line, Model, rate_for
 from pipecomp.netlab.lab import Lab
 from pipecomp.tables import table
 
@@ -126,14 +127,16 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     import torch
     import torch.distributed as dist
 
+    from pipecomp.cluster.collectives import gathered
+
     torch.set_num_threads(1)
     engine = start_engine(line, model, stages, folder)
     seconds: list[float] = []
     loss, sent = 0.0, 0
     before: dict[str, float] = {}
     first: Row = {}
-    for step in itertools.count():
-        timed = bool(seconds) or line.counts(step, engine)
+    for step in itertools.count(step=line.period):
+        timed = bool(seconds) or all(gathered(line.counts(step, engine)))  # replicas settle apart from each other
         if hasattr(engine, "comm_stats"):
             stats = engine.comm_stats()
             before = stats["seconds"]
@@ -141,22 +144,23 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         dist.barrier()
         sent = sent if seconds else _sent_bytes()
         began = time.perf_counter()
-        with through_float32(line):
-            found = float(engine.train_batch())
-        loss = found if step == 1 else loss
+        for part in range(line.period):
+            with through_float32(line):
+                found = float(engine.train_batch())
+            loss = found if step + part == 1 else loss
         dist.barrier()
         if timed:
-            seconds.append(time.perf_counter() - began)
+            seconds.append((time.perf_counter() - began) / line.period)
         if len(seconds) == steps:
             break
     row: Row = {"steps": seconds, "wait_s": None, "in_flight": None, "compute_s": None, "loss": loss}
-    row["counted"], row["bytes"] = None, (_sent_bytes() - sent) / steps
+    row["counted"], row["bytes"] = None, (_sent_bytes() - sent) / steps / line.period
     if hasattr(engine, "comm_stats"):
         stats = engine.comm_stats()
-        spent = {part: stats["seconds"][part] - before[part] for part in before}
+        spent = {part: (stats["seconds"][part] - before[part]) / line.period for part in before}
         row["wait_s"], row["in_flight"] = spent["wait"], stats["in_flight"]
         row["compute_s"] = (spent["forward"] + spent["backward"]) / line.micro_batches
-        row["counted"] = counted(first, stats, steps)
+        row["counted"] = counted(first, stats, steps * line.period)
         engine.close()
     return row
 
@@ -230,7 +234,8 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
 def pipeline_table(rows: Sequence[Row]) -> Table:
     """Tabulate the rows for people, each against stock DeepSpeed in float32 over the same link."""
     every = {(row["r"], row["line"]): row["seconds"] for row in rows}
-    against = {line.name: line.against for line in LINES}
+    twice = {row["line"]: TWICE for row in rows if row["replicas"] > 1}
+    against = {row["line"]: STOCK for row in rows} | twice
     free = {row["line"]: row["seconds"] for row in rows if row["r"] == UNTHROTTLED}
     cells = []
     for row in rows:

@@ -88,6 +88,10 @@ def bench_steps(
     stages: Annotated[int, typer.Option(help="Pipeline stages, a node each.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed steps of each configuration.")] = 3,
     rounds: Annotated[int, typer.Option(help="How often the configurations take turns.")] = 1,
+    local_steps: Annotated[
+        str | None,
+        typer.Option(help="With commas: also two replicas that average after so many steps."),
+    ] = None,
     delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -99,7 +103,7 @@ def bench_steps(
     from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
 
     rows = bench_pipeline(
-        lines=lines_of(lines),
+        lines=lines_of(lines, local_steps),
         rates=rates_of(rates),
         stages=stages,
         steps=steps,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State, saving
-from pipecomp.allreduce.buckets import BUCKET
+from pipecomp.allreduce.named import submit_named
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
@@ -89,7 +89,6 @@ class GradientExchange:
     ) -> None:
         given = options.of_average()
         self._tied_ranks, self._prefix = tied, prefix
-        self._by_matrix = options.chosen.by_matrix
 
         def state(ranks: list[int] | tuple[int, ...], seed: int) -> State:
             return State(group=list(ranks), seed=seed, timeout_s=timeout_s, **given)
@@ -116,31 +115,22 @@ class GradientExchange:
         """
         waiting = []
         for name, state in self._tied.items():
-            if name not in grads:
-                continue
-            g = grads[name]
-            out = g if g.is_contiguous() else None
-            waiting.append((state.submit(g, "weight", out=out), [g], self._tied_ranks[name].stages))
-        if self._data is not None:
-            rest = {name: g for name, g in grads.items() if name not in self._tied}
-            if self._by_matrix:  # low-rank methods need the shape
-                for name in [name for name, g in rest.items() if g.dim() > 1]:
-                    g = rest.pop(name)
-                    waiting.append((self._data.submit(g, name), [g], 1))
-            for i, bucket in enumerate(buckets(rest)):
-                flat = torch.cat([g.reshape(-1) for g in bucket.values()])
-                slices = tuple((name, g.numel()) for name, g in bucket.items())
-                future = self._data.submit(flat, f"{label}bucket-{i}", slices=slices, out=flat)
-                waiting.append((future, list(bucket.values()), 1))
+            if name in grads:
+                g = grads[name]
+                out = g if g.is_contiguous() else None
+                waiting.append((state.submit(g, "weight", out=out), g, self._tied_ranks[name].stages))
+        rest = {name: g for name, g in grads.items() if name not in self._tied}
+        finish_rest = None if self._data is None else submit_named(self._data, rest, label=label)
 
         def finish() -> None:
-            for future, targets, stages in waiting:
-                mean = future.wait().view(-1)
-                for target, part in zip(targets, mean.split([g.numel() for g in targets]), strict=True):
-                    if target.data_ptr() != part.data_ptr():
-                        target.copy_(part.view_as(target))
-                    if stages > 1:
-                        target.mul_(stages)
+            for future, g, stages in waiting:
+                mean = future.wait()
+                if g.data_ptr() != mean.data_ptr():
+                    g.copy_(mean.view_as(g))
+                if stages > 1:
+                    g.mul_(stages)
+            if finish_rest is not None:
+                finish_rest()
 
         return finish
 
@@ -199,22 +189,3 @@ def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int,
 
 def _file(name: str, rank: int) -> str:
     return f"pipecomp-gradients-{name.replace(' ', '-')}-rank-{rank}.safetensors"
-
-
-def buckets(grads: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Gradients by name, in order, those of one dtype together, in runs of about BUCKET values.
-
-    While one is copied, the one before it is on the link.
-    """
-    out: list[dict[str, Tensor]] = []
-    for dtype in sorted({g.dtype for g in grads.values()}, key=str):
-        count = BUCKET
-        for name, g in grads.items():
-            if g.dtype != dtype:
-                continue
-            if count >= BUCKET:
-                out.append({})
-                count = 0
-            out[-1][name] = g
-            count += g.numel()
-    return out

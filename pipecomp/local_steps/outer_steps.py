@@ -72,6 +72,7 @@ class OuterSteps:
         self._common: CommonWeights | None = None
         self._flights: list[_Flight] = []
         self.taken, self.averaged_at = 0, 0
+        self._met: int | None = None  # the step after which all replicas were the same, in `meet`
 
     @property
     def synchronous(self) -> bool:
@@ -98,14 +99,28 @@ class OuterSteps:
         else:
             self._land(step)
             for fragment in self._timetable.due(step):
-                self._send(fragment, step)
+                self._send(fragment, step, overlap=self._timetable.overlap)
             self._land(step)
         self._timetable.passed(step)
 
-    def _send(self, fragment: int, step: int) -> None:
+    def meet(self, step: int) -> None:
+        """Take an outer step with all weights after `step` inner steps, due or not: all replicas have the same then.
+
+        Every replica must call this; the next interval begins.
+        """
+        if self._common is None or self.synchronous or self._met == step:
+            return
+        for flight in self._flights:
+            flight.lands = step
+        self._land(step)
+        for fragment in range(len(self._fragments)):
+            self._send(fragment, step, overlap=0)
+        self._land(step)
+        self._timetable.began = self._met = step
+
+    def _send(self, fragment: int, step: int, *, overlap: int) -> None:
         assert self._common is not None
         assert self._averages is not None
-        overlap = self._timetable.overlap
         moved = self._common.moved(self._fragments[fragment])
         label = f"fragment-{fragment}-" if len(self._fragments) > 1 else ""
         keep = (self._options.mixing or 0.0) if overlap else 0.0

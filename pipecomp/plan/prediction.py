@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipecomp.allreduce import predict as predict_average
+from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.config import Config
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
@@ -25,6 +26,7 @@ from pipecomp.stages.partition.planning import SplitPlan
 _WORTH = 0.99  # running further ahead must shorten a step to this
 # Bytes of a parameter: weight, gradient, and Adam's two moments in float32; with half precision a float32 copy too.
 _STATE = {torch.float32: 16, torch.bfloat16: 18, torch.float16: 18}
+_COMMON = 8  # of a parameter with local steps: its common value and the outer momentum
 
 
 @exchanged
@@ -110,8 +112,10 @@ class Prediction:
         return self.job.batch / self.step_s
 
     def memory_bytes(self) -> list[float]:
-        """Count the bytes of each stage, as `memory_bytes` does."""
-        return memory_bytes(self.job, self.slack)
+        """Count the bytes of each stage, as `memory_bytes` does; with local steps common weights and outer momentum."""
+        more = 0 if self.config.gradients.local is None else _COMMON
+        held = memory_bytes(self.job, self.slack)
+        return [size + more * values for size, values in zip(held, self.job.plan.parameters, strict=True)]
 
 
 def memory_bytes(job: Job, slack: int = 1) -> list[float]:
@@ -147,6 +151,10 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
         backward_bytes=backward,
         together_s=tied + _together(job, network),
     )
+    local = config.gradients.local
+    if local is not None and local.overlap:
+        step = _with_what_shows(step, local, network, config.in_flight)
+        average = [costs.reduce_s for costs in step.stages]
     slack, played = best_in_flight(step, network, config.in_flight)
     store_s = 0.0
     if config.activations.method == "aqsgd" and links:
@@ -207,7 +215,16 @@ def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[
 
 
 def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> tuple[list[float], float]:
-    """Seconds of averaging each stage's gradients over replicas, and of tied weights' over all that hold them."""
+    """Seconds of averaging each stage's gradients over replicas, and of tied weights' over all that hold them.
+
+    With local steps it is their share of an outer step, and tied weights are summed over one replica's stages.
+    """
+    local = config.gradients.local
+    if local is not None and local.local_steps > 1:
+        found = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.parameters]
+        held = zip(job.plan.tied, job.tied, strict=True)
+        inner = sum(average_seconds(config, values, len(group.stages), network, speeds) for group, values in held)
+        return [seconds / local.local_steps for seconds in found], inner
     in_groups = dict(zip(job.plan.tied, job.tied, strict=True))
     left = list(job.plan.parameters)
     for group, values in in_groups.items():
@@ -219,6 +236,19 @@ def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> tup
         for group, values in in_groups.items()
     )
     return found, tied
+
+
+def _with_what_shows(step: Step, local: LocalSteps, network: Network, in_flight: str | int) -> Step:
+    """Leave of each stage's averaging what its fragments do not hide: they travel while the links are idle."""
+    free = replace(step, stages=[replace(costs, reduce_s=0.0) for costs in step.stages])
+    step_s = best_in_flight(free, network, in_flight)[1].seconds
+    lines = [
+        *zip(network.forward, step.forward_bytes, strict=True),
+        *zip(network.backward, step.backward_bytes, strict=True),
+    ]
+    busy_s = max((step.micro_batches * 8 * size / line.bits_per_s for line, size in lines), default=0.0)
+    hidden_s = max(0.0, step_s - busy_s) * min(1.0, local.fragments * local.overlap / local.local_steps)
+    return replace(step, stages=[replace(costs, reduce_s=max(0.0, costs.reduce_s - hidden_s)) for costs in step.stages])
 
 
 def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> float:
@@ -256,6 +286,7 @@ def as_row(prediction: Prediction) -> dict[str, Any]:
         "forward_bits": a.forward_bits if quantized else None,
         "backward_bits": a.backward_bits if quantized else None,
         "gradients": p.config.gradients.method,
+        "local_steps": p.config.gradients.local_steps,
         "step_s": p.step_s,
         "first_epoch_s": p.first_epoch_s,
         "samples_per_s": p.samples_per_s,

@@ -12,7 +12,7 @@ from rich.table import Table
 from pipecomp.config import bits_text
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Job, Prediction
-from pipecomp.plan.search import Choice
+from pipecomp.plan.search import Choice, choose_local_steps
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
@@ -94,6 +94,16 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
             said.append(f"Compressing gradients does not pay: averaging them takes {plain_s:.3g} s per step.")
         else:
             said.append(f"Average gradients with {method}: {seconds:.3g} s per step instead of {plain_s:.3g} s.")
+        step_s = (p if choice.pays else plain).step_s - (p if choice.pays else plain).average_s
+        local_steps = choose_local_steps(step_s, seconds)
+        if local_steps is not None:
+            share = seconds / (step_s + seconds)
+            rest_s = seconds / local_steps
+            said.append(
+                f"Averaging in every step takes {share:.0%} of the time. With gradients.local_steps {local_steps} "
+                f"replicas average after every {local_steps} steps only: {rest_s:.3g} s per step. That is another "
+                "training: compare losses."
+            )
     return said
 
 

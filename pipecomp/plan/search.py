@@ -23,6 +23,8 @@ ALMOST = 1.02  # a step that takes at most so much longer takes as long
 FREE = 1.001  # so much longer it may be for more bits on a fast link
 FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
 PAYS = 1.05  # compression must make a step so much faster
+SHARE = 0.05  # of a run's time that averaging replicas may take before local steps are proposed
+LOCAL_STEPS = (2, 4, 8, 16, 32)
 _AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
 
 
@@ -117,6 +119,21 @@ def choose_average(config: Config, d: int, n: int, network: Network, speeds: Spe
     best = min(options, key=lambda option: option[1])
     chosen = best if plain[1] > PAYS * best[1] else plain
     return [chosen, *[option for option in options if option is not chosen]]
+
+
+def choose_local_steps(step_s: float, average_s: float) -> int | None:
+    """Choose after how many steps replicas average, so that it takes at most a twentieth of the time.
+
+    Args:
+        step_s: Seconds of a step without averaging.
+        average_s: Seconds of averaging.
+
+    Returns:
+        One of LOCAL_STEPS, the fewest that are enough or else the most; None where every step may average.
+    """
+    if average_s <= SHARE * (step_s + average_s):
+        return None
+    return next((h for h in LOCAL_STEPS if average_s <= SHARE * (h * step_s + average_s)), LOCAL_STEPS[-1])
 
 
 def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]]:

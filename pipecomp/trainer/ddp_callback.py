@@ -29,10 +29,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
-from pipecomp.allreduce.local_options import KEYS as LOCAL
 from pipecomp.allreduce.saving import load, number_parameters, save
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
+from pipecomp.optim import QuantizedAdam
+from pipecomp.trainer.local_steps import LocalStepsOfTrainer
 
 RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
 REFUSED = {
@@ -56,26 +57,32 @@ class CompressionCallback(TrainerCallback):
     `resume_from_checkpoint`; not in a hyperparameter search, nor with `save_only_model`. A rank that is silent for
     `TrainingArguments.ddp_timeout` seconds counts as lost (PeerLostError).
 
+    With `local_steps` processes train by themselves, and average how far their weights have moved after so many steps,
+    see docs/algorithms.md, 2.12. Trainer then evaluates and saves the weights that they last had in common; checkpoints
+    have each process's own too. The last step ends with an average, so that all processes finish with the same weights.
+
     Args:
-        method: Any of `pipecomp.gradient_config.Gradients` that compresses gradients.
+        method: Any of `pipecomp.gradient_config.Gradients` that compresses gradients; with `local_steps` also "none".
         seed: Of the method's random draws, the same on all ranks.
-        options: Those of the method in `pipecomp.gradient_config.Gradients`.
+        options: Those of the method, and of local steps, in `pipecomp.gradient_config.Gradients`.
 
     Raises:
         ConfigError: For a wrong method or option; and when training begins where this cannot work: in one process,
-            with DataParallel, FSDP, DeepSpeed, another kind of sharding, or another DDP communication hook.
+            with DataParallel, FSDP, DeepSpeed, another kind of sharding, or another DDP communication hook; with
+            local steps and fp16, and for a checkpoint of other ones.
 
     Example:
         >>> trainer = Trainer(..., callbacks=[pipecomp.CompressionCallback(method="global_qsgd", bits=8)])
+        >>> far = pipecomp.CompressionCallback(method="double_squeeze", bits=2, local_steps=16)
     """
 
     def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
-        known = [field.name for field in fields(Gradients) if field.name not in ("method", *LOCAL)]
+        known = [field.name for field in fields(Gradients) if field.name != "method"]
         for name, value in options.items():
             require(name in known, name, value, f"method, seed, {', '.join(known)}")
-        if method in REFUSED:
+        if method in REFUSED and not (method == "none" and options.get("local_steps")):
             raise ConfigError("method", method, REFUSED[method])
-        Gradients(method=method, **options)  # checked now, not when training begins
+        checked = Gradients(method=method, **options)  # now, not when training begins
         require(
             isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0,
             "seed",
@@ -83,6 +90,8 @@ class CompressionCallback(TrainerCallback):
             "a whole number of at least 0",
         )
         self.method, self.seed, self.options = method, seed, options
+        self._gradients = checked
+        self._local: LocalStepsOfTrainer | None = None
         self._state: State | None = None
         self._hooked: weakref.ref[DistributedDataParallel] | None = None
         self._own_group: Any = None
@@ -121,12 +130,12 @@ class CompressionCallback(TrainerCallback):
         handlers.insert(0, self)
         if self._state is not None:
             self._state.close()
-        self._state = State(
-            self.method, group=self._group_of(ddp), seed=self.seed, timeout_s=float(args.ddp_timeout), **self.options
-        )
+        given = self._gradients.of_average()
+        self._state = State(group=self._group_of(ddp), seed=self.seed, timeout_s=float(args.ddp_timeout), **given)
         number_parameters(self._state, (p for p in ddp.module.parameters() if p.requires_grad))
         if checkpoint is not None:
             _restore(self._state, Path(checkpoint), args.device)
+        self._begin_local_steps(trainer, ddp, checkpoint)
         if self._hooked is None or self._hooked() is not ddp:
             try:
                 ddp.register_comm_hook(self, _average)
@@ -136,6 +145,20 @@ class CompressionCallback(TrainerCallback):
                     "CompressionCallback", f"a model that takes no hook ({reason})", "one without another DDP hook"
                 ) from error
             self._hooked = weakref.ref(ddp)
+
+    def _begin_local_steps(self, trainer: Any, ddp: DistributedDataParallel, checkpoint: str | None) -> None:
+        handlers, local = trainer.callback_handler.callbacks, self._gradients.local
+        handlers[:] = [each for each in handlers if each is not self._local]  # of an earlier training
+        self._local = None
+        if local is None:
+            return
+        scaled = self._scaler is not None
+        require(not scaled, "fp16", True, "bf16 with local_steps: each process would have a loss scale of its own")
+        assert self._state is not None
+        self._local = LocalStepsOfTrainer(local, ddp, self._state, trainer.args)
+        if checkpoint is not None:
+            self._local.load(Path(checkpoint), trainer.optimizer, trainer.state.global_step)
+        handlers.append(self._local)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell the method what this step's loss is multiplied by."""
@@ -162,6 +185,8 @@ class CompressionCallback(TrainerCallback):
             return
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
+        if self._local is not None:
+            self._local.save(folder, kwargs["optimizer"])
         save(self._state, residuals_file(folder, self._state.group.rank))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -207,6 +232,8 @@ def ddp_of(trainer: Any) -> DistributedDataParallel:
 def _average(callback: CompressionCallback, bucket: Any) -> Future[Tensor]:
     """DDP keeps a hook for good, but each `train()` has a state of its own: the hook looks it up."""
     assert callback._state is not None, "the hook is registered after the state is made"
+    if callback._local is not None and not callback._local.outer.synchronous:
+        return QuantizedAdam.keep_local(None, bucket)
     return ddp_hook(callback._state, bucket)
 
 

@@ -7,12 +7,15 @@ import shutil
 
 import pytest
 
-from pipecomp.bench.configurations import LINES, TWICE, Model, lines_of, message_bytes, rates_of
+from pipecomp.bench.configurations import LINES, TWICE, Model, lines_of, local_lines, message_bytes, rates_of
 from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
+from pipecomp.config import Config
 from pipecomp.errors import ConfigError
 
 pytestmark = pytest.mark.ranks
 SMALL = Model(blocks=2, width=32, heads=2, tokens=16, vocabulary=64, samples=8)
+
+SMALL_STEPS = Model(blocks=2, width=32, heads=2, tokens=16, vocabulary=64, samples=16)
 
 
 @pytest.mark.soak
@@ -40,6 +43,21 @@ def test_lines_train_alike_over_a_slow_link():
             assert 0 < sent < row["bytes"]
 
 
+@pytest.mark.soak
+def test_steps_between_averages_are_timed_together():
+    if os.geteuid() != 0 or shutil.which("tc") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    (line,) = lines_of("1 bit every 4", "4")
+    (row,) = bench_pipeline(lines=[line], rates=[0], steps=1, model=SMALL_STEPS)
+    assert row["replicas"] == 2
+    assert sum(rank["seconds"]["reduce"] for rank in row["ranks"]) > 0
+
+
+def test_local_lines_have_settings_that_are_allowed():
+    for line in local_lines(2) + local_lines(16):
+        assert Config.from_dict(line.section).gradients.local is not None
+
+
 def test_what_r_means():
     assert message_bytes(Model(samples=16, tokens=256, width=512), micro_batches=8) == 2 * 2 * 256 * 512 * 4
 
@@ -49,6 +67,10 @@ def test_names_and_rates_are_checked():
     assert [line.name for line in lines_of("deepspeed")] == ["DeepSpeed FP32", "DeepSpeed BF16", TWICE]
     with pytest.raises(ConfigError, match="DeepSpeed FP32"):
         lines_of("megatron")
+    assert [line.period for line in lines_of("every", "8,32")] == [8] * 4 + [32] * 4
+    assert lines_of(None, "4")[: len(LINES)] == LINES
+    with pytest.raises(ConfigError, match="local_steps"):
+        lines_of(None, "8,1")
     assert rates_of("0,5.8") == (0.0, 5.8)
     with pytest.raises(ConfigError, match="rates"):
         rates_of("fast")

@@ -18,9 +18,9 @@ from pipecomp.errors import ConfigError, SplitError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
 from pipecomp.plan.options import networks_of
-from pipecomp.plan.prediction import Job, Speeds, average_seconds, best_in_flight, predict
+from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
-from pipecomp.plan.search import choose, choose_average, choose_bits, layouts, shares
+from pipecomp.plan.search import choose, choose_average, choose_bits, choose_local_steps, layouts, shares
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
@@ -162,6 +162,21 @@ AQSGD = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "au
 
 
 class TestPrediction:
+    def test_local_steps_share_out_what_averaging_takes(self):
+        one, slow = job(K=1, replicas=2), uniform(1, 1e7)
+
+        def predicted(**local: int) -> Prediction:
+            return predict(one, Config.from_dict({"gradients": {"method": "double_squeeze", **local}}), slow)
+
+        every, eighth = predicted(), predicted(local_steps=8)
+        assert eighth.average_s == pytest.approx(every.average_s / 8)
+        assert eighth.step_s == pytest.approx(every.step_s - 7 / 8 * every.average_s)
+        assert eighth.memory_bytes()[0] == every.memory_bytes()[0] + 8 * one.plan.parameters[0]
+        halves = predicted(local_steps=8, fragments=2, overlap=1)
+        shown = every.average_s / 8 - (every.step_s - every.average_s) * 2 / 8
+        assert halves.average_s == pytest.approx(max(0.0, shown))
+        assert predicted(local_steps=8, fragments=2, overlap=4).average_s < halves.average_s or shown <= 0
+
     def test_without_a_network_it_is_compute(self):
         found = predict(job(K=4, M=10), Config(), uniform(4, float("inf")))
         assert found.step_s == pytest.approx(13 * 0.02)
@@ -294,6 +309,12 @@ class TestChoices:
         kernels = Speeds(average={"quantize": 1e-8, "reduce": 1e-8, "decode": 1e-8})
         assert choose_average(Config(), 10**6, 2, fast, kernels)[0][0] == "none"
         assert len(choose_average(Config(), 10**6, 2, slow, Speeds())) == 4
+
+    def test_local_steps_are_the_fewest_that_leave_averaging_a_small_share(self):
+        assert choose_local_steps(1.0, 0.01) is None
+        assert choose_local_steps(1.0, 0.1) == 2
+        assert choose_local_steps(1.0, 0.7) == 16
+        assert choose_local_steps(1.0, 100.0) == 32
 
     def test_layouts_and_shares(self):
         assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
