@@ -99,10 +99,10 @@ def local_lines(local_steps: int) -> tuple[Line, ...]:
     every = f"every {local_steps} steps"
     overlap = {"fragments": min(2, local_steps), "overlap": max(1, local_steps // 4)}
     kinds = (
-        (f"{EIGHT}, 2 replicas, 4 bits {every}", _aqsgd(3, 6), 8, {"bits": 4}),
-        (f"{SIXTEEN}, 2 replicas, 4 bits {every}", _aqsgd(3, 6), 16, {"bits": 4}),
-        (f"{SIXTEEN}, 2 replicas, 4 bits {every}, overlapped", _aqsgd(3, 6), 16, {"bits": 4, **overlap}),
-        (f"{COARSE}, 2 replicas, 1 bit {every}, overlapped", _aqsgd(2, 4), 16, {"bits": 1, **overlap}),
+        (f"{EIGHT}, 2 replicas, 4 bits {every}", aqsgd(3, 6), 8, {"bits": 4}),
+        (f"{SIXTEEN}, 2 replicas, 4 bits {every}", aqsgd(3, 6), 16, {"bits": 4}),
+        (f"{SIXTEEN}, 2 replicas, 4 bits {every}, overlapped", aqsgd(3, 6), 16, {"bits": 4, **overlap}),
+        (f"{COARSE}, 2 replicas, 1 bit {every}, overlapped", aqsgd(2, 4), 16, {"bits": 1, **overlap}),
     )
     return tuple(
         Line(
