@@ -32,7 +32,7 @@ from pipecomp.bench.pipeline import start_engine
 from pipecomp.keys.authority import new
 
 AIM = 1.05
-WARM_UP = 8
+WARM_UP = 3
 SETTLE_S = 1.0  # for connections to come and to go
 STRANGER = STAGES  # the node after those that train
 _GARBAGE_BYTES = 300
@@ -114,10 +114,10 @@ def _strangers(address: tuple[str, int], idle: int, garbage: int, pairs: int, fo
                 continue
             over = threading.Event()
             crowd = [_come(address) for _ in range(idle + garbage)]
-            fewest = min(fewest, sum(sock is not None for sock in crowd))
             shouting = threading.Thread(target=_shout, args=(crowd[idle:], over))
             shouting.start()
             time.sleep(SETTLE_S)
+            fewest = min(fewest, sum(map(_is_there, crowd)))
             Path(folder, f"{pair}-came").touch()
             following = f"{pair}-stay away" if pair % 2 else f"{pair + 1}-come"
             while not any(Path(folder, name).exists() for name in (following, f"{pair + 1}-stay away", _DONE)):
@@ -125,34 +125,39 @@ def _strangers(address: tuple[str, int], idle: int, garbage: int, pairs: int, fo
             over.set()
             shouting.join()
             for sock in crowd:
-                if sock is not None:
-                    sock.close()
+                sock.close()
             time.sleep(SETTLE_S)
     return fewest
 
 
-def _come(address: tuple[str, int]) -> socket.socket | None:
+def _come(address: tuple[str, int]) -> socket.socket:
+    """Begin to connect, without waiting for it."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(address)
+    return sock
+
+
+def _is_there(sock: socket.socket) -> bool:
     try:
-        return socket.create_connection(address, timeout=5.0)
+        sock.getpeername()
     except OSError:
-        return None
+        return False
+    return True
 
 
-def _shout(crowd: Sequence[socket.socket | None], over: threading.Event) -> None:
+def _shout(crowd: Sequence[socket.socket], over: threading.Event) -> None:
     """Send garbage on every connection, a second after a second."""
     draw = random.Random(0)
     while not over.is_set():
         for sock in crowd:
-            if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.send(draw.randbytes(_GARBAGE_BYTES))
+            with contextlib.suppress(OSError):
+                sock.send(draw.randbytes(_GARBAGE_BYTES))
         over.wait(1.0)
 
 
 def _ratio(row: Row) -> list[float]:
-    return statistics.quantiles(
-        [one / other for one, other in zip(row["attacked"], row["alone"], strict=True)], n=4
-    )
+    return statistics.quantiles([one / other for one, other in zip(row["attacked"], row["alone"], strict=True)], n=4)
 
 
 def results(rows: list[Row]) -> list[str]:
