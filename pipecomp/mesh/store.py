@@ -47,7 +47,8 @@ class Table:
         if owned is not None and int(owned[1]) != writer:
             raise RefusedError(f"rank {writer} may not write {key!r}, which is rank {owned[1]}'s")
         with self._changed:
-            after = self._bytes + len(key) + len(value) - len(self._values.get(key, b""))
+            before = self._values.get(key)
+            after = self._bytes + len(value) + (len(key) if before is None else -len(before))
             if after > MOST_BYTES or len(key) > _KEY_BYTES:
                 raise RefusedError(f"the key-value store has {self._bytes} bytes, allowed: {MOST_BYTES}")
             self._bytes = after

@@ -21,6 +21,8 @@ from pipecomp.config import read_json_object
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
 from pipecomp.errors import PipecompError
+from pipecomp.mesh.process_group import current_mesh
+from pipecomp.mesh.routes import RELAYED
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
@@ -42,7 +44,7 @@ def main(words: Sequence[str]) -> None:
 
     try:
         start_processes(config=_config(command))
-        say(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}")
+        say(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}{_relayed()}")
         compare_files(all_ranks(), command[1:])
         say("up: all ranks have the same files")
         if checks.doctor:
@@ -62,6 +64,15 @@ def main(words: Sequence[str]) -> None:
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _relayed() -> str:
+    """Which ranks cannot reach each other, in words; every rank must call this."""
+    mesh = current_mesh()
+    mine = [] if mesh is None else [r for r, way in mesh.routes.items() if way == RELAYED and r > mesh.rank]
+    found = all_ranks().all_gather_object(mine)
+    pairs = [f"{rank} and {other}" for rank, others in enumerate(found) for other in sorted(others)]
+    return f"; {RELAYED}: {', '.join(pairs)}" if pairs else ""
 
 
 def _show(console: Console, found: list[Finding]) -> None:

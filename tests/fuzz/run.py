@@ -1,7 +1,8 @@
 """Fuzz a decoder for some time: with atheris where it is installed (pip install -e '.[fuzz]'), else with hypothesis.
 
-    python tests/fuzz/run.py --target wire|value|config|frames|notices|keystore [--minutes 30] [--corpus FOLDER]
-                             [--engine atheris|hypothesis]
+    python tests/fuzz/run.py --target TARGET [--minutes 30] [--out FOLDER] [--engine atheris|hypothesis]
+
+Targets: wire, value, config; of a mesh frames, notices of failures, and the keystore.
 
 New inputs that reach new code go to `runs/fuzz/TARGET` (atheris only); the committed corpus is where it starts from.
 A finding ends the run with status 1, or atheris's own, and its input in `runs/fuzz/`.

@@ -225,6 +225,15 @@ class TestStore:
                 store.wait(["c"], timedelta(seconds=0.05))
         assert two[1].store.num_keys() == two[0].store.num_keys() > 4
 
+    def test_what_is_written_again_takes_no_more_room(self, two):
+        two[0].store.set("again", "12345")
+        before = two[0]._table._bytes
+        for value in ("", "12", "12345"):
+            two[1].store.set("again", value)
+        assert two[0]._table._bytes == before
+        two[1].store.delete_key("again")
+        assert two[0]._table._bytes == before - len("again12345")
+
     def test_a_wait_ends_when_the_key_comes(self, two):
         for reader, writer in (two, two[::-1]):
             key = f"late {reader.rank}"

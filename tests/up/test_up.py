@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,8 +80,10 @@ def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
 class Machine:
     """A folder, and a command that runs there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *inside: str) -> None:
+        """inside: what starts the command somewhere else, as in a network namespace."""
         folder.mkdir(parents=True)
+        self._inside = inside
         self.folder = make_work(folder)
         self.process: subprocess.Popen | None = None
 
@@ -89,7 +91,7 @@ class Machine:
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with (self.folder / "said.txt").open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipecomp.cli", *words],
+                [*self._inside, sys.executable, "-m", "pipecomp.cli", *words],
                 cwd=self.folder,
                 env=env,
                 start_new_session=True,
@@ -116,22 +118,23 @@ def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
             machine.process.wait()
 
 
-def up(machines: tuple[Machine, Machine], *options: str, port: int | None = None) -> str:
-    """Start the first one, paste on the second what it prints; returns that line."""
-    first, second = machines
+def up(machines: Sequence[Machine], *options: str, port: int | None = None, at: str = "127.0.0.1") -> str:
+    """Start the first one, paste on each other one what it prints; returns the last such line."""
+    first, *others = machines
     recipe = [str(RECIPE), "--deepspeed_config", "ds_config.json", "--model", "model.json", "--tokenizer", "train:300"]
     recipe += ["--train-file", "text.txt", "--block-size", "16", "--max-steps", "3", "--save", "trained", "--no-report"]
-    first.start(["up", "--listen", f"127.0.0.1:{port or free_port()}", *options, "--", *recipe])
+    first.start(["up", "--listen", f"{at}:{port or free_port()}", *options, "--", *recipe])
     deadline = time.monotonic() + HANG_S
     found: list[str] = []
-    while not found:
-        assert time.monotonic() < deadline, first.said()
-        assert first.process is not None
-        assert first.process.poll() is None, first.said()
-        found = [line for line in first.said().splitlines() if line.startswith("pipecomp up --at ")]
-        time.sleep(0.05)
-    second.start(shlex.split(found[0])[1:])
-    return found[0]
+    for number, machine in enumerate(others):
+        while len(found) <= number:
+            assert time.monotonic() < deadline, first.said()
+            assert first.process is not None
+            assert first.process.poll() is None, first.said()
+            found = [line for line in first.said().splitlines() if line.startswith("pipecomp up --at ")]
+            time.sleep(0.05)
+        machine.start(shlex.split(found[number])[1:])
+    return found[-1]
 
 
 @pytest.mark.ranks

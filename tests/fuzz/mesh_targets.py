@@ -1,0 +1,185 @@
+"""What is fuzzed of a mesh: frames, notices of failures, and the key-value store, as a rank of the run could send them.
+
+A connection's receiving half gets frames as the bytes say, from a stream that is a piece of memory. A finding is any
+exception but the project's own, which would end the receiving thread in another rank's name, and any allocation above
+what the limits allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pipecomp.cluster import failure
+from pipecomp.cluster.heartbeat import Heartbeat, _Sign
+from pipecomp.errors import LinkError, PeerLostError, PipecompError
+from pipecomp.mesh.connection import Connection
+from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack, unpack
+from pipecomp.mesh.inbox import EARLY_BYTES, Inbox
+from pipecomp.mesh.outbox import KEPT_BYTES, Outbox
+from pipecomp.mesh.store import MOST_BYTES, Table
+from pipecomp.stages.link.delivery import Delivery
+from pipecomp.stages.link.tls import TlsTransport
+
+MOST_PACKET = 1 << 12
+EXPECTED = ((1, 0, 100), (1, 0, 64), (2, 5, EAGER_BYTES + 9))  # receives that are ready: stream, tag, bytes
+_KINDS = tuple(Kind)
+_SIZES = (0, 1, 16, 64, 100, 4095, 4096, EAGER_BYTES, EAGER_BYTES + 9, 1 << 20, 1 << 40, (1 << 64) - 1)
+_HEAD = struct.Struct("<BBBBH")
+
+
+class Stream:
+    """A SecureStream that has these bytes and then ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def receive_into(self, view: memoryview) -> None:
+        piece = self._data[self._at : self._at + len(view)]
+        self._at += len(view)
+        if len(piece) < len(view):
+            raise EOFError
+        view[:] = piece
+
+
+class Line:
+    """What a connection uses of the TCP connections that carry it."""
+
+    def __init__(self) -> None:
+        self.received, self.heard = 0, 0.0
+
+
+class Receiving(Connection):
+    """The receiving half of a connection, without threads: frames come when the target says so."""
+
+    def __init__(self, called: Callable[[Connection, int, Any], None]) -> None:
+        self.peer, self.failure, self.line = 1, None, Line()  # type: ignore[assignment]
+        self._outbox, self._inbox = Outbox(), Inbox()
+        self._told, self._complete = 0, False
+        self._called, self._answered = called, lambda number, value: None
+
+    def take(self, data: bytes) -> Exception:
+        """What ends the connection."""
+        try:
+            self._receive_from(Stream(data), memoryview(bytearray(HEADER_BYTES)))  # type: ignore[arg-type]
+        except (PipecompError, EOFError) as error:
+            return error
+
+
+class End(TlsTransport):
+    """A link's end as its connection's receiving thread sees it."""
+
+    def __init__(self) -> None:
+        import threading
+
+        Delivery.__init__(self, 1)
+        self.limit(MOST_PACKET)
+        self._left = threading.Condition()
+
+
+def fuzz_frames(data: bytes) -> None:
+    """Frames of a rank of the run: as the bytes are, and repaired."""
+    for frames in (data, repaired_frames(data)):
+        table, end = Table(), End()
+        here = Receiving(table.serve)
+        here.open(LINKS + 1, end)
+        for stream, tag, size in EXPECTED:
+            here.receive(stream, tag, memoryview(bytearray(size)))
+        here.send(2, 7, memoryview(bytes(EAGER_BYTES + 9)))
+        here._outbox.take(0, 0.0)
+        str(here.take(frames))
+        while not end._inbox.empty():
+            came = end._inbox.get()
+            assert isinstance(came, Exception) or came.size <= MOST_PACKET, "a packet above the limit"
+        assert here._inbox._early_bytes <= EARLY_BYTES
+        assert here._outbox._kept_bytes <= KEPT_BYTES
+        assert table._bytes <= MOST_BYTES
+
+
+def fuzz_notices(data: bytes) -> None:
+    """What a rank says of a failure: on a link, in its heartbeat, and in the word of who is lost."""
+    with contextlib.suppress(ValueError, RecursionError):
+        note = json.loads(data.decode(errors="replace"))
+        if isinstance(note, dict):
+            end = End()
+            end.noted(note)
+            found = end.failure()
+            assert isinstance(found, PeerLostError)
+            assert str(found)
+    watch = Heartbeat(0, 1, dist.HashStore())  # alone: without threads
+    watch.engine, watch._state, watch._others = 1, "", [1]
+    for text in (data, b"1 1 " + data, b"1 1 stopped " + data):
+        watch._seen[1] = _Sign(watch._read(1, text), 0.0)
+        told = watch._told()
+        assert told is None or isinstance(told.rank, int)
+    with _store(data):
+        lost = failure.find_lost(0.0)
+        assert lost is None or isinstance(lost, PeerLostError)
+        assert lost is None or "key-value store" not in str(lost), "rank 0 is not gone"
+
+
+def fuzz_keystore(data: bytes) -> None:
+    """Questions of a rank to the key-value store, one a line: as JSON, or as the arguments of one that exists."""
+    table = Table()
+    here = Receiving(table.serve)
+    table.set("pipecomp/alive/0", b"rank 0's", 0)
+    for line in data.split(b"\n")[:32]:
+        for text in (line, b'["set", "pipecomp/alive/0", ' + line + b"]", b'["add", "n", ' + line + b"]"):
+            frame = pack(Header(Kind.CALL, len(text), tag=1)) + text
+            error = here.take(frame)
+            assert isinstance(error, (LinkError, EOFError)) or "rank" in str(error) or str(error)
+    assert table.get(["pipecomp/alive/0"]) == [b"rank 0's"], "another rank wrote rank 0's key"
+    assert table._bytes == sum(len(key) + len(value) for key, value in table._values.items())
+
+
+def repaired_frames(data: bytes) -> bytes:
+    """Cut into frames that exist: 6 bytes choose kind, stream, tag, message's length and content's, then content."""
+    out, at = bytearray(), 0
+    while at + _HEAD.size <= len(data) and len(out) < 4 * CONTENT_BYTES:
+        kind, stream, tag, total, size = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        known = _KINDS[kind % len(_KINDS)]
+        where = LINKS + 1 if stream % 4 == 0 else stream % 4
+        length = _SIZES[total % len(_SIZES)]
+        if known in (Kind.ASK, Kind.OPEN, Kind.HAVE):
+            out += pack(Header(known, 0, where, tag % 8, length))
+            continue
+        content = data[at : at + min(size % 5000, len(data) - at)]
+        at += len(content)
+        out += pack(Header(known, len(content), where, tag % 8, length if total % 2 else len(content))) + content
+    with contextlib.suppress(PipecompError):
+        if len(out) >= HEADER_BYTES:
+            unpack(memoryview(out)[:HEADER_BYTES])
+    return bytes(out)
+
+
+@contextlib.contextmanager
+def _store(lost: bytes) -> Iterator[None]:
+    """torch.distributed's key-value store, where somebody has written who is lost; all others have stopped."""
+    store = dist.HashStore()
+    store.set("pipecomp/lost", np.frombuffer(lost, dtype=np.uint8).tobytes().decode("latin-1"))
+    store.set("pipecomp/stopped/1", "x")
+    places = ((distributed_c10d, "_get_default_store", lambda: store), (dist, "get_rank", lambda: 0))
+    places += ((dist, "get_world_size", lambda: 2), (failure, "bounded", lambda call, limit_s: call()))
+    before = [(where, name, getattr(where, name)) for where, name, _ in places]
+    for where, name, value in places:
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        for where, name, value in before:
+            setattr(where, name, value)
+
+
+MESH_TARGETS: dict[str, Callable[[bytes], None]] = {
+    "frames": fuzz_frames,
+    "notices": fuzz_notices,
+    "keystore": fuzz_keystore,
+}
