@@ -32,7 +32,6 @@ def test_lines_train_alike_over_a_throttle_that_holds_stock_deepspeed_back_too()
     assert small["loss"] == pytest.approx(stock["loss"], rel=0.02)
     packets = 2 * 8 * 2 * SMALL.tokens * SMALL.width  # of a step: both ways, 8 micro-batches of BF16 values
     assert stock["sent"] > 3 * packets
-    assert small["sent"] < stock["sent"]
     assert all(row["least"] <= row["ms"] <= row["most"] for row in rows)
 
 
