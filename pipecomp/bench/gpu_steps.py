@@ -39,7 +39,7 @@ Run = Callable[..., dict[int, Any]]
 def measure_steps(
     model: Model, rates: Sequence[float], compute_s: float, steps: int = STEPS, run: Run | None = None
 ) -> Iterator[Row]:
-    """Measure every line at every r in `rates` (0: no limit).
+    """Measure every line at r = 0 (no limit), and at others in `rates` all but uncompressed ones of pipecomp.
 
     A row: "line", "against", "r", "bits_per_s" (None without a limit), "ms" (median step), "least", "most", "loss" (of
     the second step), "sent" (bytes, all steps), "links" (what slows them down). compute_s: of a micro-batch on one
@@ -47,7 +47,7 @@ def measure_steps(
     """
     for r in rates:
         rate = rate_for(model, r, compute_s) if r else None
-        for line in LINES:
+        for line in LINES if not r else (LINES[0], LINES[-1]):
             with shared_lab(rate) as lab, tempfile.TemporaryDirectory() as folder:
                 ranks = (run or Lab.run)(lab, train, line, model, steps, folder)
                 sent = sum(node.sent for node in lab.bytes())
@@ -102,7 +102,8 @@ def _now(device: str | torch.device) -> float:
 
 def share_a_device(world: int) -> None:
     """Tell `pipecomp.initialize` that all ranks are on one machine, with one GPU: a lab's nodes look apart."""
-    os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK="0")
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several, all ranks have this one
+    os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=first)
 
 
 def settled_engine(line: Line, model: Model, folder: str, losses: list[float]) -> Any:

@@ -27,13 +27,11 @@ def software(monkeypatch):
 def test_lines_train_alike_over_a_throttle_that_holds_stock_deepspeed_back_too():
     compute_s = gpu_steps.stage_seconds(SMALL, "cpu", repeats=1)
     rows = list(gpu_steps.measure_steps(SMALL, [5.8], compute_s, steps=2, run=run))
-    stock, plain, small = rows
-    assert [row["line"] for row in rows] == ["DeepSpeed BF16", "BF16", gpu_steps.EVERYTHING]
-    assert plain["loss"] == pytest.approx(stock["loss"], rel=0.01)
+    stock, small = rows
+    assert [row["line"] for row in rows] == ["DeepSpeed BF16", gpu_steps.EVERYTHING]
     assert small["loss"] == pytest.approx(stock["loss"], rel=0.02)
     packets = 2 * 8 * 2 * SMALL.tokens * SMALL.width  # of a step: both ways, 8 micro-batches of BF16 values
     assert stock["sent"] > 3 * packets
-    assert small["sent"] < plain["sent"]
     assert all(row["least"] <= row["ms"] <= row["most"] for row in rows)
 
 
