@@ -260,6 +260,15 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """
         return nullcontext() if self.local is None else self.local.outer.common_weights()
 
+    def average_replicas(self) -> None:
+        """Let replicas that take local steps average now, as at the end of training; every rank must call this.
+
+        All have the same weights then, and the next interval begins. Without local steps they always have.
+        """
+        if self.local is not None:
+            with self.propagate_failure(), self.reporting.part("reduce", None):
+                self.local.outer.meet(self.global_steps)
+
     def save_pretrained(self, folder: str) -> None:
         """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this.
 

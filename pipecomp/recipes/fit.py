@@ -172,6 +172,8 @@ class Fit:
         """Make and report one optimizer step; returns why the run ends after it, if it does."""
         lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
         loss = float(engine.train_batch())
+        if step == self.plan.steps:
+            engine.average_replicas()
         step_s = time.perf_counter() - began
         per_s, epoch = units() / step_s, self.plan.epoch(step)
         stats, wanted = self._exchange(engine)

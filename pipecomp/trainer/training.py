@@ -196,6 +196,8 @@ class Training:
         self._recording.begin_step()
         self._load(micro_batches)
         loss = float(engine.train_batch())
+        if state.global_step + 1 >= self._length.max_steps:
+            engine.average_replicas()
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
         self._losses.sum += loss

@@ -71,6 +71,9 @@ def train(stages: int, gradients: dict[str, Any], steps: int = STEPS) -> dict[st
     out["evaluated"] = float(engine.eval_batch(iter(eval_batches(samples(4, seed=3), 2)), num_micro_batches=2))
     out["after"] = digest(engine.stage.parameters())
     out["stats"] = engine.comm_stats()
+    engine.train_batch()
+    engine.average_replicas()
+    out["met"] = digest(engine.stage.parameters())
     engine.close()
     return out
 
@@ -98,6 +101,7 @@ def check_meetings(found: list[dict[str, Any]], case: str) -> None:
         alone = step not in meetings and not (case == "streamed" and step == 1)  # the first step is in its warm-up
         assert len(digests) == (len(found) if alone else 1), f"after step {step}"
     assert len({replica["common"] for replica in found}) == 1
+    assert len({replica["met"] for replica in found}) == 1
     assert len({replica["evaluated"] for replica in found}) == 1
     assert all(replica["after"] == replica["weights"][-1] for replica in found), "evaluation changed weights"
     assert all(replica["losses"][-1] < replica["losses"][0] for replica in found)

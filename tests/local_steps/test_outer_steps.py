@@ -143,6 +143,20 @@ def test_going_on_is_as_if_it_had_not_stopped(stop):
         assert resumed[replica].stats() == outer[replica].stats()
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_replicas_meet_when_they_are_asked_to(overlap):
+    """In the middle of an interval, with a fragment on its way; twice is once."""
+    weights, outer = start(LocalSteps(local_steps=4, fragments=2, overlap=overlap, mixing=0.5), 1)
+    train(weights, outer, range(3))
+    outer[0].meet(3)
+    met = {name: w.clone() for name, w in weights[0].items()}
+    with outer[0].common_weights():
+        assert all(torch.equal(w, met[name]) for name, w in weights[0].items())
+    outer[0].meet(3)
+    assert all(torch.equal(w, met[name]) for name, w in weights[0].items())
+    assert (outer[0].stats()["began"], outer[0].stats()["in_flight"]) == (3, [])
+
+
 def test_other_intervals_begin_anew():
     weights, outer = start(LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=0.0), 2)
     train(weights, outer, range(3))
