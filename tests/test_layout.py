@@ -30,7 +30,7 @@ LEVELS = [
     {"plain_objects"},
     {"kernels", "keys", "rates"},
     {"allreduce", "buffers", "data"},
-    {"config", "gradient_config", "optim"},
+    {"config", "gradient_config", "local_steps", "optim"},
     {"messages", "mesh"},
     {"cluster", "stages/link"},
     {"netlab", "stages/partition"},

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pipecomp.allreduce import local_options
 from pipecomp.allreduce.adaptive_options import Adaptive
+from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.allreduce.method import REQUIRED, Check, Method
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.errors import ConfigError
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
 else:
     _Section = dataclasses.make_dataclass(
         "_Section",
-        [("method", str, "none"), *((name, Any, None) for name in CHECKS), ("adaptive", Any, None)],
+        [
+            ("method", str, "none"),
+            *((name, Any, None) for name in CHECKS),
+            ("adaptive", Any, None),
+            *((name, Any, None) for name in local_options.KEYS),
+        ],
         namespace={"__post_init__": lambda self: None},  # without, no subclass's would be called
         frozen=True,
         kw_only=True,
@@ -33,11 +40,13 @@ else:
 class Gradients(_Section):
     """Say what crosses data-parallel groups, and what tied weights exchange.
 
-    A frozen dataclass whose fields are `method`, the options of all methods, and `adaptive`.
+    A frozen dataclass whose fields are `method`, the options of all methods, `adaptive`, and those of local steps.
 
     Args:
         method: a name of `pipecomp.allreduce.registry.METHODS`; "none" is an uncompressed all-reduce.
         adaptive: None, or what `Adaptive` takes as a mapping: one option's value may then differ between layers.
+        local_steps, local_steps_warmup, outer, fragments, overlap, mixing: None, or how often replicas average, see
+            `LocalSteps`; all are None without `local_steps`.
         **options: those of the method, see its class; None and options that are left out take the method's default.
             Options of other methods stay None.
 
@@ -69,6 +78,13 @@ class Gradients(_Section):
         self.chosen.check(self.method)
         if self.adaptive is not None:
             object.__setattr__(self, "adaptive", Adaptive.checked(self.adaptive, self.chosen, self.method).as_dict())
+        local = self.local
+        if local is not None:
+            if self.exchanges_in_optimizer:
+                allowed = f"null with {self.method!r}, whose momentum is averaged in every step"
+                raise ConfigError("gradients.local_steps", self.local_steps, allowed)
+            for name, value in local.as_dict().items():
+                object.__setattr__(self, name, value)
 
     @property
     def chosen(self) -> Method:
@@ -81,14 +97,30 @@ class Gradients(_Section):
         """`adaptive` as an object."""
         return None if self.adaptive is None else Adaptive.checked(self.adaptive, self.chosen, self.method)
 
+    @property
+    def local(self) -> LocalSteps | None:
+        """The settings of local steps as an object; None where every step averages gradients."""
+        return LocalSteps.checked({name: getattr(self, name) for name in local_options.KEYS})
+
+    def of_average(self) -> dict[str, Any]:
+        """List what a `State` takes: the method, and its options that are set."""
+        given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in local_options.KEYS}
+        if self.exchanges_in_optimizer:
+            return {"method": "double_squeeze", "bits": self.bits, "group_size": self.group_size}
+        return given
+
     def check_given(self, given: Mapping[str, object]) -> None:
         """Nothing more to refuse: all of it is checked when it is made."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All options as plain values; `adaptive` only where it is set, as what was saved before there was any."""
+        """All options as plain values; `adaptive` and local steps only where they are set.
+
+        So it is what was saved before there were any.
+        """
         values = dataclasses.asdict(self)
-        if self.adaptive is None:
-            del values["adaptive"]
+        for name in ("adaptive", *local_options.KEYS):
+            if values[name] is None:
+                del values[name]
         return values
 
     @property

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from pipecomp.config import Config
 from pipecomp.engine.connect import pipelines
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
+from pipecomp.engine.local_steps import LocalExchanges
 from pipecomp.errors import ConfigError
 from pipecomp.stages import Source, build_stage, default_loss
 from pipecomp.stages.partition.modules import ModuleStage
@@ -59,7 +60,8 @@ def trainable(stage: Stage | ModuleStage) -> list[Any]:
 
 def gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:
     """What averages this rank's gradients, if they are compressed."""
-    if settings.gradients.method == "none":
+    local = settings.gradients.local
+    if settings.gradients.method == "none" or (local is not None and not local.ever_synchronous):
         return None
     replicas = pipelines(grid)
     stage = grid.get_stage_id()
@@ -79,6 +81,29 @@ def gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> Gra
         seed=settings.seed,
         timeout_s=settings.transport.timeout_s,
     )
+
+
+def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> LocalExchanges | None:
+    """What averages replicas that take local steps, if they do."""
+    options, local = settings.gradients, settings.gradients.local
+    if local is None:
+        return None
+    if local.local_steps == 1:
+        return LocalExchanges(None, None)
+    replicas, stage = pipelines(grid), grid.get_stage_id()
+    own = [ranks[stage] for ranks in replicas]
+    tied = [group for group in split_plan.trained_ties if stage in group.stages]
+
+    def exchange(prefix: str, ranks: list[int], held: dict[str, TiedRanks]) -> GradientExchange:
+        seed, timeout_s = settings.seed, settings.transport.timeout_s
+        return GradientExchange(options, ranks, held, stage=stage, seed=seed, timeout_s=timeout_s, prefix=prefix)
+
+    inner = None
+    if tied and options.method != "none":
+        here = replicas[grid.data_parallel_id]
+        held = {g.name: TiedRanks(tuple(here[s] for s in g.stages), len(g.stages)) for g in tied}
+        inner = exchange("local ", [here[stage]], held)
+    return LocalExchanges(inner, exchange("outer ", own, {g.name: TiedRanks(tuple(own), 1) for g in tied}))
 
 
 def quantized_adam(

@@ -4,6 +4,7 @@ TAG/   DeepSpeed's checkpoint
     pipecomp-rank-R.pt                     rank R's random generators, and what its message stores held
     pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
     pipecomp-gradients-…-rank-R            error-feedback residuals of compressed gradients
+    pipecomp-local-steps-stage-S-replica-R.pt   a replica's own weights and optimizer states, with local steps
     pipecomp-seal-R.json                   commit marker, written last, see `checkpoint.manifest`
 latest   DeepSpeed's file, which names the last TAG that is whole
 """
@@ -94,6 +95,8 @@ class Checkpoints:
         tag = str(tag or f"global_step{engine.global_steps}")
         folder = Path(save_dir) / tag
         own["pipeline"] = asdict(reshard_load.describe(engine))
+        if engine.local is not None:
+            own["local_steps"] = engine.local.outer.stats()
         state = {**(client_state or {}), _STATE_KEY: own}
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         attempts = Attempts(folder)
@@ -103,7 +106,10 @@ class Checkpoints:
                 attempts.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
                 attempts.attempt(lambda: manifest.remove(folder))
                 attempts.agree()
-                done = stock(save_dir, tag=tag, client_state=state, save_latest=False)
+                with engine.common_weights():
+                    done = stock(save_dir, tag=tag, client_state=state, save_latest=False)
+                if engine.local is not None:
+                    attempts.attempt(lambda: engine.local.save(folder))
                 attempts.attempt(lambda: save_residuals(engine.gradients.states(), folder, engine.global_rank))
                 attempts.attempt(lambda: self._save_rank(folder))
                 attempts.agree()  # everything is written
@@ -157,15 +163,28 @@ class Checkpoints:
             return path, state
         own = (state or {}).pop(_STATE_KEY, None)
         if options["load_module_only"]:
+            if engine.local is not None:
+                engine.local.outer.forget()
             return path, state
         same = own is None or self._same_pipeline(own["pipeline"])
         if same:
             load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
         elif engine.global_rank == 0 and any(True for _ in engine.gradients.states()):
             _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
+        self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])
         if own is not None:
             self._go_on(own, folder, same)
         return path, state
+
+    def _load_local(self, own: dict[str, Any], folder: Path, *, same: bool, with_optimizer: bool) -> None:
+        engine, saved = self._engine, own.get("local_steps")
+        if engine.local is not None:
+            pipeline = None if saved is None else own["pipeline"]
+            with AllRanks(missed=engine.guard.missed).collective_errors():
+                engine.local.load(folder, pipeline, same=same, with_optimizer=with_optimizer)
+        elif saved is not None and saved["averaged_at"] < engine.global_steps and engine.global_rank == 0:
+            step = saved["averaged_at"]
+            _log.warning("%s has local steps, which are left behind: weights are those after step %d", folder, step)
 
     def _same_pipeline(self, pipeline: dict[str, Any]) -> bool:
         engine = self._engine

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.facts import run_facts
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
+from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
@@ -73,11 +74,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         plan: SplitPlan,
         tied_groups: dict[str, Any],
         exchange: GradientExchange | None = None,
+        local: LocalExchanges | None = None,
         **ds: Any,
     ) -> None:
         """tied_groups: process group of each tied weight that this stage holds, by the name in `plan`.
 
-        exchange: averages gradients where they are compressed; otherwise DeepSpeed does. ds: DeepSpeed's arguments.
+        exchange: averages gradients where they are compressed; otherwise DeepSpeed does. local: what replicas exchange
+        that take local steps, None where they do not. ds: DeepSpeed's arguments.
         """
         self.pipecomp_config, self.plan = pipecomp_config, plan
         self.links = Links()
@@ -86,7 +89,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.progress = Progress()
         self._loader: TrainLoader | None = None
         super().__init__(**ds)
-        self.gradients = GradientReduction(self, tied_groups, exchange)
+        self.local = None if local is None else LocalTraining(self, local)
+        self.gradients = GradientReduction(self, tied_groups, exchange, self.local)
         self.guard = FailureGuard(self.global_rank)
         self.reporting = Reporting(self)
         self.run_ahead = RunAhead(self, pipecomp_config.in_flight)
@@ -140,7 +144,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             data_iter: Batches for the first and the last stage, with "sample_ids"; by default the training data.
 
         Returns:
-            The mean loss, on every rank.
+            The mean loss, on every rank; in local steps that of this rank's replica.
 
         Raises:
             PeerLostError: Another rank is gone. After this, and after any other error, the run is over.
@@ -149,11 +153,15 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         with self.propagate_failure():
             if self.run is not None:
                 self.run.begin_step()
+            if self.local is not None:
+                self.local.begin_step()
             began = time.perf_counter()
             self.run_ahead.begin_step()
             self.reporting.begin_step(step)
             loss = super().train_batch(data_iter)
             self.run_ahead.end_step(time.perf_counter() - began)
+            if self.local is not None:
+                self.local.end_step()
             if data_iter is None:
                 self.progress.batches_taken += self.micro_batches
             every = self.pipecomp_config.store.drift_check
@@ -186,7 +194,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
-        with self.propagate_failure(), self._work.handing_over(on_logits):
+        with self.propagate_failure(), self._work.handing_over(on_logits), self.common_weights():
             result = super().eval_batch(data_iter, *args, **kwargs)
         self.progress.evaluations += 1
         return result
@@ -247,6 +255,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         with self.propagate_failure():
             return self._checkpoints.load(load_dir, tag, options, stock=super().load_checkpoint)
 
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Let weights be, inside, what replicas last had in common (`comm_stats` says when); local steps go on after.
+
+        Evaluation and saving do that by themselves. Without local steps weights are common at any time.
+        """
+        return nullcontext() if self.local is None else self.local.outer.common_weights()
+
     def save_pretrained(self, folder: str) -> None:
         """Write the model as a Hugging Face folder that `from_pretrained` reads; every rank must call this.
 
@@ -255,7 +270,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         if isinstance(self.stage, ModuleStage):
             raise SplitError("a model of plain modules has no Hugging Face folder: save each stage's state_dict()")
         owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
-        with self.propagate_failure():
+        with self.propagate_failure(), self.common_weights():
             save_pretrained(self.stage, folder, owners=owners)
 
     def close(self) -> None:
@@ -272,6 +287,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
             name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
             "in_flight": micro-batches that may be under way. "micro_batches": the last step's seconds by micro-batch.
+            "local_steps": see `OuterSteps.stats`, where replicas take them.
         """
         return self.reporting.stats()
 
@@ -313,6 +329,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
     def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
         return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        with nullcontext() if self.local is None else self.local.own_loss():
+            return super()._aggregate_total_loss()
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm over all stages (DeepSpeed counts the first stage only)."""

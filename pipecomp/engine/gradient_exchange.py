@@ -6,7 +6,6 @@ apart by each stage's replicas, whose buckets differ, they would drift apart.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from pipecomp.allreduce import State, saving
 from pipecomp.allreduce.buckets import BUCKET
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
 from pipecomp.optim import QuantizedAdam
@@ -34,6 +33,8 @@ class TiedRanks:
 
 def check_gradients(options: Gradients, ds_config: dict[str, Any], plan: SplitPlan, replicas: int) -> None:
     """ConfigError where compressing gradients would have no effect, or DeepSpeed would reduce past it."""
+    if options.local is not None:
+        _check_local(options, ds_config, replicas)
     if options.method == "none":
         return
     key = "gradients.method"
@@ -56,12 +57,23 @@ def check_gradients(options: Gradients, ds_config: dict[str, Any], plan: SplitPl
             raise ConfigError("optimizer.type", kind, f"Adam or AdamW with gradients.method {options.method!r}")
 
 
+def _check_local(options: Gradients, ds_config: dict[str, Any], replicas: int) -> None:
+    key, steps = "gradients.local_steps", options.local_steps
+    require(replicas > 1, key, steps, "null with one replica: there is nothing to average")
+    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    require(stage == 0, "zero_optimization.stage", stage, f"0 with {key}: replicas cannot share optimizer states")
+    for name in ("bf16", "fp16"):
+        enabled = ds_config.get(name, {}).get("enabled", False)
+        allowed = f"false with {key}, as DeepSpeed's optimizers for it share their states among replicas"
+        require(not enabled, f"{name}.enabled", enabled, allowed)
+
+
 class GradientExchange:
     """Averages one rank's gradients over replicas, and sums those of tied weights over the stages that share them.
 
     replicas: global ranks of the replicas of `stage`. tied: of its tied parameters, by name. With a method whose
     optimizer exchanges (quantized_adam) only tied weights are summed here, over the stages of one replica. seed: of the
-    run; stages draw apart from each other, and all who hold a tied weight alike.
+    run; stages draw apart from each other, and all who hold a tied weight alike. prefix: of the groups' names.
     """
 
     def __init__(
@@ -73,11 +85,10 @@ class GradientExchange:
         stage: int,
         seed: int,
         timeout_s: float,
+        prefix: str = "",
     ) -> None:
-        given = {k: v for k, v in dataclasses.asdict(options).items() if v is not None}
-        if options.exchanges_in_optimizer:
-            given = {"method": "double_squeeze", "bits": options.bits, "group_size": options.group_size}
-        self._tied_ranks = tied
+        given = options.of_average()
+        self._tied_ranks, self._prefix = tied, prefix
         self._by_matrix = options.chosen.by_matrix
 
         def state(ranks: list[int] | tuple[int, ...], seed: int) -> State:
@@ -94,10 +105,19 @@ class GradientExchange:
 
     def average(self, grads: dict[str, Tensor], loss_scale: float = 1.0) -> None:
         """Replace gradients, by parameter name, in place. NaN or Inf of any rank becomes NaN on all of its group."""
-        waiting = []
         for _, state in self.states():
             state.loss_scale = loss_scale
+        self.submit(grads)()
+
+    def submit(self, grads: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
+        """Start what `average` does; it is done when what is returned has been called. `grads` must not change before.
+
+        label: where only some parameters are given, names these, the same ones every time.
+        """
+        waiting = []
         for name, state in self._tied.items():
+            if name not in grads:
+                continue
             g = grads[name]
             out = g if g.is_contiguous() else None
             waiting.append((state.submit(g, "weight", out=out), [g], self._tied_ranks[name].stages))
@@ -110,22 +130,26 @@ class GradientExchange:
             for i, bucket in enumerate(buckets(rest)):
                 flat = torch.cat([g.reshape(-1) for g in bucket.values()])
                 slices = tuple((name, g.numel()) for name, g in bucket.items())
-                future = self._data.submit(flat, f"bucket-{i}", slices=slices, out=flat)
+                future = self._data.submit(flat, f"{label}bucket-{i}", slices=slices, out=flat)
                 waiting.append((future, list(bucket.values()), 1))
-        for future, targets, stages in waiting:
-            mean = future.wait().view(-1)
-            for target, part in zip(targets, mean.split([g.numel() for g in targets]), strict=True):
-                if target.data_ptr() != part.data_ptr():
-                    target.copy_(part.view_as(target))
-                if stages > 1:
-                    target.mul_(stages)
+
+        def finish() -> None:
+            for future, targets, stages in waiting:
+                mean = future.wait().view(-1)
+                for target, part in zip(targets, mean.split([g.numel() for g in targets]), strict=True):
+                    if target.data_ptr() != part.data_ptr():
+                        target.copy_(part.view_as(target))
+                    if stages > 1:
+                        target.mul_(stages)
+
+        return finish
 
     def states(self) -> Iterator[tuple[str, State]]:
         """Every group's state by the name under which it is reported and saved."""
         if self._data is not None:
-            yield "data parallel", self._data
+            yield f"{self._prefix}data parallel", self._data
         for name, state in self._tied.items():
-            yield f"tied {name}", state
+            yield f"{self._prefix}tied {name}", state
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By group: see `State.stats`; `wait_seconds` is the waiting among its seconds."""

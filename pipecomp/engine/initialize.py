@@ -25,7 +25,7 @@ from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import collective_backend, join_processes
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.agreed import Agreed, agree
-from pipecomp.engine.assemble import gradient_exchange, pipeline_module, quantized_adam, trainable
+from pipecomp.engine.assemble import gradient_exchange, local_exchanges, pipeline_module, quantized_adam, trainable
 from pipecomp.engine.connect import match_tied, open_links, open_transports, tied_groups
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.errors import ConfigError
@@ -130,6 +130,7 @@ def _engine(
         plan=agreed.plan,
         tied_groups=tied_groups(agreed.plan, grid),
         exchange=gradient_exchange(settings, agreed.plan, grid),
+        local=local_exchanges(settings, agreed.plan, grid),
         args=None,
         model=module,
         optimizer=optimizer,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipecomp.allreduce import State
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
+from pipecomp.engine.local_steps import LocalTraining
 from pipecomp.stats import GroupStats
 
 
@@ -21,11 +22,18 @@ class GradientReduction:
     """Gradients of one rank's stage: tied weights and the norm right over all stages, replicas' compressed.
 
     engine: DeepSpeed's, complete. tied_groups: process group of each tied weight that this stage holds, by the name in
-    the plan. exchange: averages gradients where they are compressed; otherwise DeepSpeed does.
+    the plan. exchange: averages gradients where they are compressed; otherwise DeepSpeed does. local: None unless
+    replicas take local steps, in which their gradients stay their own.
     """
 
-    def __init__(self, engine: Any, tied_groups: dict[str, Any], exchange: GradientExchange | None) -> None:
-        self._engine, self._tied_groups, self._exchange = engine, tied_groups, exchange
+    def __init__(
+        self,
+        engine: Any,
+        tied_groups: dict[str, Any],
+        exchange: GradientExchange | None,
+        local: LocalTraining | None = None,
+    ) -> None:
+        self._engine, self._tied_groups, self._over_replicas, self._local = engine, tied_groups, exchange, local
         self._counters: dict[str, GroupStats] = {}
         stage = engine.stage
         first_holder = {g.name: g.stages[0] == stage.index for g in engine.plan.tied}
@@ -42,6 +50,18 @@ class GradientReduction:
             engine.optimizer.reduce_scatter = False
             engine.optimizer.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
 
+    @property
+    def _alone(self) -> bool:
+        """Whether this step is the replica's own."""
+        return self._local is not None and not self._local.synchronous
+
+    @property
+    def _exchange(self) -> GradientExchange | None:
+        """What exchanges gradients in this step."""
+        if self._local is None or self._local.synchronous:
+            return self._over_replicas
+        return self._local.exchanges.inner
+
     def sum_tied(self) -> None:
         """Sum the gradients of tied weights over the stages that hold them."""
         if self._exchange is not None:
@@ -56,6 +76,8 @@ class GradientReduction:
         engine, tied = self._engine, {id(p) for p in self._tied.values()}
         others = {n: p for n, p in engine.module.named_parameters() if p.requires_grad and id(p) not in tied}
         if self._exchange is None:
+            if self._alone:
+                return
             shared = [*self._tied.values(), *others.values()] if engine.dp_world_size > 1 else []
             with self._counted("data parallel", [self._gradient(p) for p in shared], engine.dp_world_size):
                 stock()
@@ -117,8 +139,10 @@ class GradientReduction:
 
     def states(self) -> Iterator[tuple[str, State]]:
         """What exchanges compressed gradients or momentum on this rank, with its residuals, by name."""
-        if self._exchange is not None:
-            yield from self._exchange.states()
+        if self._over_replicas is not None:
+            yield from self._over_replicas.states()
+        if self._local is not None:
+            yield from self._local.states()
         if isinstance(self._engine.optimizer, ReplicaAdam):
             yield "momentum", self._engine.optimizer.momentum_state()
 
@@ -129,9 +153,12 @@ class GradientReduction:
         if isinstance(optimizer, ReplicaAdam):
             stats = optimizer.stats()
             groups["momentum"] = {**stats, "wait_seconds": stats["seconds"]["wait"]}
-        return groups if self._exchange is None else groups | self._exchange.stats()
+        groups |= {} if self._over_replicas is None else self._over_replicas.stats()
+        return groups if self._local is None else groups | self._local.stats()
 
     def close(self) -> None:
         """End the threads that exchange; safe to call twice."""
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._over_replicas is not None:
+            self._over_replicas.close()
+        if self._local is not None:
+            self._local.close()

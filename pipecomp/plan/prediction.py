@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -236,9 +236,7 @@ def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Sp
     """
     if n == 1 or d == 0:
         return 0.0
-    given = {k: v for k, v in asdict(config.gradients).items() if v is not None}
-    if config.gradients.exchanges_in_optimizer:
-        given = {"method": "double_squeeze", "bits": given["bits"], "group_size": given["group_size"]}
+    given = config.gradients.of_average()
     kernels = {part: d * s for part, s in speeds.average.items()} if given["method"] != "none" else {}
     bits_per_s = min(network.slowest, 1e15)
     found = predict_average(

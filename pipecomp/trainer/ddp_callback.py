@@ -29,6 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
+from pipecomp.allreduce.local_options import KEYS as LOCAL
 from pipecomp.allreduce.saving import load, number_parameters, save
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
@@ -69,7 +70,7 @@ class CompressionCallback(TrainerCallback):
     """
 
     def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
-        known = [field.name for field in fields(Gradients) if field.name != "method"]
+        known = [field.name for field in fields(Gradients) if field.name not in ("method", *LOCAL)]
         for name, value in options.items():
             require(name in known, name, value, f"method, seed, {', '.join(known)}")
         if method in REFUSED:

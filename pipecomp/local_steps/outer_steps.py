@@ -1,0 +1,207 @@
+"""The outer steps of one replica: it sends how far it has moved, and takes what all have agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.local_options import LocalSteps
+from pipecomp.local_steps.common import CommonWeights
+from pipecomp.local_steps.timetable import Timetable, fragments_of
+
+
+class Averages(Protocol):
+    """What averages over replicas."""
+
+    def submit(self, tensors: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
+        """Start to replace tensors, by name, by their means over replicas; done when what is returned has been called.
+
+        label: names the same tensors every time.
+        """
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A fragment that is being averaged. lands: the step after which it is taken; wait: None once it has arrived."""
+
+    fragment: int
+    lands: int
+    keep: float
+    mean: dict[str, Tensor]
+    wait: Callable[[], None] | None
+
+    def arrive(self) -> dict[str, Tensor]:
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+        return self.mean
+
+
+class OuterSteps:
+    """Averages a replica's weights with those of the others after H inner steps (arXiv:2311.08105, Algorithm 1).
+
+    In an interval of one step gradients are averaged before the inner optimizer takes it, as plain data parallelism
+    does, so that replicas stay equal, their optimizers' states too; the outer step then needs no exchange. H = 1 with
+    an outer SGD of rate 1 therefore is plain averaging, bit for bit.
+
+    Args:
+        options: H, the outer optimizer, fragments and overlap.
+        weights: The replica's own, by name, the same on all replicas at first.
+        tied: Names of those that other stages hold too.
+        averages: Averages over replicas.
+
+    Attributes:
+        taken: Outer steps so far, each of one fragment, or of all weights after a synchronous inner step.
+        averaged_at: Inner steps of the run that were over when the common weights last changed.
+
+    Raises:
+        ConfigError: For more fragments than weights.
+    """
+
+    def __init__(
+        self, options: LocalSteps, weights: Mapping[str, Tensor], tied: Set[str], averages: Averages | None
+    ) -> None:
+        self._options, self._weights, self._averages = options, weights, averages
+        self._fragments = fragments_of(weights, tied, options.fragments)
+        self._timetable = Timetable(options)
+        self._common: CommonWeights | None = None
+        self._flights: list[_Flight] = []
+        self.taken, self.averaged_at = 0, 0
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the step to come averages gradients, and all replicas have the same weights."""
+        return self._timetable.length == 1
+
+    def start(self, step: int) -> None:
+        """Begin after `step` steps of the run, unless it has begun: the weights are what replicas have in common."""
+        if self._common is None:
+            self._common = CommonWeights(self._weights, self._options.outer)
+            self._timetable.began = self.averaged_at = step
+
+    def forget(self) -> None:
+        """Begin anew with the next step: weights were loaded that are the same on all replicas."""
+        self._land(None)
+        self._common = None
+
+    def after_step(self, step: int) -> None:
+        """Do what is due after `step` inner steps of the run; every replica must call this after every step."""
+        assert self._common is not None, "start comes first"
+        if self.synchronous:
+            self._common.step_alike()
+            self.taken, self.averaged_at = self.taken + 1, step
+        else:
+            self._land(step)
+            for fragment in self._timetable.due(step):
+                self._send(fragment, step)
+            self._land(step)
+        self._timetable.passed(step)
+
+    def _send(self, fragment: int, step: int) -> None:
+        assert self._common is not None
+        assert self._averages is not None
+        overlap = self._timetable.overlap
+        moved = self._common.moved(self._fragments[fragment])
+        label = f"fragment-{fragment}-" if len(self._fragments) > 1 else ""
+        keep = (self._options.mixing or 0.0) if overlap else 0.0
+        flight = _Flight(fragment, step + overlap, keep, moved, self._averages.submit(moved, label=label))
+        self._flights.append(flight)
+
+    def _land(self, step: int | None) -> None:
+        """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
+        for flight in list(self._flights):
+            if step is not None and flight.lands > step:
+                continue
+            mean = flight.arrive()
+            self._flights.remove(flight)
+            if step is not None and self._common is not None:
+                self._common.step(mean)
+                self._common.hand_out(mean, flight.keep)
+                self.taken += 1
+                self.averaged_at = step
+
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Let the replica's weights be the common ones inside, for evaluation and saving."""
+        if self._common is None:
+            yield
+            return
+        with self._common.in_place():
+            yield
+
+    def stats(self) -> dict[str, Any]:
+        """Tell where the run is between outer steps, as JSON values."""
+        return {
+            "interval": self._timetable.length,
+            "began": self._timetable.began,
+            "outer_steps": self.taken,
+            "averaged_at": self.averaged_at,
+            "in_flight": [flight.fragment for flight in self._flights],
+        }
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on beside the common weights; waits for what is being averaged.
+
+        Returns:
+            "weights": the replica's own, by name, on the CPU; "shared": the same on all replicas. Plain containers.
+        """
+        flights = [
+            {"fragment": f.fragment, "lands": f.lands, "keep": f.keep, "mean": _copied(f.arrive())}
+            for f in self._flights
+        ]
+        common = self._common
+        return {
+            "weights": _copied(self._weights),
+            "shared": {
+                "options": self._options.as_dict(),
+                "begun": common is not None,
+                "began": self._timetable.began,
+                "taken": self.taken,
+                "averaged_at": self.averaged_at,
+                "momentum": {} if common is None else _copied(common.momentum()),
+                "flights": flights,
+            },
+        }
+
+    def fits(self, shared: Mapping[str, Any]) -> bool:
+        """Whether a run with the same intervals and fragments wrote it, so that this one can go on within."""
+        mine, saved = self._options.as_dict(), dict(shared["options"])
+        return {**saved, "outer": None} == {**mine, "outer": None}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on with what `state_dict` returned, of another run too; the weights are the common ones at this moment.
+
+        Within its interval where it `fits`; otherwise another begins after `step` steps, and what was on its way
+        arrives now. Weights may be of other cuts: only own names are looked for.
+        """
+        shared = state["shared"]
+        self.forget()
+        if not shared["begun"]:
+            return
+        self._common = CommonWeights(self._weights, self._options.outer)
+        self._common.set_momentum({name: m for name, m in shared["momentum"].items() if name in self._weights})
+        for name, own in self._weights.items():
+            own.copy_(state["weights"][name])
+        self.taken, self.averaged_at = shared["taken"], shared["averaged_at"]
+        fits = self.fits(shared) and not state.get("recut", False)
+        self._timetable.began = shared["began"] if fits or self.fits(shared) else step
+        for flight in shared["flights"]:
+            mean = {
+                n: m.to(self._weights[n].device, copy=True) for n, m in flight["mean"].items() if n in self._weights
+            }
+            lands = flight["lands"] if fits else step
+            self._flights.append(_Flight(flight["fragment"], lands, flight["keep"], mean, None))
+        if not fits:
+            self._land(step)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

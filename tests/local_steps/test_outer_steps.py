@@ -1,0 +1,173 @@
+"""Outer steps of replicas in one process: what they come to, exactly, and what they keep for going on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipecomp.allreduce.local_options import LocalSteps, Outer
+from pipecomp.local_steps.outer_steps import OuterSteps
+
+SIZES = {"a": (3, 2), "b": (4,), "c": (5,)}
+
+
+class Meeting:
+    """Averages of several replicas that take turns: means are known when all have put in, so flights need overlap."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas, self._calls = replicas, [0] * replicas
+        self._given: dict[int, list[dict[str, Tensor]]] = {}
+
+    def of(self, replica: int) -> Meeting.Seat:
+        return Meeting.Seat(self, replica)
+
+    class Seat:
+        def __init__(self, meeting: Meeting, replica: int) -> None:
+            self._meeting, self._replica = meeting, replica
+
+        def submit(self, tensors: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
+            meeting = self._meeting
+            number = meeting._calls[self._replica]
+            meeting._calls[self._replica] += 1
+            meeting._given.setdefault(number, []).append({k: t.clone() for k, t in tensors.items()})
+
+            def wait() -> None:
+                given = meeting._given[number]
+                assert len(given) == meeting._replicas, "waited before all had sent"
+                for name, tensor in tensors.items():
+                    tensor.copy_(torch.stack([each[name] for each in given]).mean(0))
+
+            return wait
+
+
+def moved(replica: int, step: int, name: str) -> Tensor:
+    """What an inner step changes."""
+    draw = torch.Generator().manual_seed(1000 * step + 10 * replica + ord(name))
+    return torch.randn(SIZES[name], generator=draw, dtype=torch.float64)
+
+
+def start(options: LocalSteps, replicas: int) -> tuple[list[dict[str, Tensor]], list[OuterSteps]]:
+    draw = torch.Generator().manual_seed(0)
+    first = {name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in SIZES.items()}
+    weights = [{name: w.clone() for name, w in first.items()} for _ in range(replicas)]
+    meeting = Meeting(replicas)
+    return weights, [OuterSteps(options, own, {"b"}, meeting.of(r)) for r, own in enumerate(weights)]
+
+
+def train(weights: list, outer: list[OuterSteps], steps: range) -> None:
+    """Overlap lets each replica send before any waits; without it, only one replica can be played."""
+    for step in steps:
+        for replica, own in enumerate(weights):
+            outer[replica].start(step)
+            for name, w in own.items():
+                w += moved(replica, step, name)
+        for each in outer:
+            each.after_step(step + 1)
+
+
+@pytest.mark.parametrize("optimizer", [Outer(), Outer(optimizer="sgd", lr=0.5, momentum=0.3)])
+def test_one_replica_takes_the_papers_steps(optimizer):
+    """Algorithm 1 of arXiv:2311.08105, line by line."""
+    options = LocalSteps(local_steps=3, outer=optimizer)
+    weights, outer = start(options, 1)
+    common = {name: w.clone() for name, w in weights[0].items()}
+    momentum = {name: torch.zeros_like(w) for name, w in common.items()}
+    train(weights, outer, range(9))
+    for began in (0, 3, 6):
+        for name, theta in common.items():
+            gradient = -sum(moved(0, step, name) for step in range(began, began + 3))
+            momentum[name] = optimizer.momentum * momentum[name] + gradient
+            ahead = gradient + optimizer.momentum * momentum[name]
+            theta -= optimizer.lr * (ahead if optimizer.optimizer == "nesterov" else momentum[name])
+    for name, theta in common.items():
+        torch.testing.assert_close(weights[0][name], theta, rtol=1e-12, atol=1e-12)
+    assert outer[0].stats() == {"interval": 3, "began": 9, "outer_steps": 3, "averaged_at": 9, "in_flight": []}
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_fragments_that_arrive_late_are_mixed_with_what_replicas_have_done_since(mixing):
+    """Two replicas: what they have in common is the same bits on both, and is by hand what it has to be."""
+    plain = Outer(optimizer="sgd", lr=1.0, momentum=0.0)
+    options = LocalSteps(local_steps=4, outer=plain, fragments=2, overlap=1, mixing=mixing)
+    weights, outer = start(options, 2)
+    own = [{name: w.clone() for name, w in each.items()} for each in weights]
+    common, sent = dict(own[0]), {}
+    train(weights, outer, range(8))
+    turns = {"b": 2, "a": 2, "c": 4}  # "b", which is tied, is in the first fragment
+    for step in range(1, 9):
+        for name, turn in turns.items():
+            for replica in (0, 1):
+                own[replica][name] = own[replica][name] + moved(replica, step - 1, name)
+            if step in (turn + 1, turn + 5):
+                common[name] = sent[name]
+                for each in own:
+                    each[name] = mixing * each[name] + (1 - mixing) * sent[name]
+            if step in (turn, turn + 4):
+                sent[name] = (own[0][name] + own[1][name]) / 2
+    for replica in (0, 1):
+        for name in SIZES:
+            torch.testing.assert_close(weights[replica][name], own[replica][name], rtol=1e-12, atol=1e-12)
+    seen = []
+    for each, held in zip(outer, weights, strict=True):
+        with each.common_weights():
+            seen.append({name: w.clone() for name, w in held.items()})
+    for name in SIZES:
+        assert torch.equal(seen[0][name], seen[1][name])
+        torch.testing.assert_close(seen[0][name], common[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 8])
+def test_going_on_is_as_if_it_had_not_stopped(stop):
+    options = LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=0.25, local_steps_warmup=3)
+    weights, outer = start(options, 2)
+    train(weights, outer, range(stop))
+    states = [copy.deepcopy(each.state_dict()) for each in outer]
+    commons = []
+    for each, held in zip(outer, weights, strict=True):
+        with each.common_weights():
+            commons.append({name: w.clone() for name, w in held.items()})
+    train(weights, outer, range(stop, 14))
+    again, resumed = start(options, 2)
+    for replica in (0, 1):
+        for name, w in again[replica].items():
+            w.copy_(commons[replica][name])
+        resumed[replica].load_state_dict(states[replica], stop)
+    train(again, resumed, range(stop, 14))
+    for replica in (0, 1):
+        for name in SIZES:
+            assert torch.equal(again[replica][name], weights[replica][name])
+        assert resumed[replica].stats() == outer[replica].stats()
+
+
+def test_other_intervals_begin_anew():
+    weights, outer = start(LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=0.0), 2)
+    train(weights, outer, range(3))
+    state = copy.deepcopy(outer[0].state_dict())
+    assert [flight["fragment"] for flight in state["shared"]["flights"]] == [0]
+    other, resumed = start(LocalSteps(local_steps=1), 1)
+    resumed[0].load_state_dict(state, 3)
+    assert resumed[0].stats() == {"interval": 1, "began": 3, "outer_steps": 1, "averaged_at": 3, "in_flight": []}
+    train(other, resumed, range(3, 5))
+
+
+def test_weights_of_half_precision_start_from_what_they_were_given():
+    """A common weight between two bfloat16 values does not drift where nothing moves."""
+    weights = {"a": torch.full((4,), 1.0, dtype=torch.bfloat16)}
+    meeting = Meeting(1)
+    outer = OuterSteps(
+        LocalSteps(local_steps=2, outer=Outer(optimizer="sgd", lr=0.3, momentum=0.0)), weights, set(), meeting.of(0)
+    )
+    outer.start(0)
+    weights["a"] += 2**-7
+    for step in (1, 2):
+        outer.after_step(step)
+    assert outer._common is not None
+    held = outer._common._common["a"].clone()
+    assert float(held[0]) == pytest.approx(1 + 0.3 * 2**-7)
+    for step in (3, 4):
+        outer.after_step(step)
+    assert torch.equal(outer._common._common["a"], held)
