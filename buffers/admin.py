@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipecomp.buffers.base import GRADIENT
 from pipecomp.buffers.budget import sample_hash
 from pipecomp.buffers.identity import FORMAT_KEY, RUN_KEY, configuration, link_key, read_run
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
@@ -109,7 +110,7 @@ def info(path: str | os.PathLike[str]) -> list[LinkInfo]:
                         run=read_run(file),
                         configuration=configuration(settings),
                         folder=str(folder),
-                        samples=len(headers),
+                        samples=len({header.sample & ~GRADIENT for header in headers}),
                         stored_bytes=sum(map(stored_size, headers)),
                         file_bytes=file.size_bytes(),
                         bits=settings.pop("bits", None),
@@ -203,8 +204,10 @@ def forget(path: str | os.PathLike[str], rank: int) -> None:
 
 
 def _kept(ids: list[int], ids_below: int | None, max_samples: int | None) -> set[int]:
-    kept = [i for i in ids if ids_below is None or i < ids_below]
-    return set(sorted(kept, key=sample_hash)[:max_samples])
+    samples = {i & ~GRADIENT for i in ids}  # with a sample its gradient goes, or stays
+    kept = {i for i in samples if ids_below is None or i < ids_below}
+    kept = set(sorted(kept, key=sample_hash)[:max_samples])
+    return {i for i in ids if i & ~GRADIENT in kept}
 
 
 def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[list[int]], set[int]]) -> None:

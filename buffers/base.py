@@ -31,6 +31,22 @@ class Held(NamedTuple):
 
 
 Put = tuple[int, int, Tensor]  # sample, version, m
+GRADIENT = 1 << 63  # in the id of an entry; ids of samples are below
+
+
+def entry_id(sample: int, *, gradient: bool) -> int:
+    """Give the id under which a store keeps a sample's cached activation, or the last gradient that was sent of it.
+
+    For a store both are samples; it forgets, loads and compares each on its own.
+    """
+    return sample | GRADIENT if gradient else sample
+
+
+def entry_name(entry: int) -> str:
+    """Name an entry for people: "7", or "7 (gradient)"."""
+    return f"{entry & ~GRADIENT} (gradient)" if entry & GRADIENT else str(entry)
+
+
 Settled = Callable[[], None]  # waits until it is known whether what is put may be stored; raises if not
 
 

@@ -10,11 +10,11 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
-from pipecomp.buffers.base import CachedActivation, Held, Put, Settled
+from pipecomp.buffers.base import GRADIENT, CachedActivation, Held, Put, Settled, entry_name
 from pipecomp.buffers.budget import Budget
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.prefetch import Loaded, Prefetcher
@@ -43,7 +43,9 @@ class LinkStore(ABC):
         self._changed: dict[int, None] = {}  # samples put or dropped since the last commit, in that order
         self._stored_bytes = 0
         self._budget = Budget(max_bytes)
+        # Activations and gradients are each asked for in an order of their own.
         self._prefetcher = Prefetcher(self._load, prefetch, f"prefetch {link}")
+        self._gradient_prefetcher = Prefetcher(self._load, prefetch, f"prefetch gradients {link}")
         self._counts = {"hits": 0, "misses": 0, "evictions": 0, "declined": 0}
         self._wait_seconds = 0.0
         self._closed = False
@@ -54,7 +56,8 @@ class LinkStore(ABC):
         start = time.perf_counter()
         found = []
         for sample in samples:
-            ahead, loaded = self._prefetcher.take(sample)
+            prefetcher = self._gradient_prefetcher if sample & GRADIENT else self._prefetcher
+            ahead, loaded = prefetcher.take(sample)
             found.append(loaded if ahead else self._load(sample))
         held = sum(loaded is not None for loaded in found)
         with self._lock:
@@ -80,7 +83,7 @@ class LinkStore(ABC):
         with self._lock:
             for entry in entries:
                 self._replace(entry.sample, entry)
-        self._prefetcher.invalidate([sample for sample, _, _ in puts])
+        self._invalidate([sample for sample, _, _ in puts])
         self._added(entries)
 
     def rounded(self, m_nH: Tensor) -> Tensor:
@@ -97,11 +100,12 @@ class LinkStore(ABC):
     def prefetch(self, samples: Sequence[int]) -> None:
         """Start loading a micro-batch in the background; see MessageStore."""
         self._check()
-        self._prefetcher.request(samples)
+        self._prefetcher.request(s for s in samples if not s & GRADIENT)
+        self._gradient_prefetcher.request(s for s in samples if s & GRADIENT)
 
     def prefetched(self) -> bool:
         """Say whether everything that was requested, as far as `prefetch` allows, has been loaded."""
-        return self._prefetcher.idle()
+        return self._prefetcher.idle() and self._gradient_prefetcher.idle()
 
     def drop(self, samples: Iterable[int]) -> None:
         """Forget these samples; see MessageStore."""
@@ -113,7 +117,7 @@ class LinkStore(ABC):
             for sample in dropped:
                 if sample in self._entries:
                     self._replace(sample, None)
-        self._prefetcher.invalidate(dropped)
+        self._invalidate(dropped)
 
     def inventory(self) -> list[Held]:
         """List every sample held, sorted by id."""
@@ -137,9 +141,14 @@ class LinkStore(ABC):
 
     def where(self, sample: int) -> str:
         """Name a sample of this store in an error."""
-        return f"store of {self.link}, sample {sample}"
+        return f"store of {self.link}, sample {entry_name(sample)}"
 
     # What backends use and fill in.
+
+    def _invalidate(self, samples: Collection[int]) -> None:
+        """Forget what was loaded ahead of samples that were put or forgotten."""
+        self._prefetcher.invalidate(samples)
+        self._gradient_prefetcher.invalidate(samples)
 
     def _prepare(self, entries: Sequence[Entry]) -> None:  # noqa: B027
         """Do what has to come before new entries enter the index."""
@@ -167,7 +176,7 @@ class LinkStore(ABC):
             self._counts["declined"] += len(declined)
             step = {sample: self._entries.get(sample) for sample in self._changed}
             self._changed = {}
-        self._prefetcher.invalidate([*evicted, *declined])
+        self._invalidate([*evicted, *declined])
         return step
 
     def _start_with(self, entries: Iterable[Entry]) -> None:
@@ -185,7 +194,7 @@ class LinkStore(ABC):
             for sample in itertools.chain(*self._budget.settle(sizes)):
                 self._replace(sample, None)
                 self._counts["evictions"] += 1
-            self._prefetcher.invalidate({*before, *sizes})
+            self._invalidate({*before, *sizes})
 
     def _waited(self, seconds: float) -> None:
         with self._lock:
@@ -195,6 +204,7 @@ class LinkStore(ABC):
         """Close what is common to all backends."""
         self._closed = True
         self._prefetcher.close()
+        self._gradient_prefetcher.close()
 
     def _replace(self, sample: int, entry: Entry | None) -> None:
         old = self._entries.pop(sample, None)

@@ -60,6 +60,8 @@ class Activations:
     whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
     rotation: a seeded Walsh–Hadamard rotation before quantizing activations themselves: the first visits of "aqsgd", if
     these are quantized, or what "direct" sends.
+    backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit, as
+    "aqsgd" does with activations; backward_first_visit: bits, 1 to 8, of a sample's first gradient with "delta".
     eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
     """
 
@@ -71,6 +73,8 @@ class Activations:
     scale: str = "max"
     group_size: int | None = None
     backward_top_k: float | None = None
+    backward_method: str = "direct"
+    backward_first_visit: int = 8
     eval: str = "full"
     rotation: bool = False
 
@@ -96,6 +100,13 @@ class Activations:
         _require(ok, "activations.group_size", n, "null or a whole number of at least 1, below 2**32")
         ok = k is None or (k != 0 and _is_number(k, 0, 1, (int, float)))
         _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
+        _require_choice("activations.backward_method", self.backward_method, ("direct", "delta"))
+        first, delta = self.backward_first_visit, self.backward_method == "delta"
+        _require(_is_number(first, 1, 8), "activations.backward_first_visit", first, BITS)
+        allowed = f"'direct'; 'delta' only with method 'aqsgd', whose store it needs, not {self.method!r}"
+        _require(self.method == "aqsgd" or not delta, "activations.backward_method", self.backward_method, allowed)
+        allowed = "null with backward_method 'delta', whose changes of kept values are no changes of others"
+        _require(k is None or not delta, "activations.backward_top_k", k, allowed)
         _require_choice("activations.eval", self.eval, self.EVAL)
         _require(isinstance(self.rotation, bool), "activations.rotation", self.rotation, "true or false")
         something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
@@ -131,6 +142,8 @@ class Activations:
                 if key == "forward_bits" and self.eval == "direct":
                     continue
                 _require_unset("activations", key, given, f"only with method 'direct' or 'aqsgd', not {self.method!r}")
+        if self.backward_method != "delta":
+            _require_unset("activations", "backward_first_visit", given, "only with backward_method 'delta'")
         if self.method != "aqsgd":
             _require_unset("activations", "first_visit", given, f"only with method 'aqsgd', not {self.method!r}")
 
@@ -261,12 +274,21 @@ class Config:
         if config.activations.method != "aqsgd" and "store" in given:
             method = config.activations.method
             raise ConfigError("store", given["store"], f"only with activations.method 'aqsgd', not {method!r}")
+        if config.activations.backward_method == "delta" and config.store.on_write_error == "continue":
+            allowed = "'stop' with activations.backward_method 'delta'"
+            raise ConfigError("store.on_write_error", "continue", allowed)
         return config
 
     def link_settings(self, link: int) -> dict[str, Any]:
         """List all that both ends of a link must agree on to hold the same cached activations."""
         a = self.activations
+        gradients = {
+            "backward_bits": bits_of_link(a.backward_bits, link),
+            "backward_method": a.backward_method,
+            "backward_first_visit": a.backward_first_visit,
+        }
         return {
+            **(gradients if a.backward_method == "delta" else {}),  # else a store holds none
             "method": a.method,
             "forward_bits": bits_of_link(a.forward_bits, link),
             "first_visit": a.first_visit,

@@ -44,6 +44,8 @@ class LinkStats:
         full_samples: Samples that were sent without reference to a cached activation.
         delta_samples: Samples that were sent as a change of a cached activation.
         unstored_samples: First visits, among `full_samples`, that no endpoint keeps because a disk refused writes.
+        full_gradients: Samples whose gradient was sent without reference to an earlier one, where some are changes.
+        delta_gradients: Samples whose gradient was sent as a change of the last one.
         drift_checks: How often both endpoints compared their cached activations.
         drift_check_bytes: What this endpoint sent for that.
         drifts: How often they differed.
@@ -60,6 +62,8 @@ class LinkStats:
     full_samples: int = 0
     delta_samples: int = 0
     unstored_samples: int = 0
+    full_gradients: int = 0
+    delta_gradients: int = 0
     drift_checks: int = 0
     drift_check_bytes: int = 0
     drifts: int = 0
@@ -67,6 +71,16 @@ class LinkStats:
     wait_seconds: float = 0.0
     error_sum: float = 0.0
     error_count: int = 0
+
+    def count_visit(self, *, delta: bool, kept: bool, gradient: bool) -> None:
+        """Count one sample of a packet. delta: sent as a change. kept: by this endpoint."""
+        if gradient:
+            self.delta_gradients += delta
+            self.full_gradients += not delta
+            return
+        self.unstored_samples += not kept
+        self.delta_samples += delta
+        self.full_samples += not delta
 
     def as_dict(self) -> dict:
         """Return nested numbers for reports, with the mean error and the share of samples sent as deltas."""

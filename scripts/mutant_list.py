@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "tied gradients as a mean over stages",
         "pipecomp/engine/gradient_exchange.py",
-        "target.mul_(stages)",
+        "g.mul_(stages)",
         "pass",
         ("tests/engine/test_gradient_exchange.py",),
         "with two stages a tied embedding learns at half its rate",
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     Mutant(
         "a delta on any version",
-        "pipecomp/stages/link/endpoint.py",
+        "pipecomp/stages/link/visits.py",
         "if cached is None or cached.version != sample.base:",
         "if cached is None:",
         ("tests/stages/test_link.py::test_a_delta_on_another_version_is_refused",),
@@ -402,9 +402,9 @@ MUTANTS = (
     ),
     Mutant(
         "a payload shorter than its samples need",
-        "pipecomp/stages/link/receiver.py",
-        "if sum(sizes) != payload.numel():",
-        "if sum(sizes) < payload.numel():",
+        "pipecomp/stages/link/visits.py",
+        "if ends[-1] != payload.numel():",
+        "if ends[-1] < payload.numel():",
         LENGTHS,
         "a packet that was not made by this code is taken for one",
     ),

@@ -44,12 +44,13 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
 def store_verify(path: str, json_file: JsonOption = None) -> None:
     """Check every stored value's checksum; exit status 1 if any is damaged."""
     from pipecomp.buffers.admin import verify
+    from pipecomp.buffers.base import entry_name
 
     report = verify(path)
     damaged = [d._asdict() for d in report.damaged]
     write_json(json_file, {"checked": report.checked, "damaged": damaged})
     for d in report.damaged:
-        place = "pages of the file" if d.sample is None else f"{d.link}, sample {d.sample}"
+        place = "pages of the file" if d.sample is None else f"{d.link}, sample {entry_name(d.sample)}"
         console.print(f"rank {d.rank}, {place}: {d.problem}", highlight=False)
     console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
     if damaged:

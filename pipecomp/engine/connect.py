@@ -151,7 +151,8 @@ def open_links(
                 canvas=crossing.canvas,
             )
         both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
-        links = Links(environment=environment, described=both, **ends)
+        keeps_gradients = settings.activations.backward_method == "delta"
+        links = Links(environment=environment, described=both, gradients=keeps_gradients, **ends)
         links.agree()
         for name, end in ends.items():
             bounds = _bounds(engine, crossings[name])

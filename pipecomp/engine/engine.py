@@ -117,6 +117,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
             links.to_previous.arrivals.then = links.prefetch_arrived
+        if links.to_next is not None and links.gradients and prefetching:
+            links.to_next.arrivals.then = links.prefetch_arrived
 
     def set_loader(self, loader: TrainLoader) -> None:
         """Train on this loader's micro-batches."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipecomp.data import MicroBatch, as_micro_batch
 from pipecomp.errors import DataError, LinkError
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
 
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
@@ -143,7 +143,7 @@ class StageWork:
         x_BSH = slot.inputs["hidden_states"]
         assert x_BSH is not None
         assert x_BSH.grad is not None
-        link.send_gradient(x_BSH.grad, slot.received, self._at(micro_batch))
+        link.send_gradient(x_BSH.grad, slot.received, self._at(micro_batch), unit=self._unit(slot.received))
 
     def recv_grad(self, buffer_id: int, micro_batch: int) -> None:
         """Take the output's gradient from the next stage."""
@@ -151,8 +151,15 @@ class StageWork:
         link = engine.links.to_next
         assert link is not None
         waited = link.stats.wait_seconds
-        engine.grad_layer = link.recv_gradient(self._slots[buffer_id].sent, self._at(micro_batch))
+        sent = self._slots[buffer_id].sent
+        engine.grad_layer = link.recv_gradient(sent, self._at(micro_batch), unit=self._unit(sent))
         engine.run_ahead.waited(micro_batch, link.stats.wait_seconds - waited)
+
+    def _unit(self, layout: Layout) -> float:
+        """Of gradients that cross a link, see `gradient_unit`."""
+        engine = self._engine
+        scale = float(getattr(engine.optimizer, "cur_scale", 1.0))
+        return gradient_unit(layout, engine.micro_batches, scale)
 
     def _prefetch_next(self) -> None:
         """On the first stage: load the cached activations of the micro-batches that come next."""

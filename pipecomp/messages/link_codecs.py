@@ -16,11 +16,71 @@ _PLAIN: dict[str, Codec] = {  # of methods without settings of their own
 }
 
 
+class VisitCodecs:
+    """The codecs of one direction whose samples are sent as changes.
+
+    change: of a change. first: of a first visit; None where that is uncompressed, as first_bits of 0 says too. flags:
+    whether a packet says of each token whether its change is sent, or it itself.
+    """
+
+    def __init__(self, change: Quantized, first: Quantized | None, *, flags: bool = False) -> None:
+        self.change, self.first, self._flags = change, first, flags
+        self.first_bits = 0 if first is None else first.bits
+
+    def head_bytes(self, tokens: int) -> int:
+        """Bytes of a payload before its samples: a bit for each token."""
+        return (tokens + 7) // 8 if self._flags else 0
+
+    def first_visit(self, dtype: torch.dtype) -> Codec:
+        """Of a sample's first visit. dtype: the stages' own."""
+        return self.first or Cast(dtype)
+
+    def visit_bytes(self, n: int, hidden: int, delta: bool, dtype: torch.dtype) -> int:
+        """Bytes of a sample's part of a packet."""
+        return (self.change if delta else self.first_visit(dtype)).payload_bytes(n, hidden)
+
+    def visit(self, x_nH: Tensor, m_nH: Tensor, delta: bool, seed: int) -> ops.Visit:
+        """A sample of a packet: its change, which moves m, or a first visit, which sets it."""
+        if delta:
+            return ops.Visit(x_nH, m_nH, self.change.options(seed), True)
+        if self.first is None:
+            return ops.Visit(x_nH, m_nH, None)
+        return ops.Visit(self.first.before(x_nH), m_nH, self.first.options(seed))
+
+    def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.Arriving:
+        """The same at the other end. dtype: the stages' own."""
+        codec = self.change if delta else self.first
+        return ops.Arriving(m_nH, None if codec is None else codec.options(), delta, dtype)
+
+    def first_m(self, decoded_nH: Tensor) -> Tensor:
+        """m after a first visit, from what its values decode to."""
+        return decoded_nH if self.first is None else self.first.after(decoded_nH)
+
+    def smaller(self, change_nH: Tensor, x_nH: Tensor) -> Tensor:
+        """Which rows lose less as changes than as they are, bool [n]: the squared scales of all their groups are less.
+
+        That is what the error of a number of bits is proportional to (docs/algorithms.md, 1.2).
+        """
+        return self._squared_scales(change_nH) < self._squared_scales(x_nH)
+
+    def _squared_scales(self, x_nH: Tensor) -> Tensor:
+        x_nH = x_nH.double()
+        if self.change.scale != "max":
+            return x_nH.square().sum(1)
+        n, hidden = x_nH.shape
+        size = self.change.group_size or hidden
+        padded = torch.nn.functional.pad(x_nH.abs(), (0, -hidden % size))
+        widths = torch.full((padded.shape[1] // size,), size, dtype=torch.float64, device=x_nH.device)
+        widths[-1] -= padded.shape[1] - hidden
+        return (padded.view(n, -1, size).amax(2).square() * widths).sum(1)
+
+
 class LinkCodecs:
     """The codecs of one link.
 
-    forward: of activations themselves with "direct", of their changes with "aqsgd". first: of first visits; None where
-    they are uncompressed, as first_bits of 0 says too. backward: of gradients, where they are quantized.
+    forward: of activations themselves with "direct", of their changes with "aqsgd". activations: of changes and first
+    visits. backward: of gradients themselves, where they are quantized. gradients: of their changes and first visits,
+    None where gradients are sent as they are.
     """
 
     def __init__(self, a: Activations, link: int) -> None:
@@ -29,40 +89,20 @@ class LinkCodecs:
         forward_bits, backward_bits = a.bits(link)
         of_themselves = Rotated if a.rotation else Quantized
         self.forward = (of_themselves if a.method == "direct" else Quantized)(forward_bits, *how)
-        self.first = None if a.first_visit == "full" else of_themselves(int(a.first_visit), *how)
-        self.first_bits = 0 if self.first is None else self.first.bits
-        self.backward: Codec = Quantized(backward_bits, *how)
+        first = None if a.first_visit == "full" else of_themselves(int(a.first_visit), *how)
+        self.activations = VisitCodecs(self.forward, first)
+        self.first_bits = self.activations.first_bits
+        backward = Quantized(backward_bits, *how)
+        self.backward: Codec = backward
+        self.gradients: VisitCodecs | None = None
+        if a.backward_method == "delta":
+            self.gradients = VisitCodecs(backward, Quantized(a.backward_first_visit, *how), flags=True)
         if a.backward_top_k is not None:
             self.backward = TopK(backward_bits, a.backward_top_k, *how)
 
     def activation(self, dtype: torch.dtype) -> Codec:
         """Of a training packet forward; with "aqsgd" of a delta. dtype: the stages' own."""
         return _chosen(self._method, self.forward, dtype)
-
-    def visit_bytes(self, n: int, hidden: int, delta: bool, dtype: torch.dtype) -> int:
-        """Bytes of a sample's part of a training packet of "aqsgd"."""
-        return (self.forward if delta else self.first_visit(dtype)).payload_bytes(n, hidden)
-
-    def first_visit(self, dtype: torch.dtype) -> Codec:
-        """Of a sample's first visit with "aqsgd"."""
-        return self.first or Cast(dtype)
-
-    def visit(self, x_nH: Tensor, m_nH: Tensor, delta: bool, seed: int) -> ops.Visit:
-        """A sample of a training packet of "aqsgd": its change, which moves m, or a first visit, which sets it."""
-        if delta:
-            return ops.Visit(x_nH, m_nH, self.forward.options(seed), True)
-        if self.first is None:
-            return ops.Visit(x_nH, m_nH, None)
-        return ops.Visit(self.first.before(x_nH), m_nH, self.first.options(seed))
-
-    def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.Arriving:
-        """The same at the other end. dtype: the stages' own."""
-        codec = self.forward if delta else self.first
-        return ops.Arriving(m_nH, None if codec is None else codec.options(), delta, dtype)
-
-    def first_m(self, decoded_nH: Tensor) -> Tensor:
-        """m after a first visit, from what its values decode to."""
-        return decoded_nH if self.first is None else self.first.after(decoded_nH)
 
     def gradient(self, dtype: torch.dtype) -> Codec:
         """Of a packet backward."""

@@ -25,13 +25,19 @@ def activation_bytes(
     """
     codecs = LinkCodecs(config.activations, link)
     first_visit = first_visit and config.activations.method == "aqsgd"
-    codec = codecs.first_visit(dtype) if first_visit else codecs.activation(dtype)
+    codec = codecs.activations.first_visit(dtype) if first_visit else codecs.activation(dtype)
     return _size(codec, counts, hidden)
 
 
-def gradient_bytes(config: Config, link: int, counts: Sequence[int], hidden: int, dtype: torch.dtype) -> int:
-    """Of one micro-batch's gradients, on their way back."""
-    return _size(LinkCodecs(config.activations, link).gradient(dtype), counts, hidden)
+def gradient_bytes(
+    config: Config, link: int, counts: Sequence[int], hidden: int, dtype: torch.dtype, *, first_visit: bool = False
+) -> int:
+    """Of one micro-batch's gradients, on their way back. first_visit: as of activations, with gradients as changes."""
+    codecs = LinkCodecs(config.activations, link)
+    if codecs.gradients is None:
+        return _size(codecs.gradient(dtype), counts, hidden)
+    codec = codecs.gradients.first_visit(dtype) if first_visit else codecs.gradients.change
+    return _size(codec, counts, hidden) + codecs.gradients.head_bytes(sum(counts))
 
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:

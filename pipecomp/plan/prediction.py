@@ -159,10 +159,12 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     store_s = 0.0
     if config.activations.method == "aqsgd" and links:
         ends = 2 if links > 1 else 1  # a middle stage keeps both its links' activations
-        store_s = ends * job.micro_batches * values * config.store.bits / 8 / speeds.disk_bytes_s
+        held = 2 if config.activations.backward_method == "delta" else 1  # of a sample: its gradient too
+        store_s = held * ends * job.micro_batches * values * config.store.bits / 8 / speeds.disk_bytes_s
     first_epoch_s = played.seconds
-    if first != forward:
-        whole = replace(step, forward_bytes=first)
+    first_backward = _first_gradients(job, config)
+    if (first, first_backward) != (forward, backward):
+        whole = replace(step, forward_bytes=first, backward_bytes=first_backward)
         first_epoch_s = best_in_flight(whole, network, config.in_flight)[1].seconds
     return Prediction(
         job=job,
@@ -177,6 +179,12 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
         wait_s=played.waits,
         store_s=store_s,
     )
+
+
+def _first_gradients(job: Job, config: Config) -> tuple[int, ...]:
+    """Count the bytes of a micro-batch's gradients on each link, of samples that are new there."""
+    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
+    return tuple(gradient_bytes(config, k, *size, first_visit=True) for k in range(job.plan.num_stages - 1))
 
 
 def best_in_flight(step: Step, network: Network, setting: str | int = "auto") -> tuple[int, Played]:

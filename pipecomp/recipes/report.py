@@ -287,6 +287,8 @@ def _in_words(activations: Activations) -> str:
         return "not compressed" if activations.method == "none" else activations.method
     forward, backward = (bits_text(bits) for bits in (activations.forward_bits, activations.backward_bits))
     words = f"{activations.method}, {forward} bits forward, {backward} bits backward"
+    if activations.backward_method == "delta":
+        words += " as changes"
     if activations.method == "aqsgd":
         visit = activations.first_visit
         words += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")

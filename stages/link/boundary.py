@@ -116,6 +116,16 @@ class Crossing:
     canvas: CropCanvas | None = None
 
 
+def gradient_unit(layout: Layout, micro_batches: int, loss_scale: float) -> float:
+    """By what a gradient is multiplied to be comparable with the same sample's in other steps.
+
+    The loss of a micro-batch is the mean of its samples, it is divided by the number of micro-batches of a step and
+    multiplied by the loss scale; other replicas have no part in it. 4096 brings gradients of language models into the
+    range of float16, as a store with 16 bits needs it.
+    """
+    return 4096.0 * len(layout.ids) * micro_batches / loss_scale
+
+
 def gather(x_BSH: Tensor, layout: Layout) -> Tensor:
     """Real tokens [T, H] of [B, S, H]; a view if nothing is padding."""
     if layout.full:

@@ -49,7 +49,14 @@ class Bounds(NamedTuple):
     def most_bytes(self, codecs: LinkCodecs, dtype: torch.dtype) -> int:
         """Length of the longest packet. dtype: the stages' own."""
         samples = max(self.samples, EVALUATED)
-        every = [codecs.activation(dtype), codecs.first_visit(dtype), codecs.gradient(dtype), codecs.evaluation(dtype)]
+        every = [codecs.activation(dtype), codecs.activations.first_visit(dtype)]
+        every += [codecs.gradient(dtype), codecs.evaluation(dtype)]
+        head = 0
+        if codecs.gradients is not None:
+            every.append(codecs.gradients.first_visit(dtype))
+            head = codecs.gradients.head_bytes(samples * self.rows)
         # An overflow in FP16 sends plain values where quantized ones are usual.
-        payload = samples * max(self.rows * self.width * dtype.itemsize, *(self._bytes(codec) for codec in every))
+        payload = head + samples * max(
+            self.rows * self.width * dtype.itemsize, *(self._bytes(codec) for codec in every)
+        )
         return max(packet_bytes(samples, payload), packet_bytes(0, self.changed * ROW_BYTES + _INVENTORY_BYTES))

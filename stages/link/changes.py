@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipecomp.buffers.base import CachedActivation, MessageStore, Settled
+from pipecomp.buffers.base import CachedActivation, MessageStore, Settled, entry_id
 
 
 class Changes:
     """All changes of a micro-batch, made at its end, or none where one of its samples is refused.
 
-    samples: the micro-batch's ids; where one comes again, its later visit builds on the earlier one.
+    samples: the micro-batch's ids; where one comes again, its later visit builds on the earlier one. gradients: whether
+    the entries are those of gradients.
     """
 
-    def __init__(self, store: MessageStore, samples: Sequence[int]) -> None:
-        self._store, self._samples = store, samples
+    def __init__(self, store: MessageStore, samples: Sequence[int], *, gradients: bool = False) -> None:
+        self._store, self._samples, self._gradients = store, samples, gradients
         ids = list(dict.fromkeys(samples))
-        self._held = dict(zip(ids, store.get(ids), strict=True))
+        self._held = dict(zip(ids, store.get([self._entry(i) for i in ids]), strict=True))
         self._new: dict[int, CachedActivation | None] = {}
 
     def held(self, sample: int) -> CachedActivation | None:
@@ -49,8 +50,11 @@ class Changes:
         return {sample for sample, cached in self._new.items() if cached is None}
 
     def make(self, verdict: Settled | None = None) -> list[int]:
-        """Change the store; which samples were put. verdict: see `MessageStore.put_many`."""
-        kept = [(sample, *cached) for sample, cached in self._new.items() if cached is not None]
-        self._store.drop(self.dropped())
+        """Change the store; which entries were put. verdict: see `MessageStore.put_many`."""
+        kept = [(self._entry(sample), *cached) for sample, cached in self._new.items() if cached is not None]
+        self._store.drop(self._entry(sample) for sample in self.dropped())
         self._store.put_many(kept, verdict)
-        return [sample for sample, _, _ in kept]
+        return [entry for entry, _, _ in kept]
+
+    def _entry(self, sample: int) -> int:
+        return entry_id(sample, gradient=self._gradients)

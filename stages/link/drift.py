@@ -15,6 +15,7 @@ import struct
 
 import numpy as np
 
+from pipecomp.buffers.base import entry_name
 from pipecomp.errors import DriftError, WireError
 from pipecomp.stages.link.handshake import as_table, exchange_tables, recv_part, send_part
 from pipecomp.stages.link.receiver import LinkReceiver
@@ -46,7 +47,9 @@ def check_drift(end: LinkSender | LinkReceiver, step: int) -> list[int]:
         raise WireError(f"link {end.index}: rank {end.transport.peer} sent a digest of {len(theirs)} bytes")
     other = exchange_tables(end, step, _TABLE_PART, table, rows=_DIGEST.unpack(theirs)[0])
     samples: list[int] = np.unique(np.setxor1d(table, other)["sample"]).tolist()
-    shown = ", ".join(map(str, samples[:_SHOWN])) + (f" and {len(samples) - _SHOWN} more" if samples[_SHOWN:] else "")
+    shown = ", ".join(map(entry_name, samples[:_SHOWN])) + (
+        f" and {len(samples) - _SHOWN} more" if samples[_SHOWN:] else ""
+    )
     where = f"link {end.index}, step {step}"
     found = f"{where}: this end and rank {end.transport.peer} hold different cached activations of {shown}"
     if end.drifted:

@@ -7,7 +7,7 @@ receiver.py) the other way round. With "aqsgd" both hold, for every sample they 
     first visit   m ← a                     sent uncompressed, or quantized if `first_visit` says so
     later         m ← m + deq(Q(a − m))     sent as Q(a − m)
 
-The sender's store decides which it is. Every packet says what it is, which version of m it builds on and which it
+and with `backward_method: "delta"` the same of its gradient (visits.py). The sender's store decides which it is. Every packet says what it is, which version of m it builds on and which it
 makes, so a delta can never be applied to another base. Nothing is changed at either end before a packet is checked.
 An end whose disk refuses writes does not keep new samples, and says so in its next packet about them: the other end
 then does not keep them either.
@@ -19,26 +19,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import CachedActivation, MessageStore
+from pipecomp.buffers.base import MessageStore
 from pipecomp.config import Config
-from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, NonFiniteError, WireError
+from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
-from pipecomp.messages.codecs import Codec, wire_dtype
+from pipecomp.messages.codecs import Cast, Codec, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, seal
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds
-from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -57,7 +56,6 @@ class Position:
 
 # Writes a payload, and seals the packet around it if that is given and can be done on the way.
 Encode = Callable[[Tensor, Tensor | None], list[Verdict]]
-Code = Callable[[range, list[Tensor]], None]
 
 
 class Packet:
@@ -121,7 +119,8 @@ class Endpoint:
         self.canvas = canvas
         self.stats = LinkStats()
         self.bounds: Bounds | None = None
-        self.changed: set[int] = set()  # samples put since the last drift check
+        self.changed: set[int] = set()  # entries put since the last drift check, where `compares`
+        self.compares = config.store.drift_check is not None
         self.drifted = False  # whether that found a difference
         # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
         # may not keep, at the receiver those that it has not kept.
@@ -139,29 +138,40 @@ class Endpoint:
 
     # -- sending and receiving packets
 
-    def _draw(self, direction: int, at: Position, part: int = 0) -> int:
+    def draw(self, direction: int, at: Position, part: int = 0) -> int:
         return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
 
-    def _header(
-        self, kind: Kind, codec: Codec, x: Tensor, samples: list[Sample], layout: Layout, at: Position
+    def header(
+        self,
+        kind: Kind,
+        codec: Codec,
+        x: Tensor,
+        samples: list[Sample],
+        layout: Layout,
+        at: Position,
+        dtype: torch.dtype | None = None,
     ) -> Header:
+        """Describe a packet of x. dtype: the stages' own, where it is not that of x."""
+        first_bits = self._codecs.first_bits if kind is Kind.ACTIVATION else 0
+        if kind is Kind.GRADIENT and codec.method is not Cast.method and self._codecs.gradients is not None:
+            first_bits = self._codecs.gradients.first_bits
         return Header(
             kind=kind,
             method=codec.method,
             link=self.index,
             step=at.step,
             micro_batch=at.micro_batch,
-            dtype=wire_dtype(x.dtype),
+            dtype=wire_dtype(dtype or x.dtype),
             payload_dtype=codec.payload_dtype,
             bits=codec.bits,
-            first_bits=self._codecs.first_bits if kind is Kind.ACTIVATION else 0,
+            first_bits=first_bits,
             tokens=layout.tokens,
             hidden=x.shape[-1],
             group_size=self._config.activations.group_size or 0,
             samples=tuple(samples),
         )
 
-    def _pack(self, header: Header, payload_bytes: int, encode: Encode, at: Position) -> Packet:
+    def pack(self, header: Header, payload_bytes: int, encode: Encode, at: Position) -> Packet:
         """Encode a packet; on the host it is whole, and could be encoded, when this returns."""
         checksum = self._config.transport.checksum
         buffer = self.staging.buffer(packet_bytes(len(header.samples), payload_bytes))
@@ -169,7 +179,7 @@ class Endpoint:
         payload = self.staging.place(target)
         whole = torch.from_numpy(buffer) if checksum and payload is target else None
         verdicts = encode(payload, whole)
-        what = self._where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
+        what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
         packet = Packet(buffer, verdicts, self.staging.to_host(payload, target), self.staging, what)
         if self.staging.immediate:
             packet.finish()
@@ -188,9 +198,9 @@ class Endpoint:
         settled: bool = False,
     ) -> Packet:
         """Encode all rows by one codec. settled: NonFiniteError comes from here, not from the thread that sends."""
-        header = self._header(kind, codec, x_TH, samples, layout, at)
+        header = self.header(kind, codec, x_TH, samples, layout, at)
         size = codec.payload_bytes(*x_TH.shape)
-        packet = self._pack(header, size, lambda payload, _: codec.encode(x_TH, payload, seed), at)
+        packet = self.pack(header, size, lambda payload, _: codec.encode(x_TH, payload, seed), at)
         if settled:
             packet.settle()
         return packet
@@ -198,68 +208,6 @@ class Endpoint:
     def _send(self, packet: Packet) -> int:
         self.transport.send(packet.buffer if self.staging.immediate else packet)
         return packet.size
-
-    def _visit(
-        self, changes: Changes, samples: Sequence[Sample], hidden: int, at: Position, code: Code
-    ) -> list[Tensor]:
-        """Encode or decode all samples, each run of different ones at once; what stage k + 1 computes with, of each.
-
-        code(i, m): encodes or decodes the samples i with their m, float32 [n, H], new where it is a first visit.
-        """
-        seen: list[Tensor] = []
-        for run in changes.runs():
-            held = [self._base(samples[i], changes, hidden, at) for i in run]
-            m = [
-                torch.empty(samples[i].count, hidden, device=self.staging.device)
-                if held_nH is None
-                else held_nH
-                if self.canvas is None
-                else self.canvas.take(held_nH, samples[i].start)
-                for i, held_nH in zip(run, held, strict=True)
-            ]
-            code(run, m)
-            for i, held_nH, m_nH in zip(run, held, m, strict=True):
-                s = samples[i]
-                if held_nH is None:
-                    m_nH = self._codecs.first_m(m_nH)
-                seen.append(m_nH)
-                if self.canvas is not None and held_nH is not None:
-                    self.canvas.put_(held_nH, s.start, m_nH)
-                    m_nH = held_nH
-                elif self.canvas is not None:
-                    m_nH = self.canvas.spread(m_nH, s.start)
-                kept = self._keeps(changes, s)
-                changes.hold(s.id, CachedActivation(s.version, m_nH) if kept else None)
-                self.stats.unstored_samples += not kept
-                self.stats.delta_samples += s.form is Form.DELTA
-                self.stats.full_samples += s.form is not Form.DELTA
-        return seen
-
-    def _keeps(self, changes: Changes, sample: Sample) -> bool:
-        """Whether this end keeps what it makes of a sample."""
-        raise NotImplementedError
-
-    def _base(self, sample: Sample, changes: Changes, hidden: int, at: Position) -> Tensor | None:
-        """The cached activation that a delta builds on, None of a first visit. BaseMismatchError if it is another."""
-        if sample.form is not Form.DELTA:
-            return None
-        cached = changes.held(sample.id)
-        where = f"sample {sample.id}: delta"
-        if cached is None or cached.version != sample.base:
-            holds = "holds none" if cached is None else f"holds version {cached.version}"
-            raise BaseMismatchError(self._where(at, f"{where} on version {sample.base}, this end {holds}"))
-        shape = (sample.count, hidden)
-        if tuple(cached.m_nH.shape) != self._cached_shape(*shape):
-            raise BaseMismatchError(
-                self._where(at, f"{where} of shape {shape} on a cached activation of {tuple(cached.m_nH.shape)}")
-            )
-        return cached.m_nH
-
-    def _keep(self, changes: Changes, packet: Packet | None = None) -> None:
-        """Change the store; what `packet` brought to the other end, only if it could be encoded."""
-        put = changes.make(None if packet is None or self.staging.immediate else packet.settle)
-        if self._config.store.drift_check is not None:
-            self.changed.update(put)
 
     def _recv(self, kind: Kind, at: Position) -> tuple[Header, Tensor, int]:
         began = time.perf_counter()
@@ -306,13 +254,7 @@ class Endpoint:
                 f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
             )
 
-    def _cached_shape(self, count: int, hidden: int) -> tuple[int, int]:
-        """Give the shape of m for a sample of [count, hidden]."""
-        if self.canvas is None:
-            return count, hidden
-        return self.canvas.canvas_lines, hidden // self.canvas.columns * self.canvas.canvas_columns
-
-    def _where(self, at: Position, what: str) -> str:
+    def where(self, at: Position, what: str) -> str:
         return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipecomp.buffers import StoreEnvironment
+from pipecomp.buffers.base import entry_id
 from pipecomp.errors import PipecompError
 from pipecomp.messages.wire import Kind, peek
 from pipecomp.stages.link.drift import check_drift
@@ -22,13 +23,14 @@ from pipecomp.stages.link.sender import LinkSender
 class Links:
     """A rank's ends of its links (None at the ends of the pipeline) and where their cached activations are kept.
 
-    described: for each link what both ends must have in common.
+    described: for each link what both ends must have in common. gradients: whether gradients are kept beside them.
     """
 
     to_next: LinkSender | None = None
     to_previous: LinkReceiver | None = None
     environment: StoreEnvironment | None = None
     described: dict[int, dict[str, Any]] = field(default_factory=dict)
+    gradients: bool = False
 
     def __iter__(self) -> Iterator[LinkSender | LinkReceiver]:
         return (end for end in (self.to_previous, self.to_next) if end is not None)
@@ -41,10 +43,14 @@ class Links:
     def prefetch_arrived(self, packet: np.ndarray) -> None:
         """Load what is cached of a micro-batch that has arrived before its turn; called on a receiving thread."""
         header = peek(packet)
+        samples = [sample.id for sample in header.samples]
+        gradients = [entry_id(i, gradient=True) for i in samples] if self.gradients else []
         if header.kind is Kind.ACTIVATION:
             for end in self:
                 if end.store is not None:
-                    end.store.prefetch([sample.id for sample in header.samples])
+                    end.store.prefetch(samples + (gradients if end is self.to_previous else []))
+        elif header.kind is Kind.GRADIENT and self.to_next is not None and self.to_next.store is not None:
+            self.to_next.store.prefetch(gradients)
 
     def agree(self) -> int:
         """Make all ends hold the same as their peers; every rank must call it. Samples dropped here."""

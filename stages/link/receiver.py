@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipecomp.errors import LinkError, NonFiniteError, WireError
-from pipecomp.kernels import ops
+from pipecomp.errors import NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
-from pipecomp.messages.wire import Form, Header, Kind, Sample
+from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.changes import Changes
-from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Position, plain_samples
+from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Packet, Position, plain_samples
+from pipecomp.stages.link.visits import Visits
 
 
 class LinkReceiver(Endpoint):
     """Stage k + 1's end of the link from stage k."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._activations = Visits(self, Kind.ACTIVATION, self._codecs.activations)
+        gradients = self._codecs.gradients
+        self._gradients = None if gradients is None else Visits(self, Kind.GRADIENT, gradients)
+        self._versions: dict[
+            Position, list[int]
+        ] = {}  # of micro-batches whose gradients are to come, where these count
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
@@ -39,49 +46,47 @@ class LinkReceiver(Endpoint):
         return scatter(x_TH, layout), layout
 
     def _decode_visits(self, header: Header, payload: Tensor, layout: Layout, at: Position) -> Tensor:
-        assert self.store is not None
-        samples, hidden, dtype = header.samples, header.hidden, torch_dtype(header.dtype)
-        if header.first_bits != self._codecs.first_bits:
-            got = header.first_bits or "full"
-            raise LinkError(self._where(at, f"first visits at {got} bits: the ranks' configurations differ"))
-        for s in samples:
-            if s.form is Form.PLAIN:
-                raise LinkError(self._where(at, f"sample {s.id} came without a version"))
-        sizes = [self._codecs.visit_bytes(s.count, hidden, s.form is Form.DELTA, dtype) for s in samples]
-        if sum(sizes) != payload.numel():
-            raise WireError(self._where(at, f"payload of {payload.numel()} bytes where its samples need {sum(sizes)}"))
-        ends = list(itertools.accumulate(sizes, initial=0))
-        changes = Changes(self.store, layout.ids)
-
-        def code(run: range, m: list[Tensor]) -> None:
-            arriving = [
-                self._codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype)
-                for i, m_nH in zip(run, m, strict=True)
-            ]
-            ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
-
-        x_TH = torch.cat(self._visit(changes, samples, hidden, at, code))
+        changes = self._activations.changes(layout)
+        x_TH = self._activations.decode(header, payload, changes, at, torch_dtype(header.dtype))
         not_kept = changes.dropped()
         if not_kept:
             self._unsettled.setdefault(at, set()).update(not_kept)
-        self._keep(changes)
+        self._activations.keep(changes)
+        if self._gradients is not None:
+            self._versions[at] = [s.version for s in header.samples]
         return x_TH
 
-    def _keeps(self, changes: Changes, sample: Sample) -> bool:
-        return sample.form is Form.DELTA or (sample.form is Form.FULL and changes.may_keep(sample.id))
+    def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position, *, unit: float = 1.0) -> None:
+        """Send the gradient [B, S, H] of the activations received at `at`; returns once the packet is queued.
 
-    def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position) -> None:
-        """Send the gradient [B, S, H] of the activations received at `at`; returns once the packet is queued."""
+        unit: what makes gradients of different steps comparable, by which they are multiplied where they are kept and
+        divided at the other end; see `gradient_unit`.
+        """
         g_TH = gather(g_BSH.detach(), layout).contiguous()
         codec = self._codecs.gradient(g_TH.dtype)
         not_kept = self._unsettled.pop(at, set())
         samples = [replace(s, form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
-        seed = self._draw(BACKWARD, at)
+        seed = self.draw(BACKWARD, at)
         try:
-            packet = self._encode(Kind.GRADIENT, codec, g_TH, samples, layout, at, seed, settled=self._pass_nonfinite)
+            if self._gradients is not None:
+                packet = self._encode_change(self._gradients, g_TH, layout, at, unit)
+            else:
+                settled = self._pass_nonfinite
+                packet = self._encode(Kind.GRADIENT, codec, g_TH, samples, layout, at, seed, settled=settled)
         except NonFiniteError:
             if not self._pass_nonfinite:
                 raise
             # Plain values, so that loss scaling sees the overflow and skips the step.
             packet = self._encode(Kind.GRADIENT, Cast(g_TH.dtype), g_TH, samples, layout, at, seed)
         self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(packet))
+
+    def _encode_change(self, gradients: Visits, g_TH: Tensor, layout: Layout, at: Position, unit: float) -> Packet:
+        """Encode the change since the last visit; NonFiniteError leaves everything as it was."""
+        changes = gradients.changes(layout)
+        u_TH = g_TH.float() * unit
+        samples = gradients.plan(changes, layout, g_TH.shape[1], self._versions.pop(at))
+        packet, _ = gradients.encode(u_TH, samples, changes, layout, at, g_TH.dtype)
+        if self._pass_nonfinite:
+            packet.settle()
+        gradients.keep(changes, packet)
+        return packet

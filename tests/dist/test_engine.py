@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipecomp.buffers.base import GRADIENT
 from pipecomp.cluster.local_ranks import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
@@ -88,8 +89,22 @@ def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(scale < 2.0**-100, torch.zeros(()), scale * ((code + 0.5) / 2 ** (bits - 1) - 1))
 
 
-def algorithm_1(forward_bits: list[int], backward_bits: list[int], steps: int, micro_batches: int = 3):
-    """AQ-SGD in one process: plain torch, one message per sample and link. Returns losses and messages."""
+def gradient_change(g: torch.Tensor, m: torch.Tensor | None, bits: int, unit: float) -> torch.Tensor:
+    """What is held of a sample's gradient [S, H] after a visit, docs/algorithms.md 1.7."""
+    u = g * unit
+    if m is None:
+        return quantize(u, 8)
+    base = torch.where((u - m).abs().amax(-1, keepdim=True) < u.abs().amax(-1, keepdim=True), m, torch.zeros(()))
+    return base + quantize(u - base, bits)
+
+
+def algorithm_1(
+    forward_bits: list[int], backward_bits: list[int], steps: int, micro_batches: int = 3, *, changes: bool = False
+):
+    """AQ-SGD in one process: plain torch, one message per sample and link. Returns losses and messages.
+
+    changes: gradients are sent as changes too.
+    """
     from pipecomp.data import ShardedSampler
     from pipecomp.stages import default_loss, split
 
@@ -122,7 +137,15 @@ def algorithm_1(forward_bits: list[int], backward_bits: list[int], steps: int, m
             total += loss.detach()
             (loss / micro_batches).backward()
             for k in reversed(range(stages - 1)):
-                g = quantize(inputs[k + 1]["hidden_states"].grad, backward_bits[k])
+                g = inputs[k + 1]["hidden_states"].grad
+                if changes:
+                    unit = 4096.0 * len(ids) * micro_batches
+                    for i, sample in enumerate(ids):
+                        m = held[k].get(sample | GRADIENT)
+                        held[k][sample | GRADIENT] = gradient_change(g[i], m, backward_bits[k], unit)
+                    g = torch.stack([held[k][sample | GRADIENT] for sample in ids]) / unit
+                else:
+                    g = quantize(g, backward_bits[k])
                 outputs[k]["hidden_states"].backward(g)
         for name in tied[0]:
             grad = tied[0][name].grad + tied[-1][name].grad
@@ -172,12 +195,15 @@ def eval_data():
     [
         ({"forward_bits": 3, "backward_bits": 6}, [3], [6]),
         ({"forward_bits": [2, 5], "backward_bits": 6}, [2, 5], [6, 6]),
+        ({"forward_bits": 3, "backward_bits": 2, "backward_method": "delta"}, [3], [2]),
+        ({"forward_bits": 2, "backward_bits": [2, 3], "backward_method": "delta"}, [2, 2], [2, 3]),
     ],
 )
 def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp_path):
     torch.set_num_threads(1)
     stages = len(forward_bits) + 1
-    losses, held = algorithm_1(forward_bits, backward_bits, STEPS)
+    changes = "backward_method" in bits
+    losses, held = algorithm_1(forward_bits, backward_bits, STEPS, changes=changes)
     ranks = run_ranks(stages, compressed, str(tmp_path), bits, timeout_s=HANG_S)
     for name in ("lmdb", "memory"):
         for rank, result in ranks.items():
@@ -190,6 +216,8 @@ def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp
             for link in stats["links"].values():
                 assert link["full_samples"] == 24
                 assert link["delta_samples"] == STEPS * 6 - 24
+                assert link["full_gradients"] == 24 * changes
+                assert link["delta_gradients"] == (STEPS * 6 - 24) * changes
         for upstream in range(stages - 1):  # versions too
             ours, theirs = (ranks[upstream + k][name][1][str(upstream)] for k in (0, 1))
             assert ours == theirs

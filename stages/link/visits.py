@@ -1,0 +1,227 @@
+"""One direction of a link whose samples are sent as changes of what both its ends hold of them: encoding, decoding.
+
+Activations go this way with "aqsgd", and their gradients with `backward_method: "delta"`. Both are entries of one
+message store. A packet says of every sample whether it is a first visit, which version it builds on and which it makes.
+
+Of gradients, a packet begins with a bit for each token: 1 where its change is sent, 0 where its change would need a
+larger scale than the gradient itself, which is then sent as it is (its m is taken as zero). So a change is never
+quantized more coarsely than "direct" would quantize.
+
+Shapes: H hidden size, T real tokens of a micro-batch, n of one sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Sequence
+
+import torch
+from torch import Tensor
+
+from pipecomp.buffers.base import CachedActivation
+from pipecomp.errors import BaseMismatchError, LinkError, WireError
+from pipecomp.kernels import ops
+from pipecomp.messages.link_codecs import VisitCodecs
+from pipecomp.messages.wire import Form, Header, Kind, Sample
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.changes import Changes
+from pipecomp.stages.link.endpoint import BACKWARD, FORWARD, Endpoint, Packet, Position
+
+Code = Callable[[range, list[Tensor]], None]
+
+
+class Visits:
+    """The samples of one direction, at one end of a link. end: whose store and staging. kind: of its packets."""
+
+    def __init__(self, end: Endpoint, kind: Kind, codecs: VisitCodecs) -> None:
+        self._end, self._kind, self._codecs = end, kind, codecs
+
+    def changes(self, layout: Layout) -> Changes:
+        """Begin a micro-batch."""
+        assert self._end.store is not None
+        return Changes(self._end.store, layout.ids, gradients=self._kind is Kind.GRADIENT)
+
+    def plan(
+        self,
+        changes: Changes,
+        layout: Layout,
+        hidden: int,
+        versions: Sequence[int],
+        unsettled: Container[int] = (),
+    ) -> list[Sample]:
+        """What each sample's rows will be, from versions and shapes alone.
+
+        versions: that its samples will have. unsettled: samples of which the other end may not keep what is under way.
+        """
+        samples: list[Sample] = []
+        bases: dict[int, tuple[int, tuple[int, ...]] | None] = {}
+        rows = zip(layout.ids, layout.starts, layout.counts, versions, strict=True)
+        for sample, start, count, version in rows:
+            shape = self._shape(count, hidden)
+            if sample not in bases:
+                cached = changes.held(sample)
+                bases[sample] = cached and (cached.version, tuple(cached.m_nH.shape))
+            base = bases[sample]
+            if base is not None and base[1] != shape:
+                base = None  # the sample changed its length: a first visit again
+            if sample in unsettled:
+                base = None
+            form = Form.DELTA if base is not None else Form.FULL
+            if base is None and bases[sample] is None and not changes.may_keep(sample):
+                form = Form.NOT_KEPT
+            samples.append(Sample(sample, form, start, count, base[0] if base else 0, version))
+            bases[sample] = None if form is Form.NOT_KEPT else (version, shape)
+        return samples
+
+    def encode(
+        self,
+        x_TH: Tensor,
+        samples: list[Sample],
+        changes: Changes,
+        layout: Layout,
+        at: Position,
+        dtype: torch.dtype,
+    ) -> tuple[Packet, list[Tensor]]:
+        """Encode a micro-batch; the packet, and what the other end computes with, of each sample.
+
+        dtype: the stages' own. `keep` has to follow.
+        """
+        direction = FORWARD if self._kind is Kind.ACTIVATION else BACKWARD
+        rows = layout.rows()
+        x = [x_TH[cut] for cut in rows]
+        head, ends = self._places(samples, x_TH.shape[1], dtype)
+        change_T = torch.zeros(x_TH.shape[0], dtype=torch.uint8, device=x_TH.device)
+        header = self._end.header(self._kind, self._codecs.change, x_TH, samples, layout, at, dtype)
+        seen: list[Tensor] = []
+
+        def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
+            verdicts: list[ops.Verdict] = []
+
+            def code(run: range, m: list[Tensor]) -> None:
+                for i, m_nH in zip(run, m, strict=True):
+                    if head and samples[i].form is Form.DELTA:
+                        smaller_n = self._codecs.smaller(x[i] - m_nH, x[i])
+                        change_T[rows[i]] = smaller_n.to(torch.uint8)
+                        m_nH.masked_fill_(~smaller_n[:, None], 0.0)
+                if head and run.stop == len(samples):
+                    payload[:head] = ops.pack_bits(change_T[None], 1)[0]
+                visits = [
+                    self._codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(direction, at, i))
+                    for i, m_nH in zip(run, m, strict=True)
+                ]
+                packet = whole if run.stop == len(samples) else None
+                verdicts.append(ops.encode_batch(visits, payload[ends[run.start] : ends[run.stop]], packet=packet))
+
+            seen.extend(self._visit(changes, samples, x_TH.shape[1], at, code, lambda s: s.form is not Form.NOT_KEPT))
+            return verdicts
+
+        return self._end.pack(header, ends[-1], encode, at), seen
+
+    def decode(self, header: Header, payload: Tensor, changes: Changes, at: Position, dtype: torch.dtype) -> Tensor:
+        """Decode a micro-batch, float32 [T, H]; `keep` has to follow. dtype: the stages' own."""
+        samples, hidden = header.samples, header.hidden
+        if header.first_bits != self._codecs.first_bits:
+            got = header.first_bits or "full"
+            raise LinkError(self._end.where(at, f"first visits at {got} bits: the ranks' configurations differ"))
+        for s in samples:
+            if s.form is Form.PLAIN:
+                raise LinkError(self._end.where(at, f"sample {s.id} came without a version"))
+        head, ends = self._places(samples, hidden, dtype)
+        if ends[-1] != payload.numel():
+            what = f"payload of {payload.numel()} bytes where its samples need {ends[-1]}"
+            raise WireError(self._end.where(at, what))
+        rows = list(itertools.pairwise(itertools.accumulate((s.count for s in samples), initial=0)))
+        direct_T = ops.unpack_bits(payload[None, :head], 1, rows[-1][1])[0] == 0 if head else None
+
+        def code(run: range, m: list[Tensor]) -> None:
+            for i, m_nH in zip(run, m, strict=True):
+                if direct_T is not None and samples[i].form is Form.DELTA:
+                    m_nH.masked_fill_(direct_T[slice(*rows[i]), None], 0.0)
+            arriving = [
+                self._codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype)
+                for i, m_nH in zip(run, m, strict=True)
+            ]
+            ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
+
+        def keeps(s: Sample) -> bool:
+            return s.form is Form.DELTA or (s.form is Form.FULL and changes.may_keep(s.id))
+
+        return torch.cat(self._visit(changes, samples, hidden, at, code, keeps))
+
+    def keep(self, changes: Changes, packet: Packet | None = None) -> None:
+        """Change the store; what `packet` brought to the other end, only if it could be encoded."""
+        put = changes.make(None if packet is None or self._end.staging.immediate else packet.settle)
+        if self._end.compares:
+            self._end.changed.update(put)
+
+    def _places(self, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:
+        """Where the samples' parts begin, and the end; before them the bits of all tokens, as many bytes as said."""
+        head = self._codecs.head_bytes(sum(s.count for s in samples))
+        sizes = (self._codecs.visit_bytes(s.count, hidden, s.form is Form.DELTA, dtype) for s in samples)
+        return head, list(itertools.accumulate(sizes, initial=head))
+
+    def _visit(
+        self,
+        changes: Changes,
+        samples: Sequence[Sample],
+        hidden: int,
+        at: Position,
+        code: Code,
+        keeps: Callable[[Sample], bool],
+    ) -> list[Tensor]:
+        """Encode or decode all samples, each run of different ones at once; what is computed with, of each.
+
+        code(i, m): encodes or decodes the samples i with their m, float32 [n, H], new where it is a first visit. keeps:
+        whether this end keeps what it makes of a sample.
+        """
+        end = self._end
+        seen: list[Tensor] = []
+        for run in changes.runs():
+            held = [self._base(samples[i], changes, hidden, at) for i in run]
+            m = [
+                torch.empty(samples[i].count, hidden, device=end.staging.device)
+                if held_nH is None
+                else held_nH
+                if end.canvas is None
+                else end.canvas.take(held_nH, samples[i].start)
+                for i, held_nH in zip(run, held, strict=True)
+            ]
+            code(run, m)
+            for i, held_nH, m_nH in zip(run, held, m, strict=True):
+                s = samples[i]
+                if held_nH is None:
+                    m_nH = self._codecs.first_m(m_nH)
+                seen.append(m_nH)
+                if end.canvas is not None and held_nH is not None:
+                    end.canvas.put_(held_nH, s.start, m_nH)
+                    m_nH = held_nH
+                elif end.canvas is not None:
+                    m_nH = end.canvas.spread(m_nH, s.start)
+                kept = keeps(s)
+                changes.hold(s.id, CachedActivation(s.version, m_nH) if kept else None)
+                gradient = self._kind is Kind.GRADIENT
+                end.stats.count_visit(delta=s.form is Form.DELTA, kept=kept, gradient=gradient)
+        return seen
+
+    def _base(self, sample: Sample, changes: Changes, hidden: int, at: Position) -> Tensor | None:
+        """What a delta builds on, None of a first visit. BaseMismatchError if this end holds something else."""
+        if sample.form is not Form.DELTA:
+            return None
+        cached = changes.held(sample.id)
+        where = f"sample {sample.id}: delta"
+        if cached is None or cached.version != sample.base:
+            holds = "holds none" if cached is None else f"holds version {cached.version}"
+            raise BaseMismatchError(self._end.where(at, f"{where} on version {sample.base}, this end {holds}"))
+        shape = (sample.count, hidden)
+        if tuple(cached.m_nH.shape) != self._shape(*shape):
+            raise BaseMismatchError(
+                self._end.where(at, f"{where} of shape {shape} on a cached activation of {tuple(cached.m_nH.shape)}")
+            )
+        return cached.m_nH
+
+    def _shape(self, count: int, hidden: int) -> tuple[int, int]:
+        """Give the shape of m for a sample of [count, hidden]."""
+        canvas = self._end.canvas
+        if canvas is None:
+            return count, hidden
+        return canvas.canvas_lines, hidden // canvas.columns * canvas.canvas_columns
