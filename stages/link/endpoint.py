@@ -7,10 +7,10 @@ receiver.py) the other way round. With "aqsgd" both hold, for every sample they 
     first visit   m ← a                     sent uncompressed, or quantized if `first_visit` says so
     later         m ← m + deq(Q(a − m))     sent as Q(a − m)
 
-and with `backward_method: "delta"` the same of its gradient (visits.py). The sender's store decides which it is. Every packet says what it is, which version of m it builds on and which it
-makes, so a delta can never be applied to another base. Nothing is changed at either end before a packet is checked.
-An end whose disk refuses writes does not keep new samples, and says so in its next packet about them: the other end
-then does not keep them either.
+and with `backward_method: "delta"` the same of its gradient (visits.py). The sender's store decides which it is. Every
+packet says what it is, which version of m it builds on and which it makes, so a delta can never be applied to another
+base. Nothing is changed at either end before a packet is checked. An end whose disk refuses writes does not keep new
+samples, and says so in its next packet about them: the other end then does not keep them either.
 
 Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micro-batch, n of one sample.
 """
@@ -139,6 +139,7 @@ class Endpoint:
     # -- sending and receiving packets
 
     def draw(self, direction: int, at: Position, part: int = 0) -> int:
+        """Mix the seed of a packet's rounding: both ends know what it is made of."""
         return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
 
     def header(
@@ -255,6 +256,7 @@ class Endpoint:
             )
 
     def where(self, at: Position, what: str) -> str:
+        """Name the link and the place in training, for errors."""
         return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"
 
 
