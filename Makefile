@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Containers often forbid it: each of the processes that tests start would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test soak trust mutants lint bench clean
 
@@ -14,10 +16,10 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cp
 demo: $(READY)
 	$(BIN)/pipecomp demo $(ARGS)
 
-# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Five at a
+# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Four at a
 # time on two cores: half of what they take is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
 
 # What is long and random, or for a machine that does nothing else: kills, fuzzing, sanitizers, installing.
 soak: $(READY)

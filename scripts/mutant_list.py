@@ -22,6 +22,7 @@ class Mutant(NamedTuple):
 EXACT = ("tests/allreduce/test_exact.py",)
 LINK = ("tests/stages/test_link_exact.py",)
 STAGING = ("tests/stages/test_staging.py",)
+GRADIENT_STAGING = ("tests/allreduce/test_staging.py",)
 WIRE = ("tests/messages/test_wire.py",)
 TRUST_2 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[2]",)
 TRUST_4 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[4]",)
@@ -379,6 +380,54 @@ MUTANTS = (
         "machines go on from different steps, or not at all",
     ),
     # -- staging: the double of tests/lazy_staging.py has the poisoned buffer of a copy as `target`
+    Mutant(
+        "no wait for a chunk's codes before they are sent",
+        "pipecomp/allreduce/reduce_scatter.py",
+        "[copy.wait() for copy in encoded]",
+        "[copy.target for copy in encoded]",
+        GRADIENT_STAGING,
+        "ranks average whatever was in a buffer",
+    ),
+    Mutant(
+        "no wait for reduced codes before they are decoded",
+        "pipecomp/allreduce/reduce_scatter.py",
+        "code.decode(copy.wait(),",
+        "code.decode(copy.target,",
+        GRADIENT_STAGING,
+        "the optimizer steps by whatever was in a buffer",
+    ),
+    Mutant(
+        "no wait for a gathered piece's codes before they are sent",
+        "pipecomp/allreduce/all_gather.py",
+        "codes = encoded.wait()",
+        "codes = encoded.target",
+        GRADIENT_STAGING,
+        "ranks average whatever was in a buffer",
+    ),
+    Mutant(
+        "no wait for other ranks' codes before they are decoded",
+        "pipecomp/allreduce/all_gather.py",
+        "code.add(copy.wait(),",
+        "code.add(copy.target,",
+        GRADIENT_STAGING,
+        "the optimizer steps by whatever was in a buffer",
+    ),
+    Mutant(
+        "no wait for CASQ's codes before they are sent",
+        "pipecomp/allreduce/methods/casq.py",
+        "codes])).wait()",
+        "codes])).target",
+        GRADIENT_STAGING,
+        "ranks average whatever was in a buffer",
+    ),
+    Mutant(
+        "no wait for CASQ's codes before they are decoded",
+        "pipecomp/allreduce/methods/casq.py",
+        "copy.wait().split(",
+        "copy.target.split(",
+        GRADIENT_STAGING,
+        "the optimizer steps by whatever was in a buffer",
+    ),
     Mutant(
         "no wait for a payload before it is sent",
         "stages/link/endpoint.py",

@@ -39,7 +39,7 @@ def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
     """pytest's exit status in the copy, and what it said."""
     # No bytecode: of two edits in one second Python could take the first one's for the second.
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "soak or not soak", *tests]
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

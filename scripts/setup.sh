@@ -59,7 +59,11 @@ finish() {
 }
 
 # Bytecode is written when a module is first imported: of most installed modules never, and compiling all of them would
-# take longer than everything else here. (exec: this runs in the background, and is what the trap must end.)
+# take longer than everything else here. The last step imports what each rank will; where nobody may write bytecode, as
+# in many containers, a rank would take ten seconds longer without.
+unset PYTHONDONTWRITEBYTECODE
+
+# (exec: this runs in the background, and is what the trap must end.)
 pip() {
     exec "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --progress-bar off "$@"
 }
@@ -106,6 +110,8 @@ run "pipecomp with its kernels, and the packages that it needs" pip --no-build-i
 export DS_ACCELERATOR=cpu
 run "Importing them for the first time" "$venv/bin/python" -c '
 import torch, deepspeed, transformers
+import deepspeed.runtime.zero.muon.muon_optimizer, pytest, setuptools._distutils.core
+import pipecomp.cli.commands, pipecomp.netlab.lab, pipecomp.recipes.run, pipecomp.trainer
 print(f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, transformers {transformers.__version__}")'
 echo "Ready: $(grep '^torch ' "$log" | tail -n 1)"
 touch "$venv/.ready"

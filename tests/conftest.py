@@ -14,6 +14,7 @@ LARGE_PACKAGES = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # of every optimizer with ZeRO; it imports torch's compiler
     "pipecomp.trainer",
     "pipecomp.recipes.run",
+    "tests.preloaded",
 )
 
 
@@ -32,26 +33,19 @@ def pytest_configure() -> None:
 
 # The files that take longest, in that order: begun first, several workers end together.
 LONGEST = (
-    "dist/test_signals.py",
-    "up/test_up.py",
-    "cli/test_start.py",
     "dist/test_netlab.py",
     "cli/test_cli.py",
     "dist/test_gradients.py",
     "recipes/test_gpt2_wikitext2.py",
     "golden/test_golden.py",
     "dist/test_doctor.py",
-    "dist/test_reliability.py",
     "dist/test_trainer.py",
     "dist/test_engine.py",
-    "doctor/test_doctor.py",
-    "dist/test_recut.py",
     "recipes/test_resnet_split.py",
     "recipes/test_llama_lora.py",
     "recipes/test_deberta.py",
     "dist/test_lora.py",
     "dist/test_callback.py",
-    "allreduce/test_error_feedback.py",
 )
 
 

@@ -124,6 +124,7 @@ def _works(rank: int, world: int, note: Any, folder: str, backend: str) -> None:
     for name in [name for name in sys.modules if f"{name}.".startswith("pipecomp.")]:
         del sys.modules[name]
     os.chdir(Path(folder).parent)
+    sys.dont_write_bytecode = True  # what is in the tree is compared with what should be
     sys.path.insert(0, folder)
     sys.argv = ["", folder, backend]
     exec(WORKS, {})

@@ -17,22 +17,23 @@ from pipecomp.allreduce.dithering import levels_of
 from pipecomp.allreduce.exchanges import Piece, Plan, to_all
 from pipecomp.allreduce.group import Pending
 from pipecomp.allreduce.norms import LARGEST, finish_without_codes, local_norm, shared_norm, squared
-from pipecomp.allreduce.reduce_scatter import PIECE, Span, on_device, on_host, packed_bytes, spans
+from pipecomp.allreduce.reduce_scatter import PIECE, Span, copying_turns, packed_bytes, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
+from pipecomp.kernels.staging import Copy
 
 
 class LocalCode(Protocol):
     """How one rank's values become bytes and are added to the others'."""
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values, uint8 on the CPU."""
+        """This rank's values, uint8 on their device."""
 
     def encoded_bytes(self, count: int) -> int | None:
         """Bytes of `count` values; None where that depends on the values."""
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
-        """Add the values of a rank with that norm to out (float32)."""
+        """Add the values of a rank with that norm to out (float32), on the device that both are on."""
 
 
 class LocalLinear:
@@ -44,8 +45,7 @@ class LocalLinear:
 
     def encode(self, x: Tensor, start: int) -> Tensor:
         """Signed levels, packed."""
-        codes = ops.linear_encode(x, self._norm, self._levels, bits=self._bits, seed=self._seed, start=start)
-        return on_host(codes)
+        return ops.linear_encode(x, self._norm, self._levels, bits=self._bits, seed=self._seed, start=start)
 
     def encoded_bytes(self, count: int) -> int:
         """The same for all values."""
@@ -65,7 +65,7 @@ class LocalExponential:
 
     def encode(self, x: Tensor, start: int) -> Tensor:
         """Signs and exponents."""
-        return on_host(ops.exponential_encode(x, self._norm, bits=self._bits, seed=self._seed, start=start))
+        return ops.exponential_encode(x, self._norm, bits=self._bits, seed=self._seed, start=start)
 
     def encoded_bytes(self, count: int) -> int:
         """The same for all values."""
@@ -97,7 +97,7 @@ class Sparse:
         kept = codes[index]
         if self._signs_only:
             kept = (kept > self._zero).to(torch.int32)
-        count = torch.tensor([index.numel()], dtype=torch.int32).view(torch.uint8)
+        count = torch.tensor([index.numel()], dtype=torch.int32, device=x.device).view(torch.uint8)
         if not index.numel():
             return count
         positions = ops.pack_positions(index.to(torch.int32), d)
@@ -123,26 +123,37 @@ class Sparse:
             kept = kept * 2
         dense = ops.pack_bits(kept, self._bits)
         values = torch.zeros(count, device=out.device)
-        self._inner.add(on_device(dense, out), norm, values)
-        out.index_add_(0, index.to(out.device), values)
+        self._inner.add(dense, norm, values)
+        out.index_add_(0, index, values)
 
 
 def average_gathered(x_d: Tensor, out_d: Tensor, code: LocalCode, norms: list[float], call: Call) -> None:
     """out ← the mean of all ranks' decoded x; norms: of all ranks, as `code` scales them. out may be x."""
     pieces = spans(0, x_d.numel(), PIECE)
+    lag = copying_turns(call)
+    encoded: dict[int, Copy] = {}
     sent: dict[int, Pending] = {}
-    for i in range(len(pieces) + 1):
+    for i in range(len(pieces) + 1 + lag):
         if i < len(pieces):
-            sent[i] = _send(pieces[i], x_d, code, norms[call.group.rank], call)
-        if i - 1 in sent:
-            _add_all(pieces[i - 1], sent.pop(i - 1), out_d, code, norms, call)
+            encoded[i] = _encode(pieces[i], x_d, code, norms[call.group.rank], call)
+        if i - lag in encoded:
+            sent[i - lag] = _send(pieces[i - lag], encoded.pop(i - lag), code, call)
+        if i - lag - 1 in sent:
+            _add_all(pieces[i - lag - 1], sent.pop(i - lag - 1), out_d, code, norms, call)
 
 
-def _send(piece: Span, x_d: Tensor, code: LocalCode, norm: float, call: Call) -> Pending:
+def _encode(piece: Span, x_d: Tensor, code: LocalCode, norm: float, call: Call) -> Copy:
+    """Quantize a piece, and start copying its codes to the host."""
     with call.counters.part("quantize"):
         codes = code.encode(piece.of(x_d), piece.start)
     if not piece.start and norm:
         _count_error(piece.of(x_d), codes, code, norm, call)
+    return call.to_host(codes)
+
+
+def _send(piece: Span, encoded: Copy, code: LocalCode, call: Call) -> Pending:
+    with call.counters.part("quantize"):
+        codes = encoded.wait()
     counts = None
     if code.encoded_bytes(piece.count) is None:
         with call.counters.part("wait"):
@@ -155,7 +166,7 @@ def _count_error(x: Tensor, codes: Tensor, code: LocalCode, norm: float, call: C
     sample = x[:SAMPLE]
     size = code.encoded_bytes(sample.numel())
     own = torch.zeros(x.numel() if size is None else sample.numel(), device=x.device)
-    code.add(on_device(codes[:size], own), norm, own)
+    code.add(codes[:size], norm, own)
     call.counters.add_error(sample, own[: sample.numel()])
 
 
@@ -165,9 +176,10 @@ def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: 
     with call.counters.part("decode"):
         out = piece.of(out_d)
         out.zero_()
-        for codes, norm in zip(rows, norms, strict=True):
+        arriving = [call.to_device(codes) for codes in rows]
+        for copy, norm in zip(arriving, norms, strict=True):
             if norm:
-                code.add(on_device(codes, out), norm, out)
+                code.add(copy.wait(), norm, out)
         out.div_(len(rows))
     with call.counters.part("wait"):
         sent.finish()
@@ -210,5 +222,5 @@ class GatheredAverage:
     def squared_error(self, x_d: Tensor, call: Call) -> float:
         """See LayerAverage."""
         code, sent = self._kind(1.0, self._bits, call), torch.zeros_like(x_d)
-        code.add(on_device(code.encode(x_d, 0), x_d), 1.0, sent)
+        code.add(code.encode(x_d, 0), 1.0, sent)
         return squared(x_d - sent)

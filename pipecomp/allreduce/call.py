@@ -12,10 +12,13 @@ from torch import Tensor
 
 from pipecomp.allreduce.group import Group
 from pipecomp.kernels import ops
+from pipecomp.kernels.staging import Copy, Done, HostStaging, Staging
 
 Name = int | str  # of a parameter
 Slices = tuple[tuple[Name, int], ...]  # what a bucket is made of: (parameter, its values)
 PARTS = ("quantize", "wait", "reduce", "decode")
+_HOST = HostStaging()
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 SAMPLE = 1 << 16  # values of a bucket's beginning of which the compression's error is measured
 
 
@@ -65,7 +68,8 @@ class Call:
     """One averaging.
 
     number: how many came before it, the same on all ranks. key: whose error-feedback residual it uses. norm: the
-    values' norm over all workers where that is known already, and nobody has to be asked.
+    values' norm over all workers where that is known already, and nobody has to be asked. staging: between where values
+    are quantized and the host, from which their codes travel.
     """
 
     group: Group
@@ -75,6 +79,15 @@ class Call:
     key: str
     slices: Slices | None = None
     norm: float | None = None
+    staging: Staging = _HOST
+
+    def to_host(self, codes: Tensor) -> Copy:
+        """Start copying codes, uint8, to where they are sent from."""
+        return self.staging.to_host(codes) if codes.numel() else Done(_NOTHING)
+
+    def to_device(self, received: Tensor) -> Copy:
+        """Start copying received bytes to where they are decoded."""
+        return self.staging.to_device(received) if received.numel() else Done(received)
 
     def draw(self, *what: int) -> int:
         """A seed for random numbers that all ranks agree on."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from pipecomp.allreduce.call import SAMPLE, Call
 from pipecomp.allreduce.exchanges import Piece, packed, scattered
 from pipecomp.allreduce.norms import LARGEST, finish_without_codes, shared_norm, squared
-from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes, reduce_bucket
+from pipecomp.allreduce.reduce_scatter import packed_bytes, reduce_bucket
 from pipecomp.kernels import ops
 
 _ENCODE, _REDUCE = 0, 1  # what a random draw is for
@@ -50,10 +50,8 @@ class LinearCode:
     def encode(self, x: Tensor, start: int) -> Tensor:
         """Signed levels, offset by s, packed."""
         index = self._index(start, x.numel())
-        return on_host(
-            ops.linear_encode(
-                x, self._norm, self._levels, bits=self._bits, scale_index=index, seed=self._seed, start=start
-            )
+        return ops.linear_encode(
+            x, self._norm, self._levels, bits=self._bits, scale_index=index, seed=self._seed, start=start
         )
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
@@ -62,12 +60,12 @@ class LinearCode:
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """norm / (s·n) · sum."""
-        reduced, index = on_device(reduced, out), self._index(start, out.numel())
+        index = self._index(start, out.numel())
         ops.linear_decode(reduced, out.numel(), self._norm, self._levels, workers=self._n, scale_index=index, out=out)
 
     def own(self, x: Tensor) -> Tensor:
         """What this rank's first values are sent as: the compression's error alone."""
-        codes, index = on_device(self.encode(x, 0), x), self._index(0, x.numel())
+        codes, index = self.encode(x, 0), self._index(0, x.numel())
         return ops.linear_decode(codes, x.numel(), self._norm, self._levels, bits=self._bits, scale_index=index)
 
 
@@ -90,8 +88,7 @@ class ExponentialCode:
 
     def encode(self, x: Tensor, start: int) -> Tensor:
         """Signs and exponents."""
-        codes = ops.exponential_encode(x, self._norm, bits=self._bits, workers=self._n, seed=self._seed, start=start)
-        return on_host(codes)
+        return ops.exponential_encode(x, self._norm, bits=self._bits, workers=self._n, seed=self._seed, start=start)
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """Neighbours in pairs, level by level; a rank without a neighbour goes up as it is."""
@@ -107,13 +104,11 @@ class ExponentialCode:
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """sign · 2^(1 + depth − e) · norm / n."""
-        ops.exponential_decode(
-            on_device(reduced, out), out.numel(), self._norm, bits=self._bits, workers=self._n, out=out
-        )
+        ops.exponential_decode(reduced, out.numel(), self._norm, bits=self._bits, workers=self._n, out=out)
 
     def own(self, x: Tensor) -> Tensor:
         """What this rank's first values are sent as: the compression's error alone."""
-        codes = on_device(self.encode(x, 0), x)
+        codes = self.encode(x, 0)
         return ops.exponential_decode(codes, x.numel(), self._norm, bits=self._bits, workers=self._n, divide=False)
 
 
@@ -131,7 +126,7 @@ class LeastIndexCode:
 
     def encode(self, x: Tensor, start: int) -> Tensor:
         """Indices (uint8), packed."""
-        return on_host(ops.pack_bits(x, self._bits))
+        return ops.pack_bits(x, self._bits)
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """The least; of one-bit indices that is their conjunction."""
@@ -147,7 +142,7 @@ class LeastIndexCode:
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """Indices, uint8."""
-        out.copy_(ops.unpack_bits(on_device(reduced, out), self._bits, out.numel()))
+        out.copy_(ops.unpack_bits(reduced, self._bits, out.numel()))
 
 
 def count_error(x_d: Tensor, code: LinearCode | ExponentialCode, call: Call, sent_d: Tensor | None) -> None:

@@ -2,7 +2,8 @@
 
 Every rank owns one chunk of each piece of the bucket. It receives that chunk's codes from everyone, reduces them in one
 place, so that all ranks decode the same bits, and sends the result to everyone: 2 (n − 1)/n of the codes' bytes per
-rank, for any n. While one piece is quantized or reduced, the ones before and after it are on the link.
+rank, for any n. While one piece is quantized or reduced, the ones before and after it are on the link. Values of a GPU
+are quantized and decoded there and reduced on the host; while a piece's codes are copied out, the next is quantized.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import Call
 from pipecomp.allreduce.group import Pending
+from pipecomp.kernels.staging import Copy
 
 PIECE = 1 << 20  # values
 ALIGN = 64  # values: chunks start on whole bytes at any width
@@ -27,16 +29,16 @@ class Code(Protocol):
         """Bytes of `count` values of one rank."""
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values, uint8 on the CPU."""
+        """This rank's values, uint8 on their device."""
 
     def reduced_bytes(self, count: int) -> int:
         """Bytes of `count` reduced values."""
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
-        """All ranks' codes of the same values to one, uint8."""
+        """All ranks' codes of the same values to one, uint8, on the host."""
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
-        """Write the mean to out."""
+        """Write the mean to out, on the device that both are on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +84,38 @@ def owned_spans(d: int, n: int, rank: int) -> list[Span]:
 def reduce_bucket(x_d: Tensor, out_d: Tensor, code: Code, call: Call) -> None:
     """out ← the mean of all ranks' x, through `code`; out may be x."""
     pieces = spans(0, x_d.numel(), piece_length(call.group.size))
+    lag = copying_turns(call)
+    encoded: dict[int, list[Copy]] = {}
     scattered: dict[int, Pending] = {}
     gathered: dict[int, Pending] = {}
-    for i in range(len(pieces) + 2):
+    for i in range(len(pieces) + 2 + lag):
         if i < len(pieces):
-            scattered[i] = scatter(pieces[i], x_d, code, call)
-        if i - 1 in scattered:
-            gathered[i - 1] = reduce_own(pieces[i - 1], scattered.pop(i - 1), code, call)
-        if i - 2 in gathered:
-            collect(pieces[i - 2], gathered.pop(i - 2), out_d, code, call)
+            encoded[i] = encode(pieces[i], x_d, code, call)
+        if i - lag in encoded:
+            scattered[i - lag] = scatter(pieces[i - lag], encoded.pop(i - lag), code, call)
+        if i - lag - 1 in scattered:
+            gathered[i - lag - 1] = reduce_own(pieces[i - lag - 1], scattered.pop(i - lag - 1), code, call)
+        if i - lag - 2 in gathered:
+            collect(pieces[i - lag - 2], gathered.pop(i - lag - 2), out_d, code, call)
 
 
-def scatter(piece: Span, x_d: Tensor, code: Code, call: Call) -> Pending:
-    """Quantize a piece and send each chunk to its owner."""
-    owned = chunks(piece, call.group.size)
+def copying_turns(call: Call) -> int:
+    """How many pieces later than it is quantized a piece is sent: one, where its codes are copied to the host first."""
+    return 0 if call.staging.immediate else 1
+
+
+def encode(piece: Span, x_d: Tensor, code: Code, call: Call) -> list[Copy]:
+    """Quantize a piece's chunks, and start copying their codes to the host."""
     with call.counters.part("quantize"):
-        outgoing = [code.encode(chunk.of(x_d), chunk.start) for chunk in owned]
-    mine = owned[call.group.rank].count
+        owned = chunks(piece, call.group.size)
+        return [call.to_host(code.encode(chunk.of(x_d), chunk.start)) for chunk in owned]
+
+
+def scatter(piece: Span, encoded: list[Copy], code: Code, call: Call) -> Pending:
+    """Send each chunk's codes to its owner."""
+    with call.counters.part("quantize"):
+        outgoing = [copy.wait() for copy in encoded]
+    mine = chunks(piece, call.group.size)[call.group.rank].count
     return call.group.exchange(outgoing, [code.encoded_bytes(mine)] * call.group.size)
 
 
@@ -120,8 +137,9 @@ def collect(piece: Span, gathered: Pending, out_d: Tensor, code: Code, call: Cal
     with call.counters.part("wait"):
         parts = gathered.wait()
     with call.counters.part("decode"):
-        for chunk, reduced in zip(chunks(piece, call.group.size), parts, strict=True):
-            code.decode(reduced, chunk.of(out_d), chunk.start)
+        arriving = [call.to_device(reduced) for reduced in parts]
+        for chunk, copy in zip(chunks(piece, call.group.size), arriving, strict=True):
+            code.decode(copy.wait(), chunk.of(out_d), chunk.start)
     with call.counters.part("wait"):
         gathered.finish()
 
@@ -129,13 +147,3 @@ def collect(piece: Span, gathered: Pending, out_d: Tensor, code: Code, call: Cal
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes of `count` codes of `bits` bits."""
     return (count * bits + 7) // 8
-
-
-def on_host(codes: Tensor) -> Tensor:
-    """Codes as bytes that can be sent."""
-    return codes.to("cpu") if codes.device.type != "cpu" else codes
-
-
-def on_device(codes: Tensor, out: Tensor) -> Tensor:
-    """Received bytes where `out` is."""
-    return codes.to(out.device) if codes.device != out.device else codes

@@ -24,6 +24,8 @@ from pipecomp.allreduce.methods.powersgd_layers import LayerwisePowerSgd
 from pipecomp.allreduce.methods.torch_hooks import LoneBucket
 from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, ShapeError
+from pipecomp.kernels.staging import Staging
+from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.stats import ring_bytes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -38,7 +40,7 @@ class _Job:
     number: int
     loss_scale: float
     future: torch.futures.Future[Tensor]
-    ready: Any = None  # CUDA event after which x_d may be read
+    ready: Any = None  # CUDA event after which x_d may be read and out_d be written
 
 
 class State:
@@ -57,6 +59,8 @@ class State:
     Attributes:
         loss_scale: what the gradients given from here on were multiplied by (FP16), the same on all ranks. Residuals
             and all else that is kept are without, so that the scale may change.
+        staging: what copies codes between the tensors' device and the host, to be set before the first call; None
+            until then for one of its own. Tensors of one device are averaged only.
 
     Raises:
         ConfigError: for a method, or an option of it, that is not allowed.
@@ -81,6 +85,7 @@ class State:
             allowed = "none: a State averages what it is given; `pipecomp.initialize` takes local steps"
             raise ConfigError("local_steps", self.options.local_steps, allowed)
         self.seed, self.loss_scale = seed, 1.0
+        self.staging: Staging | None = None
         self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
         self.memory = Residuals(self.group.rank, self.group.size)
         self._counters = Counters()
@@ -94,6 +99,7 @@ class State:
             self._average = AdaptiveAverage(chosen, layers, self.memory) if layers else chosen.average(self.memory)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stream: Any = None
 
     def _hooks_group(self, group: Any) -> Any:
         """torch's hooks take the caller's own process group where there is one."""
@@ -184,10 +190,26 @@ class State:
             atexit.register(_stop, self._jobs, self._thread)
 
     def _run(self, job: _Job) -> None:
+        if job.ready is None:
+            self._mean(job)
+            job.future.set_result(job.out_d)
+            return
+        # Beside the backward pass, not behind it: on a stream of its own, whose end the future's waiter waits for.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(job.x_d.device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(job.ready)
+            for tensor in (job.x_d, job.out_d):
+                tensor.record_stream(self._stream)
+            self._mean(job)
+            job.future.set_result(job.out_d)
+
+    def _mean(self, job: _Job) -> None:
+        """Compute a job's mean."""
         assert self._average is not None
-        if job.ready is not None:
-            job.ready.synchronize()
-        call = Call(self.group, self._counters, self.seed, job.number, job.key, job.slices)
+        if self.staging is None:
+            self.staging = staging_for(job.x_d.device)
+        call = Call(self.group, self._counters, self.seed, job.number, job.key, slices=job.slices, staging=self.staging)
         out_d = job.out_d.view(-1)
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
@@ -276,8 +298,6 @@ def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_Job | None]) -
             state._run(job)
         except Exception as error:  # whoever waits for the mean gets it
             job.future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            job.future.set_result(job.out_d)
         del state, job
 
 

@@ -14,6 +14,7 @@ from pipecomp.errors import require
 UNTHROTTLED = 0.0
 _MOST_UNCOUNTED = 8
 RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
+STOCK_BF16 = "DeepSpeed BF16"
 STOCK, TWICE = "DeepSpeed FP32", "DeepSpeed FP32, 2 replicas"
 EIGHT, SIXTEEN = "AQ-SGD fw3 bw6", "AQ-SGD fw3 bw6, 16 micro-batches"
 COARSE = "AQ-SGD fw2 bw4, 16 micro-batches"
@@ -63,29 +64,30 @@ class Line:
         return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)
 
 
-def _aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
+def aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
+    """Make the settings of AQ-SGD with so many bits for activations and gradients."""
     activations = {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward}
     return {"activations": activations, "store": {"backend": backend}}
 
 
 LINES = (
     Line(name=STOCK, engine="deepspeed"),
-    Line(name="DeepSpeed BF16", engine="deepspeed", dtype="bf16"),
+    Line(name=STOCK_BF16, engine="deepspeed", dtype="bf16"),
     Line(name="FP32"),
     Line(name="FP32, 1F1B's number in flight", section={"in_flight": 1}),
     Line(name="BF16", dtype="bf16"),
     Line(name="DirectQ fw3 bw6", section={"activations": {"method": "direct", "forward_bits": 3, "backward_bits": 6}}),
-    Line(name=EIGHT, section=_aqsgd(3, 6)),
-    Line(name=SIXTEEN, section=_aqsgd(3, 6), micro_batches=16),
-    Line(name=COARSE, section=_aqsgd(2, 4), micro_batches=16),
-    Line(name=MEMORY, section=_aqsgd(3, 6, "memory"), micro_batches=16),
+    Line(name=EIGHT, section=aqsgd(3, 6)),
+    Line(name=SIXTEEN, section=aqsgd(3, 6), micro_batches=16),
+    Line(name=COARSE, section=aqsgd(2, 4), micro_batches=16),
+    Line(name=MEMORY, section=aqsgd(3, 6, "memory"), micro_batches=16),
     Line(name=TWICE, engine="deepspeed", replicas=2, against=TWICE),
     *(
         Line(
             name=name,
             replicas=2,
             against=TWICE,
-            section={**_aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}},
+            section={**aqsgd(3, 6), "gradients": {"method": "double_squeeze", "bits": bits}},
         )
         for bits, name in REPLICAS.items()
     ),

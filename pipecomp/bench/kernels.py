@@ -7,6 +7,7 @@ Both run in turn, in the same process, on buffers of their own, so that whatever
 from __future__ import annotations
 
 import ctypes
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +20,16 @@ from rich.table import Table
 from torch import Tensor
 
 from pipecomp.kernels import ops
+from pipecomp.kernels.layout import Options
+from pipecomp.kernels.ragged import Visit
 from pipecomp.tables import table
 
 Row = dict[str, Any]
 SHAPES = ((1, 1024, 1600), (8, 128, 768), (8192, 1600))
 BITS = (2, 3, 4, 6, 8)
+SAMPLES = 8  # of a micro-batch
 LEAST_REPEATS, MOST_REPEATS = 3, 60
+FLUSHED_BYTES = 512 << 20  # more than any GPU's cache
 
 
 Call = Callable[[], object]
@@ -85,6 +90,8 @@ def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str
         stochastic = options | {"rounding": "stochastic"}
         yield Case("delta_quantize", b, 12 * n + packed, partial(delta, inputs, m, options))
         yield Case("delta_quantize stochastic", b, 12 * n + packed, partial(delta, inputs, m, stochastic))
+        payload = torch.empty(packed, dtype=torch.uint8, device=device)
+        yield Case("encode_batch", b, 12 * n + packed, partial(batch, inputs, m, payload, Options(b, None), backend))
         yield Case("quantize", b, 4 * n + packed, partial(ops.quantize, first, **options))
         codes, scale = ops.quantize(first, b)
         decode = partial(ops.dequantize, codes, scale, shape=shape, **options)
@@ -128,6 +135,13 @@ def delta(inputs: Iterator[Tensor], m: Tensor, options: Row) -> object:
     return ops.delta_quantize_(next(inputs), m, **options)
 
 
+def batch(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: Options, backend: str) -> object:
+    """Do the sender's side of a micro-batch of SAMPLES samples; nobody waits for its verdict."""
+    H = m.shape[-1]
+    samples = zip(next(inputs).view(-1, H).chunk(SAMPLES), m.view(-1, H).chunk(SAMPLES), strict=True)
+    return ops.encode_batch([Visit(x, m, options, True) for x, m in samples], payload, backend=backend)
+
+
 def reduce(a: Tensor, b: Tensor, n: int, options: Row) -> object:
     """Reduce as one node of a tree does. `a` grows from call to call, for which `workers` leaves it room."""
     return ops.exponential_reduce_(a, b, n, **options)
@@ -143,13 +157,7 @@ def measure(case: Case, seconds: float, device: str) -> Row:
             return ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
         return target.copy_(source)
 
-    def timed(call: Call) -> float:
-        begin = time.perf_counter()
-        call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
+    timed = host_seconds if device == "cpu" else partial(device_seconds, flushed(device))
     timed(case.call)
     timed(copy)
     times: list[float] = []
@@ -169,6 +177,30 @@ def measure(case: Case, seconds: float, device: str) -> Row:
         "ratio": statistics.median(c / t for c, t in zip(copies, times, strict=True)),
         "repeats": len(times),
     }
+
+
+def host_seconds(call: Call) -> float:
+    """Time a call on the CPU."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+@functools.cache
+def flushed(device: str) -> Tensor:
+    """Memory that is written before each call on a GPU: the cache is empty then, and the host far enough ahead."""
+    return torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+
+
+def device_seconds(flush: Tensor, call: Call) -> float:
+    """Time a call on the GPU, from its first kernel's start to its last one's end."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def kernels_table(rows: Sequence[Row]) -> Table:

@@ -104,14 +104,22 @@ def start_engine(line: Line, model: Model, stages: int, folder: str) -> Any:
     """Make the engine of a line on one of its ranks. folder: for its message store."""
     import torch
 
+    whole = untied_gpt2(model)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocabulary, (model.samples * line.replicas, model.tokens), generator=draw)
+    return (_stock if line.engine == "deepspeed" else _ours)(line, whole, tokens, stages, folder)
+
+
+def untied_gpt2(model: Model) -> Any:
+    """Make the GPT-2 with random weights; stock DeepSpeed cannot tie weights across stages as pipecomp does."""
+    import torch
+
     from pipecomp.demo.task import gpt2
 
     whole = gpt2(model.vocabulary, model.tokens, layers=model.blocks, width=model.width, heads=model.heads, seed=0)
     whole.config.tie_word_embeddings = False
     whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.vocabulary, (model.samples * line.replicas, model.tokens), generator=draw)
-    return (_stock if line.engine == "deepspeed" else _ours)(line, whole, tokens, stages, folder)
+    return whole
 
 
 def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: int, steps: int, folder: str) -> Row:

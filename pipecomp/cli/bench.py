@@ -1,7 +1,8 @@
-"""`pipecomp bench kernels | store | allreduce | pipeline`."""
+"""`pipecomp bench kernels | store | allreduce | pipeline | gpu`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -112,3 +113,25 @@ def bench_steps(
     )
     write_json(json_file, rows)
     console.print(pipeline_table(rows))
+
+
+@bench.command("gpu")
+@plain_errors()
+def bench_one_gpu(
+    folder: Annotated[Path, typer.Option(help="Where gpu.md and gpu.png go.")] = Path("benchmarks/results"),
+    json_file: JsonOption = None,
+) -> None:
+    """Everything on one GPU, in eight minutes at most: its tests, kernels, and steps of GPT-2 over two ranks on it.
+
+    Writes a page with tables and a picture of a step. Status 1 without a GPU, or if a part fails.
+    """
+    from pipecomp.bench.gpu import bench_gpu, failed
+    from pipecomp.bench.gpu_page import PAGE, verdicts
+
+    found = bench_gpu(folder, say=lambda text: console.print(text, highlight=False))
+    write_json(json_file, found)
+    for wanted, value, met in verdicts(found):
+        console.print(f"{'yes' if met else 'NO'}: {wanted}: {value}", highlight=False)
+    console.print(f"{folder / PAGE}, {found['seconds']:.0f} s", highlight=False)
+    if any(failed(part) for part in found.values()):
+        raise typer.Exit(1)

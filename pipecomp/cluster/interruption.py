@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
 LAUNCHER_GONE = 1000  # what `wanted` is then; signals are below that
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -90,6 +87,9 @@ class Interruption:
         """Decide with all other ranks, which must all call this. group: of all ranks, for tensors in memory."""
         if not self._active:
             return None
+        import torch  # here: a process that only watches for signals starts without it
+        import torch.distributed as dist
+
         wanted = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
         wanted[dist.get_rank(group)] = self.wanted
         dist.all_reduce(wanted, group=group)
@@ -97,6 +97,8 @@ class Interruption:
 
     def leave(self, reason: str) -> Interrupted:
         """Wait until every rank has saved and closed; give what to raise. Signals do nothing any more for a while."""
+        import torch.distributed as dist
+
         dist.barrier()  # a launcher ends all ranks when the first one has ended
         self._leaving = time.monotonic()
         return Interrupted(reason)

@@ -124,6 +124,8 @@ def open_links(
         for name, crossing in crossings.items()
     }
     run, staging = None, staging_for(engine.device, settings.store.pinned_bytes)
+    for _, state in engine.gradients.states():
+        state.staging = staging
     with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left
         for transport in transports.values():
             opened.callback(transport.close)

@@ -142,6 +142,7 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.ranks
+@pytest.mark.soak
 class TestTrain:
     def test_it_says_what_it_chose_and_why(self, ended):
         _, first, again = ended

@@ -39,7 +39,7 @@ def losses(rank, world, note, keys, stages, disturbed=False):
 
 
 @pytest.mark.timeout(HANG_S)
-@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.soak)])
 def test_losses_are_those_over_gloo(tmp_path, world, stages):
     keys_for(tmp_path, world)
     plain = run_ranks(world, losses, None, stages, timeout_s=HANG_S)

@@ -75,7 +75,7 @@ def averaged_by_ddp(rank: int, world: int, note: Any, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("options", METHODS, ids=lambda options: options["method"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_ddps_own_buckets(options, world):
     ranks = run_ranks(world, averaged_by_ddp, options, timeout_s=HANG_S)
     buckets = ranks[0][1]

@@ -253,6 +253,7 @@ def all_modes(rank, world, note, stages):
     return out
 
 
+@pytest.mark.soak
 def test_stages_and_replicas_train_alike_in_every_precision():
     """Same losses and the same true global norm for one stage and two, one replica and two; tied weights stay equal."""
     whole = run_ranks(1, all_modes, 1, timeout_s=HANG_S)[0]

@@ -13,7 +13,6 @@ from pipecomp.cluster.local_ranks import run_ranks
 from tests.dist.small import VOCABULARY, ds_config, samples
 from tests.limits import HANG_S
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.ranks
 
 STEPS, MICRO_BATCHES, MICRO_BATCH, RATE = 5, 3, 2, 2e-2
@@ -26,6 +25,8 @@ BF16_ZERO1 = {
 
 
 def lora(**more: Any) -> Any:
+    import peft  # here and below: it takes seconds, which every process that collects tests would pay
+
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **more)
 
 
@@ -46,9 +47,11 @@ def llama(*, tied: bool = True) -> Any:
     )
 
 
-def adapted() -> Any:
+def adapted(**more: Any) -> Any:
+    import peft
+
     torch.manual_seed(1)
-    return peft.get_peft_model(llama(), lora())
+    return peft.get_peft_model(llama(), lora(**more))
 
 
 def checked(engine: Any, expected: dict[str, torch.Tensor]) -> bool:
@@ -113,7 +116,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
     out["trainer"] = trainer(f"{folder}/trainer")
     for name, model in (
-        ("nothing", lambda: peft.get_peft_model(llama(), lora(layers_to_transform=[3]))),
+        ("nothing", lambda: adapted(layers_to_transform=[3])),
         ("gradients", adapted),
     ):
         try:
@@ -190,7 +193,9 @@ def test_the_adapter_is_read_by_peft(ran: Any) -> None:
     from pipecomp.data import eval_batches
 
     folder, ranks = ran
-    model = peft.PeftModel.from_pretrained(llama(), folder / "adapter").eval()
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(llama(), folder / "adapter").eval()
     losses = [model(**b.inputs, labels=b.labels).loss.detach() for b in eval_batches(samples(4, seed=3), 2)]
     assert float(torch.stack(losses).mean()) == pytest.approx(ranks[0]["fp32"]["evaluated"], rel=1e-6)
     assert sorted(p.name for p in (folder / "adapter").iterdir()) == [
@@ -237,6 +242,8 @@ def test_pipeline_trainer_trains_and_saves_an_adapter(ran: Any) -> None:
     assert sum(found["losses"][-3:]) < sum(found["losses"][:3]) - 0.03
     assert min(found["sent"]) > 2
     last = sorted((folder / "trainer").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))[-1]
-    model = peft.PeftModel.from_pretrained(llama(), last).eval()
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(llama(), last).eval()
     batch = {key: torch.stack([s[key] for s in samples(4, seed=3)]) for key in ("input_ids", "labels")}
     assert model(**batch).loss.item() == pytest.approx(found["evaluated"], rel=1e-5)

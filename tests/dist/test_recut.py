@@ -14,7 +14,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
 BF16_ZERO1 = {
     "bf16": {"enabled": True},

@@ -36,6 +36,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_s"} for line in text.splitlines()]
 
 
+@pytest.mark.soak
 def test_sigterm_costs_nothing(work: Path) -> None:
     """The run is stopped after a step, goes on with the same command, and becomes what it would have become."""
     words = [*arguments(work, epochs=EPOCHS), "--eval-file", str(work / "held-out.txt")]
@@ -55,17 +56,16 @@ def test_sigterm_costs_nothing(work: Path) -> None:
     assert sum("eval" in line for line in lines(stopped)) == EPOCHS
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_sigterm_to_a_launcher_saves(work: Path, launcher: str) -> None:
     found = one_round(launcher, fresh(work, launcher), arguments(work), signal.SIGTERM, after=1, delay_s=0.2)
     assert wrong(found, limit_s=HANG_S) == [], found.output
     assert found.saved == found.step > 0
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param("torchrun", marks=pytest.mark.soak), "deepspeed", pytest.param("srun", marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun"])
 def test_no_rank_outlives_its_launcher(work: Path, launcher: str) -> None:
     found = one_round(
         launcher, fresh(work, f"killed-{launcher}"), arguments(work), signal.SIGKILL, after=1, delay_s=0.2

@@ -22,7 +22,11 @@ def train(rank: int, world: int, note: Any, folder: str, double: bool) -> dict[s
     if double:
         connect.staging_for = lambda device, pinned_bytes: LazyStaging()  # type: ignore[assignment]
     activations = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "first_visit": 8}
-    section = {"activations": activations, "store": {"path": folder, "bits": 8, "drift_check": 2}}
+    section = {
+        "activations": activations,
+        "store": {"path": folder, "bits": 8, "drift_check": 2},
+        "gradients": {"method": "double_squeeze"},  # of the tied weight, which both stages hold
+    }
     engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(section), training_data=samples(8))
     losses = [float(engine.train_batch()).hex() for _ in range(4)]
     links = engine.comm_stats()["links"]
@@ -31,7 +35,7 @@ def train(rank: int, world: int, note: Any, folder: str, double: bool) -> dict[s
         "weights": digest(*engine.stage.parameters()),
         "messages": messages(engine),
         "sent": {name: [link["forward"]["bytes_sent"], link["backward"]["bytes_sent"]] for name, link in links.items()},
-        "staged": [type(end.staging).__name__ for end in engine.links],
+        "staged": [type(end.staging).__name__ for end in (*engine.links, *(s for _, s in engine.gradients.states()))],
     }
     engine.close()
     return found
@@ -39,6 +43,6 @@ def train(rank: int, world: int, note: Any, folder: str, double: bool) -> dict[s
 
 def test_an_engine_over_the_double_does_the_same(tmp_path):
     host, double = (run_ranks(2, train, str(tmp_path / str(how)), how, timeout_s=HANG_S) for how in (False, True))
-    assert all(found.pop("staged") == ["HostStaging"] for found in host.values())
-    assert all(found.pop("staged") == ["LazyStaging"] for found in double.values())
+    assert all(found.pop("staged") == ["HostStaging"] * 2 for found in host.values())
+    assert all(found.pop("staged") == ["LazyStaging"] * 2 for found in double.values())
     assert double == host

@@ -702,6 +702,7 @@ def test_two_ranks_here_that_fail(quick, monkeypatch):
     expect(told[-1], PROBLEM, "no loopback")
 
 
+@pytest.mark.soak
 def test_the_whole_command_on_this_machine(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(

@@ -226,6 +226,7 @@ class TestFromFolder:
         rewrite(tmp_path, age)
         assert torch.equal(run(build(tmp_path, 2)), logits_of(model))
 
+    @pytest.mark.soak
     def test_hub_name_from_the_cache(self, gpt2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         snapshot = tmp_path / "hub/models--someone--tiny/snapshots/abc"
         snapshot.parent.mkdir(parents=True)

@@ -135,6 +135,7 @@ def up(machines: tuple[Machine, Machine], *options: str, port: int | None = None
 
 
 @pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.timeout(HANG_S)
 def test_two_machines_come_to_a_trained_model(machines: tuple[Machine, Machine]) -> None:
     first, second = machines
@@ -160,6 +161,7 @@ def test_two_machines_come_to_a_trained_model(machines: tuple[Machine, Machine])
 
 
 @pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.timeout(HANG_S)
 def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines: tuple[Machine, Machine]) -> None:
     first, second = machines

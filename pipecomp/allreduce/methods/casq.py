@@ -20,7 +20,7 @@ from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, to_all
 from pipecomp.allreduce.finite_check import with_residual
 from pipecomp.allreduce.method import Average, Method, one_width, option, share, whole, widths
-from pipecomp.allreduce.reduce_scatter import on_device, on_host, packed_bytes
+from pipecomp.allreduce.reduce_scatter import packed_bytes
 from pipecomp.kernels import ops
 
 SHARE = 0.1  # of the values that clustering looks at
@@ -83,13 +83,14 @@ class CasqAverage:
         with call.counters.part("quantize"):
             codes, means = ops.sketch_encode_(sum_d, e_d, centers, how)
             call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
-            data = torch.cat([on_host(means).view(torch.uint8), on_host(codes)])
-        pending = call.group.gather(data)
+            encoded = call.to_host(torch.cat([means.view(torch.uint8), codes])).wait()
+        pending = call.group.gather(encoded)
         with call.counters.part("wait"):
             rows = pending.wait()
         with call.counters.part("decode"):
-            for i, row in enumerate(rows):
-                theirs, codes = (on_device(part, x_d) for part in row.split([4 * means.numel(), codes.numel()]))
+            arriving = [call.to_device(row) for row in rows]
+            for i, copy in enumerate(arriving):
+                theirs, codes = copy.wait().split([4 * means.numel(), codes.numel()])
                 divisor = len(rows) if i == len(rows) - 1 else 1
                 theirs = theirs.view(torch.float32)
                 ops.sketch_decode(codes, theirs, how, out_d, add=i > 0, divisor=divisor)

@@ -23,7 +23,7 @@ from pipecomp.allreduce.exchanges import Plan, Shapes, scattered, to_all
 from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.method import REQUIRED, Average, Method, one_width, option, whole, widths
 from pipecomp.allreduce.norms import squared
-from pipecomp.allreduce.reduce_scatter import Span, on_device, on_host, owned_spans, reduce_bucket
+from pipecomp.allreduce.reduce_scatter import Span, owned_spans, reduce_bucket
 from pipecomp.kernels import ops
 
 SCALE_BYTES = 2
@@ -105,7 +105,7 @@ class SqueezedCode:
         if not x.numel():
             return torch.empty(0, dtype=torch.uint8)
         e = Span(start, start + x.numel()).of(self._e_d)
-        return on_host(_joined(*ops.feedback_quantize_(x, e, self._bits, **self._quantizer)))
+        return _joined(*ops.feedback_quantize_(x, e, self._bits, **self._quantizer))
 
     def _split(self, data: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Codes and scales; the latter need not start at a multiple of two bytes."""
@@ -122,7 +122,7 @@ class SqueezedCode:
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean that every rank gets."""
         if out.numel():
-            codes, scale = self._split(on_device(reduced, out), out.numel())
+            codes, scale = self._split(reduced, out.numel())
             ops.dequantize(codes, scale, self._bits, (out.numel(),), group_size=self._options.group_size, out=out)
 
 

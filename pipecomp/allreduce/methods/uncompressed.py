@@ -11,7 +11,7 @@ from pipecomp.allreduce.call import Call
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.exchanges import FLOAT, Plan, Shapes, scattered
 from pipecomp.allreduce.method import Average, Method
-from pipecomp.allreduce.reduce_scatter import on_device, on_host, reduce_bucket
+from pipecomp.allreduce.reduce_scatter import reduce_bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class FloatCode:
 
     def encode(self, x: Tensor, start: int) -> Tensor:
         """The values' bytes."""
-        return on_host(x).view(torch.uint8)
+        return x.view(torch.uint8)
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
         """The mean's bytes."""
@@ -52,7 +52,7 @@ class FloatCode:
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
         """The mean."""
-        out.copy_(on_device(reduced.view(self._dtype), out))
+        out.copy_(reduced.view(self._dtype))
 
 
 class PlainAverage:

@@ -1,0 +1,136 @@
+"""What `pipecomp bench gpu` measures, in at most eight minutes on one GPU: whether and how well pipecomp works there.
+
+Its parts run one after another: the tests that need a GPU, kernels beside the device's memcpy, a look at what single
+steps do, and steps of a GPT-2 over two ranks that share the GPU. A part that fails, or for which no time is left, is
+noted, and the others go on.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipecomp.bench import gpu_steps
+from pipecomp.bench.gpu_page import PAGE, PICTURE, gpu_page
+from pipecomp.bench.gpu_timeline import Interval, draw
+from pipecomp.bench.kernels import bench_kernels
+from pipecomp.errors import KernelError, PipecompError
+from pipecomp.files import write_whole
+from pipecomp.netlab.lab import Lab
+
+Row = dict[str, Any]
+LIMIT_S = 480.0
+SHAPE, BITS = (8192, 1600), (2, 4, 8)
+_TESTS_S, _CASE_S = 150.0, 0.2
+_ROOT = Path(__file__).parents[2]
+
+
+def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], None] = lambda text: None) -> Row:
+    """Measure everything, and write a page and a picture into `folder`.
+
+    say: told what begins, and each result. Returns "machine", "seconds", and by part "tests", "kernels", "look" and
+    "steps" what was found, {"error": text} for one that failed. Raises KernelError without a GPU.
+    """
+    machine = this_gpu()
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+
+    def left() -> float:
+        return limit_s - (time.monotonic() - began)
+
+    def run(lab: Lab, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
+        return lab.run(function, *args, timeout_s=max(1.0, left()))
+
+    parts: dict[str, Callable[[], Any]] = {
+        "tests": lambda: gpu_tests(min(_TESTS_S, left())),
+        "kernels": lambda: bench_kernels(shapes=[SHAPE], bits=BITS, backends=["auto"], seconds=_CASE_S, device="cuda"),
+        "look": lambda: gpu_steps.look(gpu_steps.GPT2, run),
+        "steps": lambda: steps(run, say),
+    }
+    found: Row = {"machine": machine}
+    for name, part in parts.items():
+        say(f"{name} …")
+        found[name] = attempt(part) if left() > 0 else {"error": f"no time was left of {limit_s:g} s"}
+        if failed(found[name]):
+            say(f"{name}: {found[name]['error']}")
+    found["seconds"] = time.monotonic() - began
+    write(found, folder)
+    return found
+
+
+def this_gpu() -> str:
+    """Name the GPU and the versions. KernelError if torch has none here."""
+    if not torch.cuda.is_available():
+        raise KernelError(
+            f"bench gpu: torch {torch.__version__} finds no CUDA device here; `pipecomp bench kernels`, `store`, "
+            "`allreduce` and `pipeline` measure on a CPU"
+        )
+    import triton
+
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return (
+        f"{torch.cuda.get_device_name(0)} ({memory:.0f} GiB), torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"triton {triton.__version__}"
+    )
+
+
+def attempt(part: Callable[[], Any]) -> Any:
+    """Give what a part found, or {"error": why it failed}: the last line of what was raised has the reason."""
+    try:
+        return part()
+    except (PipecompError, RuntimeError, OSError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        return {"error": f"{type(error).__name__}: {lines[0]}" + (f" … {lines[-1]}" if len(lines) > 1 else "")}
+
+
+def failed(found: Any) -> bool:
+    """Say whether this stands for a part that failed."""
+    return isinstance(found, dict) and "error" in found
+
+
+def gpu_tests(timeout_s: float, folder: Path = _ROOT / "tests" / "gpu") -> Row:
+    """Run the tests that need a GPU, from a checkout: "passed", "others" (failed, skipped, errors), "summary"."""
+    if not folder.is_dir():
+        return {"error": f"{folder} is not there: run this from a checkout"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"they took more than {timeout_s:.0f} s"}
+    summary = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", summary)}
+    passed = counts.pop("passed", 0)
+    found: Row = {"passed": passed, "others": sum(counts.values()), "summary": summary}
+    return found if done.returncode == 0 and passed else {**found, "error": summary}
+
+
+def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
+    """Time steps: "compute_ms" of a micro-batch on a stage, and "rows", see `measure_steps`."""
+    compute_s = gpu_steps.stage_seconds(gpu_steps.GPT2, "cuda")
+    torch.cuda.empty_cache()  # the ranks share the memory
+    rows: list[Row] = []
+    found: Row = {"compute_ms": 1e3 * compute_s, "rows": rows}
+    try:
+        for row in gpu_steps.measure_steps(gpu_steps.GPT2, gpu_steps.RATES, compute_s, run=run):
+            rows.append(row)
+            say(f"r = {row['r']:g}, {row['line']}: {row['ms']:.1f} ms")
+    except PipecompError as error:
+        if not rows:
+            raise
+        found["cut"] = str(error).splitlines()[0]  # what was measured until then stays
+    return found
+
+
+def write(found: Row, folder: Path) -> None:
+    """Write the page, and the picture of what the GPU did in a step if there is one."""
+    if not failed(found["look"]):
+        by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found["look"].items()}
+        draw(folder / PICTURE, by_rank, f"One step, {gpu_steps.EVERYTHING}, two ranks on one GPU")
+    write_whole(folder / PAGE, gpu_page(found))

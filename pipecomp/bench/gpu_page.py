@@ -1,0 +1,134 @@
+"""The page of `pipecomp bench gpu`: what it found, as Markdown, and how that compares with what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pipecomp.bench.gpu_steps import EVERYTHING
+from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute
+
+Row = dict[str, Any]
+PAGE, PICTURE = "gpu.md", "gpu.png"
+MOST_OF_STOCK, LEAST_OF_MEMCPY = 1.05, 0.8
+KERNEL = "encode_batch"  # takes the difference, quantizes, packs, moves m
+MAIN = "MainThread"
+
+
+def verdicts(found: Row) -> list[tuple[str, str, bool]]:
+    """Tell what is wanted, what was found, and whether that is it; of parts that failed nothing."""
+    out = []
+    if "rows" in found["steps"]:
+        ratio = of_stock(found["steps"]["rows"], EVERYTHING, 0.0)
+        if ratio is not None:
+            out.append(
+                (f"a step with everything on ≤ {MOST_OF_STOCK} of stock's", f"{ratio:.3f}", ratio <= MOST_OF_STOCK)
+            )
+    if "error" not in found["kernels"]:
+        least = min(row["ratio"] for row in found["kernels"] if row["operation"] == KERNEL)
+        out.append((f"{KERNEL} ≥ {LEAST_OF_MEMCPY} of memcpy", f"{least:.2f}", least >= LEAST_OF_MEMCPY))
+    if "error" not in found["look"]:
+        ours = sum(count for *_, count in waits(found["look"], "pipecomp"))
+        out.append(("no call of pipecomp waits for the GPU on the computing thread", f"{ours} a step", ours == 0))
+    return out
+
+
+def of_stock(rows: Iterable[Row], line: str, r: float) -> float | None:
+    """How many times stock's step a line's takes over the same link; None where one of both is missing."""
+    ms = {row["line"]: row["ms"] for row in rows if row["r"] == r}
+    against = {row["line"]: row["against"] for row in rows}.get(line)
+    return ms[line] / ms[against] if line in ms and against in ms else None
+
+
+def waits(look: Row, owner: str | None = None) -> list[Sequence[Any]]:
+    """List the places that waited on the computing thread, as of `gpu_steps.examine`; of one owner, or of all."""
+    found = [place for row in look.values() for place in row["waits"]]
+    return [place for place in found if place[0] == MAIN and owner in (None, place[1])]
+
+
+def gpu_page(found: Row) -> str:
+    """Write the page. found: as `bench_gpu` returns it."""
+    lines = [
+        "# On a GPU",
+        "",
+        f"`pipecomp bench gpu` in {found['seconds']:.0f} s on one {found['machine']}.",
+        "",
+        *_table(("wanted", "found", ""), [(w, f, "yes" if met else "**no**") for w, f, met in verdicts(found)]),
+        "## Tests",
+        "",
+        found["tests"].get("error") or found["tests"]["summary"],
+        "",
+        "## Kernels",
+        "",
+        *_kernels(found["kernels"]),
+        "## Steps",
+        "",
+        *_steps(found["steps"]),
+        "## What a step does",
+        "",
+        *_look(found["look"]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _kernels(found: Any) -> list[str]:
+    if "error" in found:
+        return [found["error"], ""]
+    cells = (
+        (
+            row["operation"],
+            row["bits"] or "",
+            f"{1e3 * row['ms']:.0f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['memcpy_gb_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+        )
+        for row in found
+    )
+    return [
+        f"Float32, {found[0]['shape']}; each beside the device's memcpy of the bytes that it must move, the cache "
+        f"emptied before each call. `{KERNEL}` is what links call: the samples of a micro-batch in one launch.",
+        "",
+        *_table(("kernel", "bits", "µs", "GB/s", "memcpy GB/s", "of memcpy"), cells),
+    ]
+
+
+def _steps(found: Row) -> list[str]:
+    if "error" in found:
+        return [found["error"], ""]
+    rows = found["rows"]
+    cells = []
+    for row in rows:
+        rate = "no limit" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.0f} Mbit/s"
+        ratio = of_stock(rows, row["line"], row["r"])
+        times = [f"{row[key]:.1f}" for key in ("ms", "least", "most")]
+        cells.append((f"{row['r']:g}", rate, row["line"], *times, "" if ratio is None else f"{ratio:.3f}"))
+    return [
+        "GPT-2 with 124 million weights and an output layer of its own, random, 8 micro-batches of one sample of 1,024 "
+        "tokens, BF16, two stages whose ranks share the GPU and talk over gloo. r: the time that a micro-batch's "
+        "float32 packets take, both ways, over the time that a stage computes on it with the GPU to itself "
+        f"({found['compute_ms']:.1f} ms). Links are slowed down by the {rows[0]['links']}. Stock DeepSpeed's packets "
+        "go through pinned host memory, since gloo sends nothing else.",
+        "",
+        *_table(("r", "link", "line", "ms", "least", "most", "of stock"), cells),
+        *([f"Not measured: {found['cut']}", ""] if "cut" in found else []),
+    ]
+
+
+def _look(found: Row) -> list[str]:
+    if "error" in found:
+        return [found["error"], ""]
+    by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found.items()}
+    share = copied_beside_compute(by_rank)
+    lines = [f"![One step: computing and copies of both ranks]({PICTURE})", ""]
+    if share is not None:
+        lines += [f"{100 * share:.0f} % of the copies' time the GPU computed too.", ""]
+    if all(row["raising"] for row in found.values()):
+        return [*lines, 'A whole step went through under `torch.cuda.set_sync_debug_mode("error")`.']
+    lines += ["Calls that waited for the GPU in one step, on the computing thread:", ""]
+    return [*lines, *_table(("whose", "where", "times"), (place[1:] for place in waits(found)))]
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]

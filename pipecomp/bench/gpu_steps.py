@@ -1,0 +1,161 @@
+"""Steps of a GPT-2 on two ranks that share one GPU, for `pipecomp bench gpu`: how long they take, what they do.
+
+The links are a lab's: the kernel's where it can make one, else a software lab, in which stock DeepSpeed's sends are
+held back as well. Both ranks talk over gloo, since NCCL gives a GPU to one rank only.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pipecomp.bench.configurations import STOCK_BF16, Line, Model, aqsgd, rate_for
+from pipecomp.bench.gpu_timeline import device_activity
+from pipecomp.bench.pipeline import Row, start_engine, through_float32
+from pipecomp.bench.synchronizing import sync_debug_mode, synchronizing_calls
+from pipecomp.netlab import probe
+from pipecomp.netlab.lab import Lab
+
+GPT2 = Model(blocks=12, width=768, heads=12, tokens=1024, vocabulary=50257, samples=8)
+RATES = (0.0, 5.8, 12.0)
+STAGES, STEPS = 2, 10
+SOFTWARE = "software throttle"
+EVERYTHING = "AQ-SGD fw3 bw6 BF16"
+LINES = (
+    Line(name=STOCK_BF16, engine="deepspeed", dtype="bf16"),
+    Line(name="BF16", dtype="bf16", against=STOCK_BF16),
+    Line(name=EVERYTHING, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16),
+)
+Run = Callable[..., dict[int, Any]]
+
+
+def measure_steps(
+    model: Model, rates: Sequence[float], compute_s: float, steps: int = STEPS, run: Run | None = None
+) -> Iterator[Row]:
+    """Measure every line at every r in `rates` (0: no limit).
+
+    A row: "line", "against", "r", "bits_per_s" (None without a limit), "ms" (median step), "least", "most", "loss" (of
+    the second step), "sent" (bytes, all steps), "links" (what slows them down). compute_s: of a micro-batch on one
+    stage, see `stage_seconds`. run: called as `run(lab, function, *args)` in place of `lab.run`.
+    """
+    for r in rates:
+        rate = rate_for(model, r, compute_s) if r else None
+        for line in LINES:
+            with shared_lab(rate) as lab, tempfile.TemporaryDirectory() as folder:
+                ranks = (run or Lab.run)(lab, train, line, model, steps, folder)
+                sent = sum(node.sent for node in lab.bytes())
+            times = [1e3 * max(rank["seconds"][i] for rank in ranks.values()) for i in range(steps)]
+            yield {
+                **{"line": line.name, "against": line.against, "r": r, "bits_per_s": rate},
+                **{"ms": statistics.median(times), "least": min(times), "most": max(times)},
+                **{"loss": ranks[0]["loss"], "sent": sent, "links": links_are()},
+            }
+
+
+def links_are() -> str:
+    """Tell what slows links down here: "kernel" or "software throttle"."""
+    return "kernel" if probe.missing() is None else SOFTWARE
+
+
+@contextmanager
+def shared_lab(rate: int | None) -> Iterator[Lab]:
+    """Join the two ranks by a link of this rate, in bit/s."""
+    bandwidth = None if rate is None else f"{rate}bit"
+    with Lab(nodes=STAGES, bandwidth=bandwidth, software=links_are() == SOFTWARE) as lab:
+        yield lab
+
+
+def stage_seconds(model: Model, device: str, repeats: int = 10) -> float:
+    """Measure how long a stage computes on one micro-batch with the device to itself: the mean of both stages."""
+    from pipecomp.bench.pipeline import untied_gpt2
+    from pipecomp.stages import default_loss, split
+
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.vocabulary, (1, model.tokens), generator=draw).to(device)
+    first, last = (stage.to(device, torch.bfloat16) for stage in split(untied_gpt2(model), num_stages=STAGES))
+    loss_of = default_loss(first.config)
+    found = []
+    with through_float32(LINES[0]):
+        for _ in range(repeats + 2):
+            began = _now(device)
+            hidden = first({"input_ids": tokens})["hidden_states"]
+            received = hidden.detach().requires_grad_()
+            loss_of(last({"hidden_states": received, "attention_mask": None}), tokens).backward()
+            hidden.backward(received.grad)
+            found.append((_now(device) - began) / STAGES)
+    return statistics.median(found[2:])
+
+
+def _now(device: str | torch.device) -> float:
+    """The time when all that was asked of the device is done."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def share_a_device(world: int) -> None:
+    """Tell `pipecomp.initialize` that all ranks are on one machine, with one GPU: a lab's nodes look apart."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK="0")
+
+
+def settled_engine(line: Line, model: Model, folder: str, losses: list[float]) -> Any:
+    """Start a line's engine and take the steps that do not count; `losses` gets theirs."""
+    engine = start_engine(line, model, STAGES, folder)
+    while not line.counts(len(losses), engine):
+        losses.append(float(engine.train_batch()))
+    return engine
+
+
+def train(rank: int, world: int, note: Any, line: Line, model: Model, steps: int, folder: str) -> Row:
+    """Take one rank's steps: "seconds" of each, and "loss" of the second."""
+    import torch.distributed as dist
+
+    share_a_device(world)
+    losses: list[float] = []
+    seconds = []
+    with through_float32(line):
+        engine = settled_engine(line, model, folder, losses)
+        for _ in range(steps):
+            dist.barrier()
+            began = _now(engine.device)
+            loss = engine.train_batch()
+            dist.barrier()
+            seconds.append(_now(engine.device) - began)
+            losses.append(float(loss))
+    if hasattr(engine, "comm_stats"):
+        engine.close()
+    return {"seconds": seconds, "loss": losses[1]}
+
+
+def look(model: Model, run: Run | None = None) -> dict[int, Row]:
+    """Look at two steps with everything on, without a limit: by rank "waits" and "activity", see `examine`."""
+    with shared_lab(None) as lab, tempfile.TemporaryDirectory() as folder:
+        return (run or Lab.run)(lab, examine, LINES[-1], model, folder)
+
+
+def examine(rank: int, world: int, note: Any, line: Line, model: Model, folder: str) -> Row:
+    """Take a step under watch, one in which waiting raises, and one under the profiler.
+
+    "waits": [thread, owner, line, count] for each place that waited for the GPU, see `synchronizing_calls`. "raising":
+    whether the second step ran under `torch.cuda.set_sync_debug_mode("error")`, as it does if there is no such place.
+    "activity": what the GPU did for this rank in the last step, see `device_activity`.
+    """
+    share_a_device(world)
+    with through_float32(line):
+        engine = settled_engine(line, model, folder, [])
+        with synchronizing_calls() as found:
+            engine.train_batch()
+        raising = torch.cuda.is_available() and not found
+        with sync_debug_mode("error" if raising else "default"):
+            engine.train_batch()
+        activity = device_activity(engine.train_batch)
+    engine.close()
+    waits = [[*place, count] for place, count in sorted(found.items())]
+    return {"waits": waits, "raising": raising, "activity": [list(interval) for interval in activity]}

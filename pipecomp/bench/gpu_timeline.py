@@ -1,0 +1,90 @@
+"""What a GPU did in one step: computing, and copies to and from the host, as intervals and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pipecomp.files import replacing
+
+ROWS = {"compute": "#4c72b0", "to host": "#dd8452", "to device": "#55a868"}
+_COPIES = {"Memcpy DtoH": "to host", "Memcpy HtoD": "to device"}
+
+
+class Interval(NamedTuple):
+    """What ran in a row of the picture. start, end: seconds, of the machine's clock."""
+
+    row: str
+    start: float
+    end: float
+
+
+def device_activity(work: Callable[[], Any]) -> list[Interval]:
+    """Run `work` and tell what it made this process's GPU do, by start; nothing on a machine without one."""
+    if not torch.cuda.is_available():
+        work()
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    return intervals(profile.profiler.kineto_results.events())
+
+
+def intervals(events: Iterable[Any]) -> list[Interval]:
+    """Pick what ran on a GPU from the events that torch's profiler recorded: kernels, and copies by their direction."""
+    found = []
+    for event in events:
+        if event.device_type() != torch.autograd.DeviceType.CUDA:
+            continue
+        row = next((row for name, row in _COPIES.items() if event.name().startswith(name)), "compute")
+        start = event.start_ns() / 1e9
+        found.append(Interval(row, start, start + event.duration_ns() / 1e9))
+    return sorted(found, key=lambda i: i.start)
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join intervals that touch, in order of their starts."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((start, end))
+    return out
+
+
+def copied_beside_compute(by_rank: Mapping[int, Sequence[Interval]]) -> float | None:
+    """Share of the copies' time in which the GPU computed too, for whichever rank; None where nothing was copied."""
+    every = [i for found in by_rank.values() for i in found]
+    busy = merged((i.start, i.end) for i in every if i.row == "compute")
+    copies = merged((i.start, i.end) for i in every if i.row != "compute")
+    total = sum(end - start for start, end in copies)
+    both = sum(max(0.0, min(end, e) - max(start, s)) for start, end in copies for s, e in busy)
+    return both / total if total else None
+
+
+def draw(path: Path, by_rank: Mapping[int, Sequence[Interval]], title: str) -> None:
+    """Draw a PNG: time to the right, for each rank a row of computing and one for copies in each direction."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    begin = min((i.start for found in by_rank.values() for i in found), default=0.0)
+    rows = [(rank, row) for rank in sorted(by_rank) for row in ROWS]
+    figure, axes = pyplot.subplots(figsize=(12, 1 + 0.4 * len(rows)))
+    for y, (rank, row) in enumerate(rows):
+        spans = [(1e3 * (i.start - begin), 1e3 * (i.end - i.start)) for i in by_rank[rank] if i.row == row]
+        axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=ROWS[row], linewidth=0)
+    axes.set_yticks(range(len(rows)), [f"rank {rank}  {row}" for rank, row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, fontsize=10)
+    try:
+        with replacing(path, synced=False) as part:
+            figure.savefig(part, format="png", dpi=120, bbox_inches="tight")
+    finally:
+        pyplot.close(figure)

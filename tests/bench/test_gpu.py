@@ -1,0 +1,170 @@
+"""`pipecomp bench gpu` but for its GPU: what it makes of what torch, pytest and the ranks tell it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from typer.testing import CliRunner
+
+from pipecomp.bench import gpu, gpu_steps
+from pipecomp.bench.gpu_page import gpu_page, verdicts
+from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute, draw, intervals, merged
+from pipecomp.bench.synchronizing import synchronizing_calls
+from pipecomp.cli.bench import bench
+from pipecomp.netlab.network import NetlabError
+
+WAITED = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:132.)"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_one_clear_line(tmp_path):
+    result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "finds no CUDA device here" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_who_waited_is_noted_with_its_thread():
+    ours = compile("def place():\n    warn()", str(gpu._ROOT / "pipecomp" / "kernels" / "staging.py"), "exec")
+    names = {"warn": lambda: warnings.warn(WAITED, stacklevel=2)}
+    exec(ours, names)
+
+    def theirs() -> None:
+        code = compile("def step():\n    warn()", "/x/site-packages/deepspeed/runtime/engine.py", "exec")
+        exec(code, names)
+        names["step"]()
+
+    def step() -> dict:
+        with synchronizing_calls() as found:
+            names["place"]()
+            names["place"]()
+            thread = threading.Thread(target=theirs, name="writer")
+            thread.start()
+            thread.join()
+            warnings.warn("something else", stacklevel=1)
+        return found
+
+    with pytest.warns(UserWarning, match="something else"):
+        found = step()
+    assert {tuple(place): count for place, count in found.items()} == {
+        ("MainThread", "pipecomp", "pipecomp/kernels/staging.py:2 place"): 2,
+        ("writer", "deepspeed", "deepspeed/runtime/engine.py:2 step"): 1,
+    }
+
+
+def event(name: str, start: int, duration: int, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=lambda: name, start_ns=lambda: start, duration_ns=lambda: duration, device_type=lambda: device
+    )
+
+
+def test_copies_and_computing_are_told_apart():
+    found = intervals(
+        [
+            event("gemm", 2_000_000_000, 10**9),
+            event("Memcpy HtoD (Pinned -> Device)", 10**9, 10**9),
+            event("Memcpy DtoH (Device -> Pinned)", 2_500_000_000, 10**9),
+            event("aten::mm", 0, 10**9, DeviceType.CPU),
+        ]
+    )
+    assert found == [Interval("to device", 1, 2), Interval("compute", 2, 3), Interval("to host", 2.5, 3.5)]
+    assert merged([(2, 3), (0, 1), (2.5, 4)]) == [(0, 1), (2, 4)]
+    assert copied_beside_compute({0: found}) == 0.25
+    assert copied_beside_compute({0: found, 1: [Interval("compute", 0, 2)]}) == 0.75
+    assert copied_beside_compute({0: []}) is None
+
+
+def test_the_profiler_tells_events_as_the_picture_takes_them():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3) + 1
+    events = profile.profiler.kineto_results.events()
+    assert events
+    assert intervals(events) == []
+    assert all(e.name() and e.start_ns() > 0 and e.duration_ns() >= 0 for e in events)
+
+
+def test_a_picture_has_all_rows(tmp_path):
+    draw(tmp_path / "a.png", {0: [Interval("compute", 5, 6)], 1: [Interval("to host", 5.5, 5.6)]}, "title")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tests_that_are_all_skipped_have_not_passed(tmp_path):
+    (tmp_path / "test_a.py").write_text("import pytest\n@pytest.mark.skip\ndef test_a(): pass\n")
+    assert gpu.gpu_tests(60, tmp_path)["others"] == 1
+    assert "1 skipped" in gpu.gpu_tests(60, tmp_path)["error"]
+    (tmp_path / "test_b.py").write_text("def test_b(): pass\n")
+    found = gpu.gpu_tests(60, tmp_path)
+    assert (found["passed"], found["others"], gpu.failed(found)) == (1, 1, False)
+    assert "not there" in gpu.gpu_tests(60, tmp_path / "missing")["error"]
+
+
+def row(line: str, ms: float, r: float = 0.0) -> gpu.Row:
+    times = {"ms": ms, "least": ms, "most": ms, "links": "kernel"}
+    return {"line": line, "against": "DeepSpeed BF16", "r": r, "bits_per_s": 1e9 if r else None, **times}
+
+
+def kernel(operation: str, ratio: float) -> gpu.Row:
+    speeds = {"ms": 0.05, "gb_per_s": 2000.0, "memcpy_gb_per_s": 2500.0, "ratio": ratio}
+    return {"operation": operation, "bits": 4, "shape": "8192x1600", **speeds}
+
+
+def looked(waits: list, raising: bool) -> gpu.Row:
+    return {"waits": waits, "raising": raising, "activity": [["compute", 1.0, 2.0], ["to host", 1.5, 2.5]]}
+
+
+WHOLE = {
+    "machine": "NVIDIA X",
+    "seconds": 400.0,
+    "tests": {"passed": 9, "others": 0, "summary": "9 passed in 60 s"},
+    "kernels": [kernel("encode_batch", 0.9), kernel("quantize", 0.1)],
+    "steps": {"compute_ms": 8.0, "rows": [row("DeepSpeed BF16", 100.0), row(gpu_steps.EVERYTHING, 104.0)]},
+    "look": {0: looked([], True), 1: looked([], True)},
+}
+
+
+def test_what_is_wanted_is_compared_with_what_was_found():
+    assert [met for *_, met in verdicts(WHOLE)] == [True, True, True]
+    waits = [["MainThread", "deepspeed", "a.py:1 f", 3], ["sender", "pipecomp", "b.py:2 g", 1]]
+    found = WHOLE | {"kernels": [kernel("encode_batch", 0.7)], "look": {0: looked(waits, False)}}
+    assert [met for *_, met in verdicts(found)] == [True, False, True]
+    page = gpu_page(found)
+    assert "| deepspeed | a.py:1 f | 3 |" in page
+    assert "b.py:2" not in page
+    found["look"] = {0: looked([["MainThread", "pipecomp", "b.py:2 g", 1]], False)}
+    assert [met for *_, met in verdicts(found)] == [True, False, False]
+
+
+def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "this_gpu", lambda: "NVIDIA X")
+    monkeypatch.setattr(gpu, "gpu_tests", lambda timeout_s: WHOLE["tests"])
+    monkeypatch.setattr(gpu, "bench_kernels", lambda **options: WHOLE["kernels"])
+    monkeypatch.setattr(gpu_steps, "look", lambda model, run: WHOLE["look"])
+    monkeypatch.setattr(gpu_steps, "stage_seconds", lambda model, device: 0.008)
+
+    def rows(*given, **options):
+        yield row("DeepSpeed BF16", 100.0)
+        raise NetlabError("the run took more than 3 s")
+
+    monkeypatch.setattr(gpu_steps, "measure_steps", rows)
+    found = gpu.bench_gpu(tmp_path)
+    assert not any(map(gpu.failed, found.values()))
+    page = (tmp_path / "gpu.md").read_text()
+    assert "Not measured: the run took more than 3 s" in page
+    assert "9 passed in 60 s" in page
+    assert "50 % of the copies' time" in page
+    assert (tmp_path / "gpu.png").is_file()
+
+    def broken(**options):
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(gpu, "bench_kernels", broken)
+    found = gpu.bench_gpu(tmp_path)
+    assert [name for name, part in found.items() if gpu.failed(part)] == ["kernels"]
+    assert "CUDA out of memory" in (tmp_path / "gpu.md").read_text()
+    late = gpu.bench_gpu(tmp_path, limit_s=-1.0)
+    assert all("no time was left" in late[part]["error"] for part in ("tests", "kernels", "look", "steps"))

@@ -1,0 +1,42 @@
+"""The steps of `pipecomp bench gpu` on a model that takes no time, on the CPU: each line trains over a slow link."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipecomp.bench import gpu_steps
+from pipecomp.bench.configurations import Model
+from pipecomp.netlab import probe
+from tests.dist.lab_ranks import run_in_lab
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+SMALL = Model(blocks=2, width=32, heads=2, tokens=16, vocabulary=64, samples=8)
+
+
+def run(lab, function, *args):
+    return run_in_lab(lab, function, *args, timeout_s=HANG_S)
+
+
+@pytest.fixture(autouse=True)
+def software(monkeypatch):
+    monkeypatch.setattr(probe, "missing", lambda: "no root here")
+
+
+@pytest.mark.soak
+def test_lines_train_alike_over_a_throttle_that_holds_stock_deepspeed_back_too():
+    compute_s = gpu_steps.stage_seconds(SMALL, "cpu", repeats=1)
+    rows = list(gpu_steps.measure_steps(SMALL, [5.8], compute_s, steps=2, run=run))
+    stock, plain, small = rows
+    assert [row["line"] for row in rows] == ["DeepSpeed BF16", "BF16", gpu_steps.EVERYTHING]
+    assert plain["loss"] == pytest.approx(stock["loss"], rel=0.01)
+    assert small["loss"] == pytest.approx(stock["loss"], rel=0.02)
+    packets = 2 * 8 * 2 * SMALL.tokens * SMALL.width  # of a step: both ways, 8 micro-batches of BF16 values
+    assert stock["sent"] > 3 * packets
+    assert small["sent"] < plain["sent"]
+    assert all(row["least"] <= row["ms"] <= row["most"] for row in rows)
+
+
+def test_a_look_at_single_steps():
+    found = gpu_steps.look(SMALL, run)
+    assert found == {rank: {"waits": [], "raising": False, "activity": []} for rank in (0, 1)}
