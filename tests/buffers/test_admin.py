@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipecomp.buffers import LmdbEnvironment, admin, open_environment
+from pipecomp.buffers.base import GRADIENT, entry_id
 from pipecomp.buffers.budget import sample_hash
 from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE, Folder
 from pipecomp.buffers.value import ValueFormat
@@ -149,6 +150,23 @@ def test_prune_by_id_and_by_number(store):
         admin.prune(store, ids_below=-1)
     with pytest.raises(ConfigError, match="everything"):
         admin.prune(store, everything=True, max_samples=3)
+
+
+def test_a_samples_gradient_is_counted_with_it_and_goes_with_it(tmp_path):
+    with closing(open_environment("lmdb", tmp_path / "messages", 0, bits=32)) as environment:
+        one = environment.link("link-0", SETTINGS)
+        for sample in range(6):
+            one.put(sample, 1, value(0, "link-0", sample, 1))
+            one.put(entry_id(sample, gradient=True), 1, value(0, "link-0", sample, 2))
+        environment.commit()
+    for options, left in (({"ids_below": 5}, 5), ({"max_samples": 2}, 2)):
+        admin.prune(tmp_path / "messages", **options)
+        assert [line.samples for line in admin.info(tmp_path / "messages")] == [left]
+        with closing(LmdbEnvironment(tmp_path / "messages" / "rank-0")) as environment:
+            held = [line.sample for line in environment.link("link-0", SETTINGS).inventory()]
+        assert held == sorted(held)
+        assert {i for i in held if i & GRADIENT} == {i | GRADIENT for i in held if not i & GRADIENT}
+        assert len(held) == 2 * left
 
 
 def test_prune_of_everything_leaves_an_empty_store(store):

@@ -116,14 +116,16 @@ def runs(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 def exact(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     """Losses of an undisturbed run, and of one that goes on from its checkpoint, with and without the store's copy."""
     out: dict[str, Any] = {}
+    changes = {"section": {"activations": AQSGD | {"backward_bits": 3, "backward_method": "delta"}}}
     for name, store in {"copied": {"in_checkpoints": True, "bits": 8}, "not copied": {}}.items():
-        engine = make(f"{folder}/{name}/m", store=store)
+        section = changes if name == "copied" else {}  # gradients are kept in the same store
+        engine = make(f"{folder}/{name}/m", store=store, **section)
         losses(engine, 5)
         engine.save_checkpoint(f"{folder}/{name}/c")
         at_checkpoint = messages(engine)
         expected = losses(engine, 6)
         engine.close()
-        engine = make(f"{folder}/{name}/m", seed=9, store=store)
+        engine = make(f"{folder}/{name}/m", seed=9, store=store, **section)
         engine.load_checkpoint(f"{folder}/{name}/c")
         same = messages(engine) == at_checkpoint
         out[name] = expected, engine.resumed, same, losses(engine, 6), messages(engine)

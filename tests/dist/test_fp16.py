@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipecomp.buffers.base import GRADIENT
 from pipecomp.cluster.local_ranks import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 8
 SECTION = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
+CHANGES = {"activations": {"method": "aqsgd", "backward_method": "delta"}, "store": {"backend": "memory"}}
 ZERO1 = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}}
 
 
@@ -50,8 +52,8 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         return out
 
     out: dict[str, Any] = {}
-    for name, power in (("plain", 8), ("overflows", 40), ("recovers", 24)):
-        engine = engine_for(2, SECTION, **half(power))
+    for name, power in (("plain", 8), ("overflows", 40), ("recovers", 24), ("changes", 24)):
+        engine = engine_for(2, CHANGES if name == "changes" else SECTION, **half(power))
         out[name] = train(engine)
         if name == "recovers":
             engine.save_checkpoint(f"{folder}/checkpoint")
@@ -96,6 +98,16 @@ def test_an_overflow_skips_the_step_on_all_stages(ran: Any) -> None:
         assert out["recovers"]["skipped"] == ran[0]["recovers"]["skipped"]
     for name in ("overflows", "recovers"):
         assert ran[0][name]["messages"] == ran[1][name]["messages"]
+
+
+def test_an_overflow_changes_no_gradient_that_is_kept(ran: Any) -> None:
+    """Else the two ends would hold different ones, or what was kept would move with the loss scale."""
+    for out in ran.values():
+        assert out["changes"]["messages"] == ran[0]["changes"]["messages"]
+        assert 0 < out["changes"]["skipped"][-1] < STEPS
+        assert any(sample & GRADIENT for sample, _, _ in out["changes"]["messages"][0])
+        after = out["changes"]["skipped"].count(out["changes"]["skipped"][-1])
+        assert out["changes"]["losses"][-after:] == pytest.approx(out["recovers"]["losses"][-after:], rel=2e-3)
 
 
 def test_another_cut_goes_on_with_the_loss_scale(ran: Any) -> None:
