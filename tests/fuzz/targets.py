@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from tests.fuzz.mesh_targets import MESH_TARGETS
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpack
@@ -28,6 +27,7 @@ from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
+from tests.fuzz.mesh_targets import MESH_TARGETS
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows
