@@ -33,6 +33,7 @@ def defined(path: Path) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             found.add(f"::{node.name}")
         elif isinstance(node, ast.ClassDef):
+            found.add(f"::{node.name}")
             found |= {f"::{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
     return found
 

@@ -135,7 +135,8 @@ def _name(number: int) -> str:
 def say_here(text: str) -> None:
     """Tell it on standard error of each rank that calls this: people at its machine may see no other's."""
     rank = os.environ.get("RANK", "0")
-    print(f"pipecomp: rank {rank}: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"pipecomp: rank {rank}: {text}\n")  # in one piece, whatever other threads write
+    sys.stderr.flush()
 
 
 def _in_forked_child() -> None:
