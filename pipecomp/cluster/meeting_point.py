@@ -21,7 +21,7 @@ _CONNECT_S, _ANSWER_S = 5.0, 20.0
 
 @contextlib.contextmanager
 def _torch_says_nothing() -> Iterator[None]:
-    """Keep what C++ writes to standard error, a stack of 20 lines for each attempt, from before the error's own line."""
+    """Keep what C++ writes to standard error, a stack of 20 lines for each attempt, from before the error itself."""
     before = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:
