@@ -21,11 +21,12 @@ from typing import BinaryIO
 
 from pipecomp.errors import LinkError, require
 from pipecomp.netlab.shape import burst_bytes
-from pipecomp.rates import wire_bytes
+from pipecomp.rates import SEGMENT, wire_bytes
 
 VARIABLE = "PIPECOMP_NETLAB"
 _BEHIND_S = 0.05  # how far a sender may lag behind what it could have sent: what a socket's buffer would have held
 _POLL_S = 0.01
+_TURN_S = 0.02  # what one sender may put on a link before others have their turn, as TCP connections share one
 _NODE = struct.Struct("<dddd?7x")
 
 
@@ -116,6 +117,7 @@ class Throttle:
     """What goes from one node to another, held back until it would have arrived.
 
     A frame leaves `source` when that node's token bucket lets it, passes the bucket of `destination`, and is delayed.
+    What several senders send at once takes turns, in pieces of 20 ms.
     One thread at a time may use it, and so frames keep their order. now, sleep: the clock, in seconds.
     """
 
@@ -133,6 +135,8 @@ class Throttle:
         self._delay_s, self._jitter_s = settings.delay_s, settings.jitter_s
         self._state = SharedState(settings.state)
         self._random = random.Random(f"{settings.node} to {destination}")
+        rate = min((r for r in (self._up, self._down) if r is not None), default=None)
+        self._piece = None if rate is None else SEGMENT * max(8, round(rate / 8 * _TURN_S / SEGMENT))
 
     def hold(self, size: int, ready: float) -> None:
         """Return when `size` bytes that were ready to leave at the monotonic time `ready` would have arrived.
@@ -140,13 +144,19 @@ class Throttle:
         `ready` may lie in the past: a sender that waited here for one frame asks late for the next, which a real link
         would have carried behind the first.
         """
+        while self._piece is not None and size > self._piece:
+            self._wait_until(self._reserve(self._piece, ready))
+            size -= self._piece
         arrival = self._reserve(size, ready) + self._delay_s
         if self._jitter_s:
             arrival += self._random.uniform(-self._jitter_s, self._jitter_s)
-        while (left := arrival - self._now()) > 0:
-            self._sleep(left)
+        self._wait_until(arrival)
         while any(self._state.read(node).cut for node in (self._source, self._destination)):
             self._sleep(_POLL_S)
+
+    def _wait_until(self, at: float) -> None:
+        while (left := at - self._now()) > 0:
+            self._sleep(left)
 
     def _reserve(self, size: int, ready: float) -> float:
         """Take the frame's place on both nodes' links; the monotonic time when its last byte has passed them."""

@@ -189,6 +189,26 @@ def test_links_of_one_node_share_its_rate(tmp_path):
     assert links.clock.seconds - 1000 == pytest.approx((20 * 151400 - 5000) * 8 / 10e6, abs=1e-6)
 
 
+def test_senders_that_send_at_once_take_turns(tmp_path):
+    """One that begins while the other's long frame is on its way does not wait for all of it."""
+    links = Links(tmp_path, nodes=3, bandwidth="10mbit")
+    long, short = links.throttle(0, 1), links.throttle(0, 2)
+    ended = []
+
+    def sleep_while_another_sends(seconds):
+        if ended:
+            links.clock.sleep(seconds)
+        else:
+            ended.append(0.0)
+            short.hold(1448, links.clock.seconds)
+            ended[0] = links.clock.seconds
+
+    long._sleep = sleep_while_another_sends
+    long.hold(10 * FRAME, 1000.0)
+    assert ended[0] - 1000 < 0.03
+    assert links.clock.seconds - 1000 == pytest.approx((10 * 151400 + 1514 - 5000) * 8 / 10e6, abs=2e-3)
+
+
 def test_links_to_one_node_share_what_it_can_receive(tmp_path):
     links = Links(tmp_path, nodes=3, asymmetric=["10mbit/40mbit"])
     first, second = links.throttle(1, 0), links.throttle(2, 0)
