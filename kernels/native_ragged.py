@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipecomp.kernels import distortion
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, Library, QuantizeArgs
 from pipecomp.kernels.ragged import Arriving, Visit, parts
@@ -54,6 +55,11 @@ class RaggedKernels(Library):
             args.bits, args.stochastic, args.add = o.bits, o.rounding == "stochastic", s.delta
         values = sum(s.m.numel() for s in samples)
         self.library.pipecomp_decode_batch(table, len(samples), values, self.isa_index, self.threads)
+
+
+    def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
+        """As `distortion.distortion`."""
+        return distortion.distortion(visits, bits)
 
 
 def _group(o: Options, H: int) -> int:
