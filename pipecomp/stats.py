@@ -164,6 +164,16 @@ def ring_bytes(size: int, n: int) -> int:
     return 2 * size * (n - 1) // n
 
 
+def code_bits(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Add up, by link, the bits of all codes and the values they are of: forward, then back. ranks: as `Traffic.of`."""
+    ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
+    found: dict[str, list[int]] = {}
+    for (_, name), link in sorted(ends.items()):
+        now = [link[way][key] for way in DIRECTIONS[:2] for key in ("code_bits", "values_quantized")]
+        found[name] = [a + b for a, b in zip(found.get(name, [0] * 4), now, strict=True)]
+    return found
+
+
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:
     """Return (raw, sent) bytes of one direction, over several links' `as_dict`."""
     parts = [link[direction] for link in links]
