@@ -229,4 +229,5 @@ def _in_words(pair: tuple[Bits, Bits]) -> str:
 
 def _sum(pair: tuple[Bits, Bits]) -> float:
     """How gentle they are: their mean over the links, both ways."""
-    return sum(mean(map(int, bits)) if isinstance(bits, tuple) else float(str(bits)) for bits in pair)
+    numbers = [bits for bits in pair if not isinstance(bits, ConstantError)]
+    return sum(bits if isinstance(bits, int) else mean(map(int, bits)) for bits in numbers)

@@ -74,14 +74,15 @@ def test_the_bits_chosen_are_the_fewest_that_keep_the_error(
     assert chosen == wanted or borders
 
 
-def test_of_a_change_the_error_is_relative_to_the_value_itself() -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_of_a_change_the_error_is_relative_to_the_value_itself(backend: str) -> None:
     x_RH = values("gaussian", 64, 128, 0)
     m_RH = x_RH - 0.05 * values("gaussian", 64, 128, 1)
     options = ops.Options(8, None)
     change = x_RH - m_RH
-    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, True)], 0.025, 1, 8) == 2
-    assert ops.fewest_bits([ops.Visit(change, None, options)], 0.025, 1, 8) == 7
-    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, False)], 0.025, 1, 8) == 7
+    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, True)], 0.025, 1, 8, backend=backend) == 2
+    assert ops.fewest_bits([ops.Visit(change, None, options)], 0.025, 1, 8, backend=backend) == 7
+    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, False)], 0.025, 1, 8, backend=backend) == 7
 
 
 def test_stochastic_rounding_counts_with_what_is_to_be_expected() -> None:
