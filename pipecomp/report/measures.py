@@ -126,7 +126,7 @@ def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:
 
 
 def bits(run: Run, parts: int = 60) -> tuple[list[int], list[list[float | None]]]:
-    """Bits of a quantized value over the run, over all links: steps, and forward and back the mean since the one before.
+    """Bits of a quantized value over the run, over all links: steps, and the means since the one before, forward and back.
 
     None where nothing was quantized.
     """

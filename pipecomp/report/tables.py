@@ -163,7 +163,8 @@ def _activations(facts: dict[str, Any]) -> str:
     if a["method"] not in ("direct", "aqsgd"):
         return str(a["method"])
     forward, back, first = (_bits(a.get(key)) for key in ("forward_bits", "backward_bits", "first_visit"))
-    return f"{a['method']}, {forward} bits forward, {back} back" + (f", first visit {first}" if a["method"] == "aqsgd" else "")
+    words_ = f"{a['method']}, {forward} bits forward, {back} back"
+    return words_ + (f", first visit {first}" if a["method"] == "aqsgd" else "")
 
 
 def _bits(value: Any) -> str:

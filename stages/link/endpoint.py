@@ -161,7 +161,7 @@ class Endpoint:
         dtype: torch.dtype,
         first_bits: int = 0,
     ) -> Header:
-        """Describe a packet of x. dtype: the stages' own. first_bits: of first visits, where the packet may have some."""
+        """Describe a packet of x. dtype: the stages' own. first_bits: of its first visits, if any."""
         return Header(
             kind=kind,
             method=codec.method,
@@ -257,7 +257,7 @@ class Endpoint:
         return header, self.arrivals.payload(packet, payload), packet.size
 
     def _codec_of(self, header: Header, codec: Codec) -> Codec:
-        """Find the codec of a packet: `codec`, with the packet's bits where they follow an error. LinkError for others."""
+        """Find a packet's codec: `codec`, with the header's bits where they follow an error. LinkError if not that."""
         taken: Codec = codec
         if isinstance(codec, Quantized) and codec.may_have(header.bits):
             taken = codec.of_packet(header.bits)

@@ -7,8 +7,8 @@ Of gradients, a packet begins with a bit for each token: 1 where its change is s
 larger scale than the gradient itself, which is then sent as it is (its m is taken as zero). So a change is never
 quantized more coarsely than "direct" would quantize.
 
-Where bits follow an error, those of a packet's changes and those of its first visits are the fewest that keep it, of all
-its samples together. A sample that comes again within a packet counts with the change from before the packet, which is
+Where bits follow an error, those of a packet's changes and those of its first visits are the fewest that keep it, over
+all its samples. A sample that comes again within a packet counts with the change from before the packet, which is
 hardly smaller than the one it is sent as.
 
 Shapes: H hidden size, T real tokens of a micro-batch, n of one sample.

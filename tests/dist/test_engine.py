@@ -91,12 +91,15 @@ def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gradient_base(u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    """What a sample's gradient [S, H] is sent as a change of, docs/algorithms.md 1.7: nothing, where that is no smaller."""
+    """What a gradient [S, H] is sent as a change of, docs/algorithms.md 1.7: nothing, where that is no smaller."""
     return torch.where((u - m).abs().amax(-1, keepdim=True) < u.abs().amax(-1, keepdim=True), m, torch.zeros(()))
 
 
 def packet_bits(how: Any, visits: list[tuple[torch.Tensor, torch.Tensor | None]]) -> int:
-    """Bits of a packet's changes: a number, or the fewest that keep an error, docs/algorithms.md 1.2. visits: x, base."""
+    """Bits of a packet's changes: a number, or the fewest that keep an error, docs/algorithms.md 1.2.
+
+    visits: x of each sample, and what it is a change of.
+    """
     if isinstance(how, int):
         return how
     known = [(x, base) for x, base in visits if base is not None]

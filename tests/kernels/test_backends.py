@@ -19,7 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, distortion, dithering, feedback, native, native_library, ragged, reference, sketch, topk
+from pipecomp.kernels import (
+    bitpack,
+    distortion,
+    dithering,
+    feedback,
+    native,
+    native_library,
+    ragged,
+    reference,
+    sketch,
+    topk,
+)
 from pipecomp.kernels.layout import Options
 from tests.limits import HANG_S
 
@@ -180,7 +191,11 @@ def test_samples_of_different_lengths(backend, case, bad):
 
 
 @anywhere
-@given(case=ragged_cases(), bits=st.lists(st.integers(1, 8), max_size=3), bad=st.sampled_from([None, math.nan, 2.0**101]))
+@given(
+    case=ragged_cases(),
+    bits=st.lists(st.integers(1, 8), max_size=3),
+    bad=st.sampled_from([None, math.nan, 2.0**101]),
+)
 def test_distortion(backend, case, bits, bad):
     visits = [v if v.m is not None else v._replace(delta=False) for v in case[0] if v.options is not None]
     if bad is not None and visits and visits[-1].x.numel():

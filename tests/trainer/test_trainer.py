@@ -545,8 +545,8 @@ def test_other_bytes_are_refused() -> None:
 
 def stats(raw: int, sent: int, *, wait: float, full: int = 0, delta: int = 0, groups: dict | None = None) -> list[dict]:
     def way(share: int) -> dict[str, int]:
-        values = raw // share // 4
-        return {"bytes_raw": raw // share, "bytes_sent": sent // share, "values_quantized": values, "code_bits": 3 * values}
+        counted = {"bytes_raw": raw // share, "bytes_sent": sent // share}
+        return {**counted, "values_quantized": raw // share // 4, "code_bits": raw // share // 4 * 3}
 
     link = {
         "forward": way(2),
