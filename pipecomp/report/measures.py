@@ -126,7 +126,7 @@ def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:
 
 
 def bits(run: Run, parts: int = 60) -> tuple[list[int], list[list[float | None]]]:
-    """Bits of a quantized value over the run, over all links: steps, and the means since the one before, forward and back.
+    """Bits of a quantized value over the run, over all links: steps; forward and back the means since the one before.
 
     None where nothing was quantized.
     """
