@@ -234,7 +234,7 @@ def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp
                 assert {i: d for i, (_, d) in by_sample.items()} == held[int(link)], f"rank {rank}, link {link}"
             for link in stats["links"].values():
                 if forward_bits == ERROR[:1]:
-                    assert not link["forward"]["mean_bits"].is_integer(), "the test's packets have different bits"
+                    assert not link["backward"]["mean_bits"].is_integer(), "the test's packets have different bits"
                 assert link["full_samples"] == 24
                 assert link["delta_samples"] == STEPS * 6 - 24
                 assert link["full_gradients"] == 24 * changes
