@@ -44,22 +44,26 @@ def _of_visit(visit: Visit, bits: Sequence[int]) -> Tensor:
     x_RH = visit.x.float()
     v_RH = x_RH - visit.m if visit.delta and visit.m is not None else x_RH
     power_R = halved_sum(x_RH * x_RH).double()
-    return torch.stack([power_R, *(_left_out(v_RH, visit.options._replace(bits=b)) for b in bits)])
+    return torch.stack([power_R, *_left_out(v_RH, visit.options, bits)])
 
 
-def _left_out(v_RH: Tensor, options: Options) -> Tensor:
-    """Squared norm of what quantizing each row leaves out, float64 [R]."""
-    parts = []
-    for run in layout.segments(v_RH.shape[1], options.bits, options.group_size):
+def _left_out(v_RH: Tensor, options: Options, bits: Sequence[int]) -> list[Tensor]:
+    """For each number of bits the squared norm of what quantizing each row leaves out, float64 [R]."""
+    parts: list[list[Tensor]] = [[] for _ in bits]
+    for run in layout.segments(v_RH.shape[1], layout.MAX_PACK_BITS, options.group_size):
         v_RGn = reference.run_of(v_RH, run)
-        scale_RG = reference.group_scales(v_RGn, options)
-        zero_RG = scale_RG == 0
-        inverse_RG1 = torch.reciprocal(torch.where(zero_RG, 1.0, scale_RG)).unsqueeze(-1)
-        squares_RG = halved_sum(_squared_steps(v_RGn * inverse_RG1 + 1.0, options)).double()
-        step_RG = scale_RG.double() * step(options)
-        squares_RG = torch.where(zero_RG, 0.0, squares_RG * (step_RG * step_RG))
-        parts.append(torch.where(scale_RG <= layout.SCALE_MAX, squares_RG, torch.nan))
-    return halved_sum(torch.cat(parts, 1))
+        for i, b in enumerate(bits):
+            o = options._replace(bits=b)
+            if i == 0 or o.scale == "rms":  # a max scale is the same for all bits
+                scale_RG = reference.group_scales(v_RGn, o)
+                zero_RG = scale_RG == 0
+                inverse_RG1 = torch.reciprocal(torch.where(zero_RG, 1.0, scale_RG)).unsqueeze(-1)
+                u_RGn = (v_RGn * inverse_RG1).add_(1.0)
+            step_RG = scale_RG.double() * step(o)
+            squares_RG = halved_sum(_squared_steps(u_RGn, o)).double() * (step_RG * step_RG)
+            squares_RG = torch.where(zero_RG, 0.0, squares_RG)
+            parts[i].append(torch.where(scale_RG <= layout.SCALE_MAX, squares_RG, torch.nan))
+    return [halved_sum(torch.cat(each, 1)) for each in parts]
 
 
 def step(options: Options) -> float:
@@ -75,5 +79,5 @@ def _squared_steps(u_RGn: Tensor, options: Options) -> Tensor:
         above = steps - steps.trunc()
         return above * (1.0 - above)
     steps = u_RGn * float(1 << options.bits - 1)
-    off = steps - steps.floor().clamp(0.0, top) - 0.5
-    return off * off
+    off = steps.floor().clamp_(0.0, top).sub_(steps).add_(0.5)
+    return off.mul_(off)
