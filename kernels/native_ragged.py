@@ -56,7 +56,6 @@ class RaggedKernels(Library):
         values = sum(s.m.numel() for s in samples)
         self.library.pipecomp_decode_batch(table, len(samples), values, self.isa_index, self.threads)
 
-
     def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
         """As `distortion.distortion`."""
         table = (QuantizeArgs * len(visits))()

@@ -92,9 +92,7 @@ class Visits:
         """
         direction = FORWARD if self._kind is Kind.ACTIVATION else BACKWARD
         rows = layout.rows()
-        x = [
-            self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)
-        ]
+        x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
         codecs, smaller = self._fitted(x, samples, changes)
         head, ends = _places(codecs, samples, x_TH.shape[1], dtype)
         change_T = torch.zeros(x_TH.shape[0], dtype=torch.uint8, device=x_TH.device)
@@ -253,9 +251,7 @@ class Visits:
         return canvas.canvas_lines, hidden // canvas.columns * canvas.canvas_columns
 
 
-def _places(
-    codecs: VisitCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype
-) -> tuple[int, list[int]]:
+def _places(codecs: VisitCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:
     """Where the samples' parts begin, and the end; before them the bits of all tokens, as many bytes as said."""
     head = codecs.head_bytes(sum(s.count for s in samples))
     sizes = (codecs.visit_bytes(s.count, hidden, s.form is Form.DELTA, dtype) for s in samples)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,7 +39,7 @@ def error(visits: list[ops.Visit], bits: int) -> float:
         assert v.options is not None
         y = v.x.float() - v.m if v.delta and v.m is not None else v.x.float()
         o = v.options._replace(bits=bits, seed=i)
-        how = {"group_size": o.group_size, "rounding": o.rounding}
+        how: dict[str, Any] = {"group_size": o.group_size, "rounding": o.rounding}
         codes, scale = ops.quantize(y, bits, scale=o.scale, seed=o.seed, backend="torch", **how)
         off = y - ops.dequantize(codes, scale, bits, tuple(y.shape), backend="torch", **how)
         left, norm = left + float(off.double().square().sum()), norm + float(v.x.double().square().sum())

@@ -80,9 +80,7 @@ def there_and_back(ends: Ends, x_BSH: Tensor, g_BSH: Tensor, where: Layout, step
 
 def moving(step: int, samples: int, size: float) -> Tensor:
     """Samples that change by so much of themselves from step to step."""
-    base, change = (
-        torch.randn(samples, S, H, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1 + step)
-    )
+    base, change = (torch.randn(samples, S, H, generator=torch.Generator().manual_seed(n)) for n in (0, 1 + step))
     return base + size * change
 
 
@@ -222,10 +220,8 @@ def test_images_that_crops_move() -> None:
         where = Layout.of_shifts((1, 2), torch.tensor([[step - 1, -step], [0, step]]), canvas)
         x_BSH = moving(0, 2, 0.0)[:, :4, :18].contiguous() * (1 + 0.2**step)
         held = ends[0].store.get([1, 2]) if step else []
-        changes = [
-            x_nH - canvas.take(cached.m_nH, start)
-            for x_nH, cached, start in zip(x_BSH, held, where.starts, strict=False)
-        ]
+        pairs = zip(x_BSH, held, where.starts, strict=False)
+        changes = [x_nH - canvas.take(cached.m_nH, start) for x_nH, cached, start in pairs]
         y_BSH, _ = there_and_back(ends, x_BSH, x_BSH, where, step)
         assert seen[-1].bits == fewest(changes, list(x_BSH), 0.07, 1, 7)
         assert float((y_BSH - x_BSH).norm() / x_BSH.norm()) <= 0.07
@@ -261,7 +257,8 @@ def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
 def test_a_run_that_goes_on_takes_the_same_bits() -> None:
     """What is chosen follows from the stores and the values alone, not from packets before."""
     whole, first = link(CHANGES), link(CHANGES)
-    seen: list[list[wire.Header]] = [headers(end) for end in whole]
+    again: list[list[wire.Header]] = []
+    seen = [headers(end) for end in whole]
     for step in range(4):
         if step == 2:
             first = link(CHANGES, [end.store for end in first])
@@ -286,7 +283,7 @@ def test_evaluation_keeps_the_error_too() -> None:
 # -- what a packet may not say
 
 
-def changed(end: Any, change: Callable[[wire.Header], dict[str, int]]) -> None:
+def changed(end: Any, change: Callable[[wire.Header], dict[str, Any]]) -> None:
     """Let this end's packets say something else."""
     sent_as = end.transport.send
 
