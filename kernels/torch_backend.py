@@ -24,6 +24,7 @@ __all__ = [
     "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "distortion",
     "encode_batch",
     "exponential_decode",
     "exponential_encode",

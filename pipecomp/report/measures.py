@@ -137,9 +137,9 @@ def bits(run: Run, parts: int = 60) -> tuple[list[int], list[list[float | None]]
     for line in told[:: max(1, len(told) // parts)]:
         now = [sum(int(counts[i]) for counts in line["bits"].values()) for i in range(4)]
         steps.append(line["step"])
-        for way, mean in enumerate(means):
+        for way, told_means in enumerate(means):
             spent, values = (now[2 * way + i] - before[2 * way + i] for i in (0, 1))
-            mean.append(spent / values if values > 0 else None)
+            told_means.append(spent / values if values > 0 else None)
         before = now
     return steps, means
 

@@ -32,7 +32,7 @@ from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
-from pipecomp.messages.codecs import Cast, Codec, Quantized, wire_dtype
+from pipecomp.messages.codecs import Codec, Quantized, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, seal
 from pipecomp.stages.link.arrivals import Arrivals

@@ -145,8 +145,7 @@ class Visits:
                 if direct_T is not None and samples[i].form is Form.DELTA:
                     m_nH.masked_fill_(direct_T[slice(*rows[i]), None], 0.0)
             arriving = [
-                codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype)
-                for i, m_nH in zip(run, m, strict=True)
+                codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype) for i, m_nH in zip(run, m, strict=True)
             ]
             ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
 
