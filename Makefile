@@ -16,10 +16,10 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cp
 demo: $(READY)
 	$(BIN)/pipecomp demo $(ARGS)
 
-# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Four at a
-# time on two cores: half of what they take is waiting.
+# File by file, so that what a file's tests share is made once; the longest files first (tests/conftest.py). Three at a
+# time on two cores: some of what they take is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
 
 # What is long and random, or for a machine that does nothing else: kills, fuzzing, sanitizers, installing.
 soak: $(READY)

@@ -25,7 +25,10 @@ from benchmarks.wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABUL
 EPOCHS, BATCH, MICRO_BATCH = 6, 16, 8
 LEARNING_RATE, WARM_UP = 5e-4, 24
 BITS = ((2, 4), (3, 6), (4, 8))
-DROPOUT, DROPPED = 0.1, ", dropout"  # Hugging Face's default for GPT-2, and what says so in a method's name
+DROPOUT = 0.1  # Hugging Face's default for GPT-2
+DROPPED = {DROPOUT: ", dropout", DROPOUT / 2: ", half of that dropout"}  # what says so in a method's name
+CHANGES_BACK = {"first_visit": 8, "backward_method": "delta"}
+BACK = ", changes back"  # gradients are sent as changes too
 SETUP = digest(
     [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
 )
@@ -71,10 +74,21 @@ def methods() -> list[Method]:
         activations = {**_quantized("aqsgd", forward, backward), **extra}
         store = {} if bits == 32 else {"bits": bits}
         lines.append(Method(f"{base} {name}", activations, store, every_k="backward_top_k" in extra))
-    lines.append(Method(f"FP32{DROPPED}", {"method": "none"}, dropout=DROPOUT))
-    for label, method, forward in (("DirectQ", "direct", 2), ("AQ-SGD", "aqsgd", 2), ("AQ-SGD", "aqsgd", 4)):
-        activations = _quantized(method, forward, 2 * forward)
-        lines.append(Method(f"{label} fw{forward} bw{2 * forward}{DROPPED}", activations, dropout=DROPOUT))
+    lines += [
+        Method(f"AQ-SGD fw{b} bw{b}, first visit 8 bits{name}", _quantized("aqsgd", b, b) | more, every_k=True)
+        for b in (2, 3)
+        for name, more in (("", {"first_visit": 8}), (BACK, CHANGES_BACK))
+    ]
+    for share, name in DROPPED.items():
+        lines.append(Method(f"FP32{name}", {"method": "none"}, dropout=share))
+        for forward, backward in BITS:
+            for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
+                activations = _quantized(method, forward, backward)
+                lines.append(Method(f"{label} fw{forward} bw{backward}{name}", activations, dropout=share))
+    for b in (2, 3):
+        activations = _quantized("aqsgd", b, b) | CHANGES_BACK
+        name = f"AQ-SGD fw{b} bw{b}, first visit 8 bits{BACK}{DROPPED[DROPOUT]}"
+        lines.append(Method(name, activations, dropout=DROPOUT))
     lines.append(Method("BF16", {"method": "none"}, bf16=True))
     lines.append(Method("BF16, AQ-SGD fw4 bw8", _quantized("aqsgd", 4, 8), bf16=True))
     return lines
@@ -188,8 +202,10 @@ def results(rows: list[Row]) -> list[str]:
         forward over all epochs and without the first, in which samples are sent uncompressed. FP32 is the same, bit for
         bit, for every K. Stores: both ends of all links together. Matrix products of BF16 training are computed in
         float32 and rounded (`pipecomp/bench/bf16.py`). Lines that say "dropout" train with dropout of {DROPOUT:g} in
-        embeddings, attention and blocks, the default of Hugging Face's GPT-2, and are compared with FP32 training that
-        does: a sample's activations then change from visit to visit by their masks too, which is what AQ-SGD sends.
+        embeddings, attention and blocks, the default of Hugging Face's GPT-2, or half of that, and are compared with
+        FP32 training that does: a sample's activations then change from visit to visit by their masks too, which is
+        what AQ-SGD sends. "Changes back": gradients too are sent as changes since the sample's last visit
+        (`"backward_method": "delta"`), a first one with 8 bits.
     """
     return [*prose(text), *_gaps(rows), *prose(more), *_table(rows)]
 
@@ -224,7 +240,8 @@ def _table(rows: list[Row]) -> list[str]:
 
     def above(group: list[Row]) -> str:
         name = group[0]["method"]
-        reference = "BF16" if name.startswith("BF16") else "FP32" + DROPPED * name.endswith(DROPPED)
+        dropped = next((said for said in DROPPED.values() if name.endswith(said)), "")
+        reference = "BF16" if name.startswith("BF16") else f"FP32{dropped}"
         seeds = values(group, "seed")
         base = [row for row in _of(rows, reference) if row["seed"] in seeds]
         if name == reference or not base:

@@ -2,8 +2,7 @@
 
     python -m benchmarks demo_seeds [--seeds 3] [--workers 2] [--out FOLDER] [--redraw]
 
-All stages of a run are in one process on one thread (see inprocess.py), with the demo's own model, text and settings,
-and a third more of the text.
+All stages of a run are in one process on one thread (see inprocess.py), with the demo's own model, text and settings.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, arguments, digest
 from pipecomp.demo.settings import FIRST_VISIT_BITS, MICRO_BATCH, NAMES, Settings, ds_config
 
-DATA: dict[str, Any] = {"pretraining": 6400, "training": 256}  # sequences; the demo takes 4800 and 192, to be quick
 METHODS = {NAMES[method]: method for method in ("none", "direct", "aqsgd")}
 
 
@@ -34,7 +32,7 @@ def train(seed: int) -> Row:
     from pipecomp.demo.results import epoch_means
     from pipecomp.demo.task import Sequences, documentation_task, gpt2
 
-    s = Settings(seed=seed, **DATA)
+    s = Settings(seed=seed)
     task = documentation_task(vocabulary=s.vocabulary, length=s.length, training=s.training)
     model = gpt2(task.vocabulary, s.length, layers=s.layers, width=s.width, heads=4, seed=seed)
     model.config.tie_word_embeddings = False  # as the demo's configuration says
@@ -66,7 +64,7 @@ def gap(row: Row) -> float:
 def results(rows: list[Row]) -> list[str]:
     """The page."""
     rows = sorted(rows, key=lambda row: row["seed"])
-    s, gaps = Settings(**DATA), [gap(row) for row in rows]
+    s, gaps = Settings(), [gap(row) for row in rows]
     compared = ""
     if len(rows) > 1:
         times = f"{statistics.mean(gaps) / statistics.stdev(gaps):.0f}"
@@ -82,10 +80,9 @@ def results(rows: list[Row]) -> list[str]:
 
         The demo's GPT-2 ({s.layers} layers, d = {s.width}, {s.vocabulary} tokens, no dropout) over {s.stages} stages,
         pre-trained on {s.pretraining} sequences of {s.length} tokens of Python's documentation and fine-tuned
-        {s.epochs} epochs on {s.training} of other modules, a third more of both than the demo has;
-        {s.forward_bits} bits forward, {s.backward_bits} back, and {FIRST_VISIT_BITS} for AQ-SGD's first visits. A seed
-        sets initial weights and the order of data. Training loss: mean over the last epoch. Held-out loss: evaluated
-        without quantization. ± is the standard deviation over seeds.
+        {s.epochs} epochs on {s.training} of other modules; {s.forward_bits} bits forward, {s.backward_bits} back, and
+        {FIRST_VISIT_BITS} for AQ-SGD's first visits. A seed sets initial weights and the order of data. Training loss:
+        mean over the last epoch. Held-out loss: evaluated without quantization. ± is the standard deviation over seeds.
 
         {compared}
     """
@@ -106,7 +103,7 @@ def results(rows: list[Row]) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "workers", seeds=(3, "initial weights and orders of data, from 0"))
-    settings = {**asdict(Settings(**DATA)), "out": "", "bandwidth": "", "timeout_s": 0}
+    settings = {**asdict(Settings()), "out": "", "bandwidth": "", "timeout_s": 0}
     Runs(given, "demo_seeds", digest(settings), ("seed",)).complete(
         train,
         [(seed,) for seed in range(given.seeds)],

@@ -35,9 +35,9 @@ TRUST_2 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model
 TRUST_4 = ("tests/trust/test_trust.py::test_pipelines_train_as_the_unsplit_model[4]",)
 
 _DRAW = "ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)"
-_ENDPOINT = "pipecomp/stages/link/endpoint.py"
+_ENDPOINT = "stages/link/endpoint.py"
 _INBOX = "pipecomp/mesh/inbox.py"
-_GLOO = "pipecomp/stages/link/gloo.py"
+_GLOO = "stages/link/gloo.py"
 _DITHERING = "pipecomp/allreduce/dithering.py"
 _GATHER = "pipecomp/allreduce/all_gather.py"
 _CASQ = "pipecomp/allreduce/methods/casq.py"
@@ -333,7 +333,7 @@ MUTANTS = (
     ),
     Mutant(
         "a delta on any version",
-        "pipecomp/stages/link/visits.py",
+        "stages/link/visits.py",
         "if cached is None or cached.version != sample.base:",
         "if cached is None:",
         ("tests/stages/test_link.py::test_a_delta_on_another_version_is_refused",),
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "versions that were there before",
-        "pipecomp/stages/link/handshake.py",
+        "stages/link/handshake.py",
         "end.next_version = max(mine[1], theirs[1]) + 1",
         "end.next_version = 1",
         ("tests/stages/test_link.py::TestAgreement::test_what_differs_is_sent_whole_once",),
@@ -349,7 +349,7 @@ MUTANTS = (
     ),
     Mutant(
         "drift is not looked at",
-        "pipecomp/stages/link/drift.py",
+        "stages/link/drift.py",
         "if theirs == mine:",
         "if True:",
         LINK,
@@ -429,7 +429,7 @@ MUTANTS = (
     ),
     Mutant(
         "a payload shorter than its samples need",
-        "pipecomp/stages/link/visits.py",
+        "stages/link/visits.py",
         "if ends[-1] != payload.numel():",
         "if ends[-1] < payload.numel():",
         LENGTHS,

@@ -34,7 +34,6 @@ def pytest_configure() -> None:
 # The files that take longest, in that order: begun first, several workers end together.
 LONGEST = (
     "dist/test_netlab.py",
-    "cli/test_cli.py",
     "dist/test_gradients.py",
     "recipes/test_gpt2_wikitext2.py",
     "golden/test_golden.py",

@@ -6,7 +6,9 @@ torch's client goes on asking for as long as a rank may take to come, half an ho
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +17,19 @@ from pipecomp.cluster.failure import bounded
 from pipecomp.errors import LinkError
 
 _CONNECT_S, _ANSWER_S = 5.0, 20.0
+
+
+@contextlib.contextmanager
+def _torch_says_nothing() -> Iterator[None]:
+    """Keep what C++ writes to standard error, a stack of 20 lines for each attempt, from before the error itself."""
+    before = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def check_meeting_point(host: str, port: int, rank: int) -> None:
@@ -36,7 +51,8 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
         store.check(["pipecomp/there"])
 
     try:
-        bounded(ask, _ANSWER_S)
+        with _torch_says_nothing():
+            bounded(ask, _ANSWER_S)
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one
             socket.create_connection((host, port), _CONNECT_S).close()

@@ -121,7 +121,7 @@ class Meeting:
         for number, pair in enumerate(chosen):
             result: Any = None
             in_time = time.monotonic() < until
-            self._store.set(f"turn/{number}", json.dumps(in_time))
+            self._put(f"turn/{number}", in_time)
             if in_time:
                 if self.rank in pair:
                     self._take_turn(number, pair)
@@ -156,7 +156,7 @@ class Meeting:
                 measured: object = lead(peer)
             except RuntimeError as error:
                 measured = _first_line(error)
-            self._store.set(f"pair/{number}", json.dumps([measured, path]))
+            self._put(f"pair/{number}", [measured, path])
         else:
             with contextlib.suppress(RuntimeError):  # the leading rank reports it
                 peer = GlooPeer(pair[0], _SILENCE_S)
@@ -170,8 +170,7 @@ class Meeting:
         Of the machines of other ranks, only what is not well, and how much is. wait_s: for each rank.
         """
         if self.rank != 0:
-            with contextlib.suppress(RuntimeError):  # rank 0 is gone: `finish` returns that
-                self._say("found", own)
+            self._say("found", own)
             return []
         collected = list(own)
         for identity in self.identities[1:]:
@@ -195,8 +194,7 @@ class Meeting:
                 self._ask(rank, f"left/{rank}", _SILENCE_S, None)  # this process may serve the store: it goes last
         else:
             problem = self._ask(0, "problem/0", wait_s, True)
-            with contextlib.suppress(RuntimeError):
-                self._say("left", True)
+            self._say("left", True)
         if self._joined:
             return problem
         if dist.is_initialized():
@@ -208,7 +206,13 @@ class Meeting:
     # -- the key-value store
 
     def _say(self, key: str, value: object) -> None:
-        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+        self._put(f"{key}/{self.rank}", value)
+
+    def _put(self, key: str, value: object) -> None:
+        try:
+            self._store.set(key, json.dumps(value))
+        except RuntimeError:
+            self._lost.add(0)  # whose process serves the store
 
     def _read(self, key: str, wait_s: float) -> Any:
         self._store.wait([key], timedelta(seconds=wait_s))

@@ -30,6 +30,7 @@ def demo(tmp_path_factory):
     return out, told("demo", *options, "--out", str(out))
 
 
+@pytest.mark.soak
 def test_demo_writes_what_it_shows(demo):
     out, text = demo
     found = json.loads((out / "demo.json").read_text())
@@ -53,6 +54,7 @@ def test_demo_writes_what_it_shows(demo):
     assert "Over this link of 4 Mbit/s, " in found["sentence"]
 
 
+@pytest.mark.soak
 def test_the_demos_link_is_slow_where_it_says_so(demo):
     out, text = demo
     none, aqsgd = json.loads((out / "demo.json").read_text())["results"]
@@ -75,6 +77,7 @@ def test_the_demos_link_is_slow_where_it_says_so(demo):
     assert "no limit on the link" not in page
 
 
+@pytest.mark.soak
 def test_store_commands_on_the_demos_store(demo, tmp_path):
     folder = str(demo[0] / "messages" / "aqsgd")
     assert "link-0" in told("store", "info", folder, "--json", str(tmp_path / "info.json"))

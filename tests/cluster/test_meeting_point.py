@@ -46,10 +46,13 @@ def http(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("answer", [http, lambda connection: connection.close(), lambda connection: None])
-def test_something_else_is_told(answer: Callable[[socket.socket], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_is_told(
+    answer: Callable[[socket.socket], object], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(meeting_point, "_ANSWER_S", 2.0)
     with served(answer) as port, pytest.raises(LinkError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
         check_meeting_point("127.0.0.1", port, 1)
+    assert capfd.readouterr().err == ""
 
 
 def test_nothing_that_listens_yet_is_no_error() -> None:

@@ -255,7 +255,10 @@ def where(section: dict[str, Any], path: str) -> dict[str, Any]:
     return section
 
 
-@pytest.mark.parametrize("case", ["none", "squeeze", "adaptive", "streamed", "adaptive rank"])
+ALSO = [pytest.param(case, marks=pytest.mark.soak) for case in ("none", "squeeze", "adaptive")]
+
+
+@pytest.mark.parametrize("case", ["streamed", "adaptive rank", *ALSO])
 def test_training_that_stopped_within_an_interval_goes_on_with_the_same_bits(case, tmp_path):
     for rank, (straight, resumed) in run_ranks(2, stop_and_go, 1, case, str(tmp_path), timeout_s=HANG_S).items():
         assert resumed == straight, f"rank {rank}"

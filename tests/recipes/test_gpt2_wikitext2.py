@@ -193,6 +193,7 @@ def test_an_error_is_one_line_and_ends_every_rank(work: Path) -> None:
     assert not (work / "no.jsonl").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(
     not (DATA / "wikitext-2/valid.txt").is_file() or not (DATA / "gpt2-tokenizer/merges.txt").is_file(),
     reason="needs ../shared/data/wikitext-2 and ../shared/data/gpt2-tokenizer",
