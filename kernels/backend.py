@@ -1,7 +1,8 @@
 """What a backend is: the operations that `torch_backend`, `native` and `triton_backend` have, all with the same bytes.
 
 Arguments are checked, and flat buckets made contiguous, before a backend is called; what each operation computes is
-told by the function of the same name in `reference`, `bitpack`, `topk`, `feedback`, `dithering` and `sketch`.
+told by the function of the same name in `reference`, `bitpack`, `topk`, `distortion`, `feedback`, `dithering`
+and `sketch`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Backend(Protocol):
 
     def decode_batch(self, payload: Tensor, samples: Sequence[Arriving]) -> None:
         """As `ragged.decode_batch`."""
+
+    def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
+        """As `distortion.distortion`."""
 
     # Quantizing with an error-feedback residual.
 

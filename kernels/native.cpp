@@ -190,6 +190,39 @@ static void each_sample(int64_t n, int threads, int64_t values, const One& one) 
     });
 }
 
+// For each row its squared norm, then for each of `count` numbers of bits what quantizing leaves out of it; from one of
+// these to the next it is `stride` doubles. NaN where a row cannot be quantized.
+static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t count, double* out, int64_t stride, int isa,
+                            int threads) {
+    Layout l(a.H, a.group, 8);
+    l.pieces = 1;
+    const Table& t = table_of(isa);
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int parts, Barrier&) {
+        Range part(a.rows, 1, thread, parts);
+        std::vector<float> scratch(static_cast<size_t>(a.H)), scales(static_cast<size_t>(l.groups));
+        std::vector<double> squares(static_cast<size_t>(l.groups));
+        QuantizeArgs b = a;
+        const Scaler scaler{b, t};
+        for (int64_t row = part.begin; row < part.end; row++) {
+            out[row] = double(t.squared_norm(a, {row, row, 0, a.H, a.H, 0}, scratch.data()));
+            for (int64_t k = 0; k < count; k++) {
+                b.bits = bits[k];
+                const double step = 2.0 / double((1 << b.bits) - (b.stochastic ? 1 : 0));
+                for (int64_t g = 0; g < l.groups; g++) {
+                    const Layout::Unit unit = l.at(row * l.groups + g);
+                    float& scale = scales[size_t(g)];
+                    if (k == 0 || b.rms) scale = scaler.whole_group(unit);
+                    const double width = double(scale) * step;
+                    squares[size_t(g)] = scale < 0    ? double(NAN)
+                                         : scale == 0 ? 0.0
+                                                      : double(t.left_out(b, unit, scale, scratch.data())) * (width * width);
+                }
+                out[(1 + k) * stride + row] = t.sum_of_groups(squares.data(), l.groups);
+            }
+        }
+    });
+}
+
 static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
     const Layout l(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
@@ -275,7 +308,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native_library.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 7; }
+PC_EXPORT int32_t pipecomp_abi() { return 8; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -306,6 +339,16 @@ PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, 
     const uint32_t check = crc32(0, packet, packet_bytes - 4);
     for (int i = 0; i < 4; i++) packet[packet_bytes - 4 + i] = uint8_t(check >> (8 * i));
     return INT64_MAX;
+}
+
+// What quantizing would leave out of every row of all samples, for each of `count` numbers of bits: see distortion_call.
+PC_EXPORT void pipecomp_distortion(const QuantizeArgs* a, int64_t samples, int64_t values, const int32_t* bits, int64_t count,
+                                   double* out, int32_t isa, int32_t threads) {
+    std::vector<int64_t> first(static_cast<size_t>(samples) + 1);
+    for (int64_t i = 0; i < samples; i++) first[size_t(i) + 1] = first[size_t(i)] + a[i].rows;
+    each_sample(samples, threads, values, [&](int64_t i, int parts) {
+        distortion_call(a[i], bits, count, out + first[size_t(i)], first.back(), isa, parts);
+    });
 }
 
 PC_EXPORT void pipecomp_decode_batch(const DequantizeArgs* a, int64_t samples, int64_t values, int32_t isa,

@@ -256,6 +256,9 @@ struct Table {
     void (*unpack)(int32_t* out, const uint8_t* codes, int64_t n, int bits);
     void (*select)(float* values, int32_t* index, const void* x, int dtype, int64_t n, int64_t k, int32_t first,
                    uint32_t* scratch);
+    float (*squared_norm)(const QuantizeArgs&, const Layout::Unit&, float* scratch);
+    float (*left_out)(const QuantizeArgs&, const Layout::Unit&, float scale, float* scratch);
+    double (*sum_of_groups)(double* squares, int64_t n);
 };
 
 namespace base {

@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 7
+ABI = 8
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -135,6 +135,7 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "dequantize": (None, [c_void_p, c_int32, c_int32]),
     "encode_batch": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32]),
     "decode_batch": (None, [c_void_p, c_int64, c_int64, c_int32, c_int32]),
+    "distortion": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
     "linear_encode": (None, [c_void_p, c_int32, c_int32]),
     "linear_reduce": (None, [c_void_p, c_int32, c_int32]),
     "linear_decode": (None, [c_void_p, c_int32, c_int32]),

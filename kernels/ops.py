@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipecomp.errors import ShapeError
 from pipecomp.kernels import dispatch, layout, native, topk
+from pipecomp.kernels.distortion_ops import distortion, fewest_bits
 from pipecomp.kernels.feedback_ops import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
@@ -57,6 +58,7 @@ __all__ = [
     "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "distortion",
     "encode_batch",
     "exponential_decode",
     "exponential_encode",
@@ -64,6 +66,7 @@ __all__ = [
     "exponential_reduce_",
     "feedback_quantize_",
     "feedback_reduce_",
+    "fewest_bits",
     "groups",
     "kmeans_assign",
     "linear_bits",

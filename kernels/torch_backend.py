@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipecomp.kernels.bitpack import pack_bits, unpack_bits
+from pipecomp.kernels.distortion import distortion
 from pipecomp.kernels.dithering import (
     exponential_decode,
     exponential_encode,
@@ -23,6 +24,7 @@ __all__ = [
     "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "distortion",
     "encode_batch",
     "exponential_decode",
     "exponential_encode",

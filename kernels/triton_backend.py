@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1, set before triton is imported, the kernels also run on 
 
 from __future__ import annotations
 
+from pipecomp.kernels.distortion import distortion  # torch's own operations on the GPU: a few passes over a packet
 from pipecomp.kernels.triton_buckets import (
     exponential_decode,
     exponential_encode,
@@ -33,6 +34,7 @@ __all__ = [
     "decode_batch",
     "delta_quantize_",
     "dequantize",
+    "distortion",
     "encode_batch",
     "exponential_decode",
     "exponential_encode",

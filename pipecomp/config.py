@@ -24,12 +24,16 @@ from pipecomp.errors import ConfigError
 
 _TRUE = "true or false"
 BITS = "a whole number from 1 to 8"
-Bits = int | str | tuple[int, ...]
+_ERROR = "an object with 'error'"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def _is_number(value: object, low: float, high: float = math.inf, kind: type | tuple[type, ...] = int) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high  # type: ignore[operator]
+
+
+def _is_bits(value: object) -> bool:
+    return isinstance(value, ConstantError) or _is_number(value, 1, 8)
 
 
 def _require(ok: bool, key: str, got: object, allowed: str) -> None:
@@ -44,7 +48,42 @@ def _require_choice(key: str, got: object, choices: tuple[str, ...]) -> None:
 def _require_bits(key: str, got: Any) -> None:
     every = list(got) if isinstance(got, tuple) else [got]
     ok = every != [] and all(_is_number(bits, 1, 8) for bits in every)
-    _require(ok, key, every if isinstance(got, tuple) else got, f"{BITS}, a list with one for each link, or 'auto'")
+    allowed = f"{BITS}, a list with one for each link, 'auto', or {_ERROR}"
+    _require(ok or isinstance(got, ConstantError), key, every if isinstance(got, tuple) else got, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantError:
+    """The fewest bits, packet by packet, that keep an error (docs/algorithms.md, 1.2).
+
+    error: the largest ‖sent − x‖ / ‖x‖ of a packet, above 0 and below 1; of a change too it is relative to the value x
+    itself. min, max: the fewest and the most bits, 1 to 8; max is taken where even that does not keep the error.
+    """
+
+    error: float
+    min: int = 2
+    max: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.min} to {self.max} (error {self.error:g})"
+
+    @classmethod
+    def of(cls, key: str, given: object) -> ConstantError:
+        """Read a mapping of the configuration. ConfigError, with `key`, for anything that is not exactly right."""
+        values = _section(key, given, cls)
+        _require("error" in values, key, values, "an object with 'error', and perhaps 'min' and 'max'")
+        made = cls(**values)
+        ok = _is_number(made.error, 0, 1, (int, float)) and made.error not in (0, 1)
+        _require(ok, f"{key}.error", made.error, "a number above 0 and below 1")
+        for name in ("min", "max"):
+            _require(_is_number(getattr(made, name), 1, 8), f"{key}.{name}", getattr(made, name), BITS)
+        allowed = f"more than min, which is {made.min}: else a number of bits says it"
+        _require(made.min < made.max, f"{key}.max", made.max, allowed)
+        return made
+
+
+Bits = int | str | tuple[int, ...] | ConstantError
+BITS_KEYS = ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +93,30 @@ class Activations:
     method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
     "aqsgd" quantizes its change since the sample's last visit.
     forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd"; a list has one number for each link; with
-    "auto" `pipecomp.initialize` measures and chooses.
-    first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8 quantizes it too.
+    "auto" `pipecomp.initialize` measures and chooses; with a ConstantError (in JSON an object) every packet has the
+    fewest that keep its error.
+    first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8, or a ConstantError,
+    quantizes it too.
     rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
     whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
     rotation: a seeded Walsh–Hadamard rotation before quantizing activations themselves: the first visits of "aqsgd", if
     these are quantized, or what "direct" sends.
     backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit, as
-    "aqsgd" does with activations; backward_first_visit: bits, 1 to 8, of a sample's first gradient with "delta".
+    "aqsgd" does with activations; backward_first_visit: bits, 1 to 8 or a ConstantError, of a sample's first gradient
+    with "delta".
     eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
     """
 
     method: str = "none"
     forward_bits: Bits = 4
     backward_bits: Bits = 8
-    first_visit: str | int = "full"
+    first_visit: str | int | ConstantError = "full"
     rounding: str = "nearest"
     scale: str = "max"
     group_size: int | None = None
     backward_top_k: float | None = None
     backward_method: str = "direct"
-    backward_first_visit: int = 8
+    backward_first_visit: int | ConstantError = 8
     eval: str = "full"
     rotation: bool = False
 
@@ -84,6 +126,10 @@ class Activations:
 
     def __post_init__(self) -> None:
         _require_choice("activations.method", self.method, self.METHODS)
+        for key in BITS_KEYS:
+            got = getattr(self, key)
+            if isinstance(got, (Mapping, ConstantError)):  # a mapping as JSON has it
+                object.__setattr__(self, key, ConstantError.of(f"activations.{key}", _plain(got)))
         for key in ("forward_bits", "backward_bits"):
             if isinstance(getattr(self, key), list):  # as JSON has it
                 object.__setattr__(self, key, tuple(getattr(self, key)))
@@ -91,8 +137,8 @@ class Activations:
                 _require_bits(f"activations.{key}", getattr(self, key))
             elif self.method not in self.QUANTIZED:
                 raise ConfigError(f"activations.{key}", "auto", "a number; 'auto' with method 'direct' or 'aqsgd'")
-        ok = self.first_visit == "full" or _is_number(self.first_visit, 1, 8)
-        _require(ok, "activations.first_visit", self.first_visit, f"'full' or {BITS}")
+        ok = self.first_visit == "full" or _is_bits(self.first_visit)
+        _require(ok, "activations.first_visit", self.first_visit, f"'full', {BITS} or {_ERROR}")
         _require_choice("activations.rounding", self.rounding, ("nearest", "stochastic"))
         _require_choice("activations.scale", self.scale, ("max", "rms"))
         n, k = self.group_size, self.backward_top_k
@@ -102,30 +148,43 @@ class Activations:
         _require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
         _require_choice("activations.backward_method", self.backward_method, ("direct", "delta"))
         first, delta = self.backward_first_visit, self.backward_method == "delta"
-        _require(_is_number(first, 1, 8), "activations.backward_first_visit", first, BITS)
+        _require(_is_bits(first), "activations.backward_first_visit", first, f"{BITS} or {_ERROR}")
         allowed = f"'direct'; 'delta' only with method 'aqsgd', whose store it needs, not {self.method!r}"
         _require(self.method == "aqsgd" or not delta, "activations.backward_method", self.backward_method, allowed)
         allowed = "null with backward_method 'delta', whose changes of kept values are no changes of others"
         _require(k is None or not delta, "activations.backward_top_k", k, allowed)
         _require_choice("activations.eval", self.eval, self.EVAL)
         _require(isinstance(self.rotation, bool), "activations.rotation", self.rotation, "true or false")
+        self._check_errors()
         something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
         allowed = "false; true with 'direct', or with 'aqsgd' and a quantized first_visit"
         _require(something or not self.rotation, "activations.rotation", True, allowed)
         allowed = "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)"
         _require(self.scale == "max" or self.rounding != "stochastic", "activations.scale", self.scale, allowed)
 
-    def bits(self, link: int) -> tuple[int, int]:
+    def _check_errors(self) -> None:
+        """Refuse what a constant error does not go together with."""
+        both = (self.forward_bits, self.backward_bits)
+        for key, got in zip(("forward_bits", "backward_bits"), both, strict=True):
+            if isinstance(got, ConstantError):
+                allowed = f"{BITS}, a list, or 'auto' for both: 'auto' does not know how many bits an error takes"
+                _require("auto" not in both, f"activations.{key}", str(got), allowed)
+        allowed = f"{BITS}, a list or 'auto' with backward_top_k, whose error is in what it leaves out"
+        ok = self.backward_top_k is None or not isinstance(self.backward_bits, ConstantError)
+        _require(ok, "activations.backward_bits", str(self.backward_bits), allowed)
+
+    def bits(self, link: int) -> tuple[int | ConstantError, int | ConstantError]:
         """Forward and backward, of one link. ConfigError while one of them is "auto", or a list that is too short."""
         return self._bits_of("forward_bits", link), self._bits_of("backward_bits", link)
 
-    def _bits_of(self, key: str, link: int) -> int:
+    def _bits_of(self, key: str, link: int) -> int | ConstantError:
         got = getattr(self, key)
         if got == "auto":
             raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
         if isinstance(got, tuple):
             _require(link < len(got), f"activations.{key}", list(got), f"a number for link {link} too")
-        return int(bits_of_link(got, link))
+        found = bits_of_link(got, link)
+        return found if isinstance(found, ConstantError) else int(found)
 
     def check_links(self, links: int) -> None:
         """ConfigError if a list of bits is not one for each of so many links."""
@@ -283,15 +342,15 @@ class Config:
         """List all that both ends of a link must agree on to hold the same cached activations."""
         a = self.activations
         gradients = {
-            "backward_bits": bits_of_link(a.backward_bits, link),
+            "backward_bits": _plain(bits_of_link(a.backward_bits, link)),
             "backward_method": a.backward_method,
-            "backward_first_visit": a.backward_first_visit,
+            "backward_first_visit": _plain(a.backward_first_visit),
         }
         return {
             **(gradients if a.backward_method == "delta" else {}),  # else a store holds none
             "method": a.method,
-            "forward_bits": bits_of_link(a.forward_bits, link),
-            "first_visit": a.first_visit,
+            "forward_bits": _plain(bits_of_link(a.forward_bits, link)),
+            "first_visit": _plain(a.first_visit),
             "rotation": a.rotation,
             "rounding": a.rounding,
             "scale": a.scale,
@@ -329,14 +388,19 @@ def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
     return found
 
 
-def bits_of_link(bits: Bits, link: int) -> int | str:
-    """Pick a link's bits: a number, or "auto"."""
+def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
+    """Pick a link's bits: a number, "auto", or what keeps an error."""
     return bits[link] if isinstance(bits, tuple) else bits
 
 
 def bits_text(bits: Bits) -> str:
-    """For people: "4", or "8/2/8" on links that differ."""
+    """For people: "4", "8/2/8" on links that differ, or "2 to 8 (error 0.07)"."""
     return "/".join(map(str, bits)) if isinstance(bits, tuple) else str(bits)
+
+
+def _plain(bits: Any) -> Any:
+    """As JSON has it."""
+    return dataclasses.asdict(bits) if isinstance(bits, ConstantError) else bits
 
 
 def _require_unset(section: str, key: str, given: Mapping[str, object], allowed: str) -> None:

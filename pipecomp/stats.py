@@ -20,17 +20,27 @@ class Direction:
         messages: Packets.
         bytes_raw: The values in the training dtype, padding not counted.
         bytes_sent: Complete packets, headers included.
+        values_quantized: Values sent as codes, those of top-k not counted.
+        code_bits: The bits of all their codes.
     """
 
     messages: int = 0
     bytes_raw: int = 0
     bytes_sent: int = 0
+    values_quantized: int = 0
+    code_bits: int = 0
 
-    def add(self, raw: int, sent: int) -> None:
-        """Count one packet of so many bytes."""
+    def add(self, raw: int, sent: int, quantized: tuple[int, int] = (0, 0)) -> None:
+        """Count one packet of so many bytes. quantized: its values that are, and the bits of their codes."""
         self.messages += 1
         self.bytes_raw += raw
         self.bytes_sent += sent
+        self.values_quantized += quantized[0]
+        self.code_bits += quantized[1]
+
+    def mean_bits(self) -> float | None:
+        """Return the bits of a quantized value, on average; None where there is none."""
+        return self.code_bits / self.values_quantized if self.values_quantized else None
 
 
 @dataclass(slots=True)
@@ -83,8 +93,10 @@ class LinkStats:
         self.full_samples += not delta
 
     def as_dict(self) -> dict:
-        """Return nested numbers for reports, with the mean error and the share of samples sent as deltas."""
+        """Return nested numbers for reports, with mean error and bits, and the share of samples sent as deltas."""
         out = asdict(self)
+        for direction in DIRECTIONS:
+            out[direction]["mean_bits"] = getattr(self, direction).mean_bits()
         count, total = out.pop("error_count"), out.pop("error_sum")
         out["relative_error"] = total / count if count else None
         samples = self.full_samples + self.delta_samples
@@ -150,6 +162,16 @@ class Seconds:
 def ring_bytes(size: int, n: int) -> int:
     """Return what a ring all-reduce of `size` bytes over n ranks puts on a rank's links."""
     return 2 * size * (n - 1) // n
+
+
+def code_bits(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Add up, by link, the bits of all codes and the values they are of: forward, then back. ranks: as `Traffic.of`."""
+    ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
+    found: dict[str, list[int]] = {}
+    for (_, name), link in sorted(ends.items()):
+        now = [link[way][key] for way in DIRECTIONS[:2] for key in ("code_bits", "values_quantized")]
+        found[name] = [a + b for a, b in zip(found.get(name, [0] * 4), now, strict=True)]
+    return found
 
 
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:

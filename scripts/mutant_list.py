@@ -21,6 +21,9 @@ class Mutant(NamedTuple):
 
 EXACT = ("tests/allreduce/test_exact.py",)
 LINK = ("tests/stages/test_link_exact.py",)
+CONSTANT_ERROR = (
+    "tests/stages/test_constant_error.py::test_changes_have_the_fewest_bits_that_keep_the_error_of_the_values",
+)
 STAGING = ("tests/stages/test_staging.py",)
 GRADIENT_STAGING = ("tests/allreduce/test_staging.py",)
 WIRE = ("tests/messages/test_wire.py",)
@@ -303,6 +306,30 @@ MUTANTS = (
         "u_RGn * float(1 << options.bits)",
         ("tests/kernels/test_quantize.py",),
         "a scale that is off by one bit: large values are clipped",
+    ),
+    Mutant(
+        "constant error: always the most bits",
+        "pipecomp/messages/codecs.py",
+        "return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)",
+        "return self.bits",
+        CONSTANT_ERROR,
+        "packets are as long as if no error had been set",
+    ),
+    Mutant(
+        "constant error: relative to the change",
+        "kernels/distortion.py",
+        "power_R = halved_sum(x_RH * x_RH)",
+        "power_R = halved_sum(v_RH * v_RH)",
+        ("tests/kernels/test_distortion.py::test_of_a_change_the_error_is_relative_to_the_value_itself",),
+        "small changes get as many bits as the values themselves",
+    ),
+    Mutant(
+        "constant error: any bits are taken",
+        "pipecomp/messages/codecs.py",
+        "if self.error is None else self.error.min <= bits <= self.error.max",
+        "if self.error is None else True",
+        ("tests/stages/test_constant_error.py::test_bits_out_of_range_are_refused",),
+        "a packet that was not made by this configuration is taken for one",
     ),
     Mutant(
         "a delta on any version",

@@ -37,7 +37,7 @@ class Reporting:
         order.
         """
         links = self._engine.links
-        waited, began = links.wait_seconds, time.perf_counter()
+        (bits, values), waited, began = links.coded(), links.wait_seconds, time.perf_counter()
         with self._seconds.part(part):
             yield
         waited, ended = links.wait_seconds - waited, time.perf_counter()
@@ -47,7 +47,9 @@ class Reporting:
         if part == "decode":
             self._seconds.decode -= waited
             self.trace.add("wait", began, began + waited, micro_batch)
-        self.trace.add(part, began + waited, ended, micro_batch)
+        coded = links.coded()
+        mean_bits = (coded[0] - bits) / (coded[1] - values) if coded[1] > values else None
+        self.trace.add(part, began + waited, ended, micro_batch, bits=mean_bits)
 
     @contextmanager
     def event(self, name: str) -> Iterator[None]:

@@ -51,7 +51,10 @@ COLORS = {
 
 @exchanged
 class Event(NamedTuple):
-    """What ran from `start` to `end` (seconds since 1970). micro_batch, bytes: where they mean something."""
+    """What ran from `start` to `end` (seconds since 1970). micro_batch, bytes: where they mean something.
+
+    bits: of a value that was quantized or decoded, on average.
+    """
 
     name: str
     start: float
@@ -59,6 +62,7 @@ class Event(NamedTuple):
     step: int
     micro_batch: int | None = None
     bytes: int | None = None
+    bits: float | None = None
 
 
 class Trace:
@@ -82,9 +86,17 @@ class Trace:
         if self.keep:
             self._kept += self._this
 
-    def add(self, name: str, start: float, end: float, micro_batch: int | None = None, size: int | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        micro_batch: int | None = None,
+        size: int | None = None,
+        bits: float | None = None,
+    ) -> None:
         """Record an event; times of `time.perf_counter`. May be called by any thread."""
-        self._this.append(Event(name, start + self._offset, end + self._offset, self.step, micro_batch, size))
+        self._this.append(Event(name, start + self._offset, end + self._offset, self.step, micro_batch, size, bits))
 
     def events(self) -> list[Event]:
         """All that was kept."""
@@ -136,7 +148,7 @@ def chrome_events(by_rank: dict[int, Iterable[Event]]) -> list[dict[str, Any]]:
         for number, track in enumerate(TRACKS):
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
         for e in events:
-            details = {"step": e.step, "micro_batch": e.micro_batch, "bytes": e.bytes}
+            details = {"step": e.step, "micro_batch": e.micro_batch, "bytes": e.bytes, "bits": e.bits}
             out.append(
                 {
                     "ph": "X",

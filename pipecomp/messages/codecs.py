@@ -6,12 +6,13 @@ alone, so a receiver can check a payload's length before it looks inside.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from pipecomp.config import ConstantError
 from pipecomp.errors import NonFiniteError, ShapeError, WireError
 from pipecomp.kernels import ops
 from pipecomp.messages.wire import DType, Method
@@ -111,14 +112,39 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Q_b (docs/algorithms.md, 1.2): scales (float32) of all groups, then the packed codes."""
+    """Q_b (docs/algorithms.md, 1.2): scales (float32) of all groups, then the packed codes.
+
+    error: keeps it with the fewest bits of each packet; `bits` are then the most. None: `bits` of every packet.
+    """
 
     bits: int
     rounding: str = "nearest"
     scale: str = "max"
     group_size: int | None = None
+    error: ConstantError | None = None
     method: Method = Method.QUANTIZED
     payload_dtype: DType = DType.FLOAT32
+
+    def may_have(self, bits: int) -> bool:
+        """Whether a packet may have so many."""
+        return bits == self.bits if self.error is None else self.error.min <= bits <= self.error.max
+
+    def of_packet(self, bits: int) -> Self:
+        """Make the codec of one packet, which has so many bits."""
+        return self if self.error is None else replace(self, bits=bits, error=None)
+
+    def fewest(self, visits: list[ops.Visit]) -> int:
+        """Choose the bits of a packet with these samples, each after `before`."""
+        e = self.error
+        return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)
+
+    def fitted(self, x_TH: Tensor) -> tuple[Quantized, Tensor]:
+        """Make the codec of a packet of x, and what it is to encode, which may be rotated already."""
+        if self.error is None:
+            return self, x_TH
+        y_TH = self.before(x_TH)
+        bits = self.fewest([ops.Visit(y_TH, None, self.options())])
+        return Quantized(bits, self.rounding, self.scale, self.group_size), y_TH
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipecomp.config import Activations
+from pipecomp.config import Activations, ConstantError
 from pipecomp.kernels import ops
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated
@@ -27,6 +27,31 @@ class VisitCodecs:
         self.change, self.first, self._flags = change, first, flags
         self.first_bits = 0 if first is None else first.bits
 
+    @property
+    def fixed(self) -> bool:
+        """Whether all packets have the same bits."""
+        return self.change.error is None and (self.first is None or self.first.error is None)
+
+    def fitted(self, changes: list[ops.Visit], firsts: list[ops.Visit]) -> VisitCodecs:
+        """Make the codecs of a packet with these samples; the fewest bits allowed of what it has none of."""
+        return self.of_packet(self.change.fewest(changes), 0 if self.first is None else self.first.fewest(firsts))
+
+    def may_have(self, bits: int, first_bits: int) -> bool:
+        """Whether a packet may have changes and first visits of so many bits."""
+        first = first_bits == 0 if self.first is None else self.first.may_have(first_bits)
+        return first and self.change.may_have(bits)
+
+    def of_packet(self, bits: int, first_bits: int) -> VisitCodecs:
+        """Make the codecs of one packet, which has so many bits."""
+        if self.fixed:
+            return self
+        first = None if self.first is None else self.first.of_packet(first_bits)
+        return VisitCodecs(self.change.of_packet(bits), first, flags=self._flags)
+
+    def before(self, x_nH: Tensor, delta: bool) -> Tensor:
+        """Make what is quantized of a sample's rows, or of the change of them; see Quantized."""
+        return x_nH if delta or self.first is None else self.first.before(x_nH)
+
     def head_bytes(self, tokens: int) -> int:
         """Bytes of a payload before its samples: a bit for each token."""
         return (tokens + 7) // 8 if self._flags else 0
@@ -39,13 +64,10 @@ class VisitCodecs:
         """Bytes of a sample's part of a packet."""
         return (self.change if delta else self.first_visit(dtype)).payload_bytes(n, hidden)
 
-    def visit(self, x_nH: Tensor, m_nH: Tensor, delta: bool, seed: int) -> ops.Visit:
-        """A sample of a packet: its change, which moves m, or a first visit, which sets it."""
-        if delta:
-            return ops.Visit(x_nH, m_nH, self.change.options(seed), True)
-        if self.first is None:
-            return ops.Visit(x_nH, m_nH, None)
-        return ops.Visit(self.first.before(x_nH), m_nH, self.first.options(seed))
+    def visit(self, x_nH: Tensor, m_nH: Tensor | None, delta: bool, seed: int = 0) -> ops.Visit:
+        """A sample of a packet, after `before`: its change, which moves m, or a first visit, which sets it."""
+        codec = self.change if delta else self.first
+        return ops.Visit(x_nH, m_nH, None if codec is None else codec.options(seed), delta)
 
     def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.Arriving:
         """The same at the other end. dtype: the stages' own."""
@@ -86,19 +108,23 @@ class LinkCodecs:
     def __init__(self, a: Activations, link: int) -> None:
         self._method, self._eval = a.method, "none" if a.eval == "full" else a.eval
         how = (a.rounding, a.scale, a.group_size)
-        forward_bits, backward_bits = a.bits(link)
+        forward, backward = (_bits_and_error(bits) for bits in a.bits(link))
         of_themselves = Rotated if a.rotation else Quantized
-        self.forward = (of_themselves if a.method == "direct" else Quantized)(forward_bits, *how)
-        first = None if a.first_visit == "full" else of_themselves(int(a.first_visit), *how)
+        self.forward = (of_themselves if a.method == "direct" else Quantized)(forward[0], *how, forward[1])
+        first = None
+        if not isinstance(a.first_visit, str):
+            bits, error = _bits_and_error(a.first_visit)
+            first = of_themselves(bits, *how, error)
         self.activations = VisitCodecs(self.forward, first)
         self.first_bits = self.activations.first_bits
-        backward = Quantized(backward_bits, *how)
-        self.backward: Codec = backward
+        of_gradients = Quantized(backward[0], *how, backward[1])
+        self.backward: Codec = of_gradients
         self.gradients: VisitCodecs | None = None
         if a.backward_method == "delta":
-            self.gradients = VisitCodecs(backward, Quantized(a.backward_first_visit, *how), flags=True)
+            bits, error = _bits_and_error(a.backward_first_visit)
+            self.gradients = VisitCodecs(of_gradients, Quantized(bits, *how, error), flags=True)
         if a.backward_top_k is not None:
-            self.backward = TopK(backward_bits, a.backward_top_k, *how)
+            self.backward = TopK(backward[0], a.backward_top_k, *how)
 
     def activation(self, dtype: torch.dtype) -> Codec:
         """Of a training packet forward; with "aqsgd" of a delta. dtype: the stages' own."""
@@ -111,6 +137,11 @@ class LinkCodecs:
     def evaluation(self, dtype: torch.dtype) -> Codec:
         """Of a packet in evaluation."""
         return _chosen(self._eval, self.forward, dtype)
+
+
+def _bits_and_error(bits: int | ConstantError) -> tuple[int, ConstantError | None]:
+    """The most bits, and what the fewest keep."""
+    return (bits.max, bits) if isinstance(bits, ConstantError) else (bits, None)
 
 
 def _chosen(method: str, quantized: Codec, dtype: torch.dtype) -> Codec:

@@ -40,11 +40,12 @@ def _transform(x_TH: Tensor) -> Tensor:
     start, out = 0, torch.empty_like(x_TH)
     T, lengths = x_TH.shape[0], tiles(x_TH.shape[1])
     for length in sorted(set(lengths), reverse=True):
-        width = length * lengths.count(length)
-        part = x_TH[:, start : start + width].reshape(T, -1, length)
+        count = lengths.count(length)
+        width = length * count
+        part = x_TH[:, start : start + width].reshape(T, count, length)
         step = 1
         while step < length:
-            pairs = part.reshape(T, -1, length // (2 * step), 2, step)
+            pairs = part.reshape(T, count, length // (2 * step), 2, step)
             a, b = pairs[..., 0, :], pairs[..., 1, :]
             part = torch.stack([a + b, a - b], dim=-2)
             step *= 2

@@ -97,6 +97,18 @@ class Header:
     group_size: int = 0  # 0: a whole row
     samples: tuple[Sample, ...] = field(default=())
 
+    def quantized(self) -> tuple[int, int]:
+        """Count the values that are quantized to as many bits as the header says, and all bits of their codes."""
+        if self.method is not Method.QUANTIZED:
+            return 0, 0
+        values = total = 0
+        for s in self.samples:
+            first = s.form is Form.FULL or (s.form is Form.NOT_KEPT and self.kind is not Kind.GRADIENT)
+            bits = self.first_bits if first else self.bits
+            values += s.count * self.hidden if bits else 0
+            total += s.count * self.hidden * bits
+        return values, total
+
     def describe(self) -> str:
         """Name the packet in an error."""
         return f"{self.kind.name.lower()} of micro-batch {self.micro_batch}, step {self.step}, link {self.link}"

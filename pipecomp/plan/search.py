@@ -84,7 +84,7 @@ def _one_for_all(bits: list[int]) -> Bits:
     return bits[0] if len(set(bits)) == 1 else tuple(bits)
 
 
-def _pairs(forward: int | str, backward: int | str) -> list[tuple[int, int]]:
+def _pairs(forward: object, backward: object) -> list[tuple[int, int]]:
     """List what a link can have, the gentlest first."""
     if isinstance(forward, int) and isinstance(backward, int):
         return [(forward, backward)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.config import Activations, Bits, Config, bits_text
+from pipecomp.config import Activations, Bits, Config, ConstantError, bits_text
 from pipecomp.errors import PipecompError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network
@@ -98,6 +98,9 @@ def _bits(run: Run, now: Simulated) -> Iterator[_Tried]:
     if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
         why = "the fewest that training was measured with; the loss may end higher"
         yield _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why, _FASTER
+    if isinstance(f, ConstantError) or isinstance(b, ConstantError):
+        yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE
+        return
     pair = _chosen(packets, config)
     if pair != (f, b) and _sum(pair) > _sum((f, b)):
         yield _in_words(pair), packets.seconds(with_bits(config, *pair)), "the most bits that cost no time", _FREE
@@ -226,4 +229,5 @@ def _in_words(pair: tuple[Bits, Bits]) -> str:
 
 def _sum(pair: tuple[Bits, Bits]) -> float:
     """How gentle they are: their mean over the links, both ways."""
-    return sum(bits if isinstance(bits, int) else mean(map(int, bits)) for bits in pair)
+    numbers = [bits for bits in pair if not isinstance(bits, ConstantError)]
+    return sum(bits if isinstance(bits, int) else mean(map(int, bits)) for bits in numbers)

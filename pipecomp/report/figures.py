@@ -188,6 +188,37 @@ def hit_rates(all_told: Sequence[Told]) -> Chart | None:
     )
 
 
+def bits(all_told: Sequence[Told]) -> Chart | None:
+    """How many bits the links' values had, over the run; None where they never changed."""
+    traces, changed = [], False
+    for i, one in enumerate(all_told):
+        steps, means = measures.bits(one.run)
+        for way, mean, dash in zip(("forward", "back"), means, ("solid", "dot"), strict=True):
+            told = [(step, bits) for step, bits in zip(steps, mean, strict=True) if bits is not None]
+            changed |= len({round(bits, 2) for _, bits in told}) > 1
+            if told:
+                name, color = f"{label(one.run.name)}, {way}", COLORS[i % len(COLORS)]
+                tip = f"{name}<br>%{{y:.2f}} bits up to step %{{x}}<extra></extra>"
+                trace = _line([step for step, _ in told], [bits for _, bits in told], name, color, tip)
+                trace["line"]["dash"] = dash
+                traces.append(trace)
+    if not changed:
+        return None
+    return Chart(
+        key="bits",
+        title="Bits over time",
+        note="Of a quantized value on the links, on average; dotted: gradients.",
+        figure={
+            "data": traces,
+            "layout": {
+                "xaxis": {"title": {"text": "optimizer step"}},
+                "yaxis": {"title": {"text": "bits"}, "rangemode": "tozero"},
+            },
+        },
+        height=300,
+    )
+
+
 def predicted(all_told: Sequence[Told]) -> Chart | None:
     """Seconds of a step: measured, simulated over links whose rate is known, and of a plan."""
     columns: dict[str, list[tuple[str, float]]] = {"measured": [], "simulated": [], "planned": []}

@@ -125,6 +125,25 @@ def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:
     return steps, rates
 
 
+def bits(run: Run, parts: int = 60) -> tuple[list[int], list[list[float | None]]]:
+    """Bits of a quantized value over the run, over all links: steps; forward and back the means since the one before.
+
+    None where nothing was quantized.
+    """
+    told = [line for line in run.steps if isinstance(line.get("bits"), dict) and line["bits"]]
+    steps: list[int] = []
+    means: list[list[float | None]] = [[], []]
+    before = [0, 0, 0, 0]
+    for line in told[:: max(1, len(told) // parts)]:
+        now = [sum(int(counts[i]) for counts in line["bits"].values()) for i in range(4)]
+        steps.append(line["step"])
+        for way, told_means in enumerate(means):
+            spent, values = (now[2 * way + i] - before[2 * way + i] for i in (0, 1))
+            told_means.append(spent / values if values > 0 else None)
+        before = now
+    return steps, means
+
+
 # -- ranks
 
 

@@ -58,6 +58,7 @@ def _charts(all_told: Sequence[words.Told]) -> list[Chart]:
         *(timeline(one.run, f"time-{i}") for i, one in enumerate(all_told[:_MOST_TIMELINES])),
         figures.predicted(all_told),
         figures.hit_rates(all_told),
+        figures.bits(all_told),
     ]
     made = [chart for chart in found if chart is not None]
     if len(all_told) > 1:

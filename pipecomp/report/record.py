@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from pipecomp.errors import ConfigError
 from pipecomp.files import write_whole
 from pipecomp.json_tree import finite
-from pipecomp.stats import Traffic
+from pipecomp.stats import Traffic, code_bits
 
 FORMAT = 1
 RUN, METRICS, RANKS, TRACE, PLAN, PAGE = (
@@ -138,11 +138,11 @@ class Recorder:
         return time.perf_counter() - self._began + float(self._last.get("seconds", 0.0))
 
     def _counters(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Bytes, waits and store hits since the start of the run, by link."""
+        """Bytes, waits, store hits and bits of codes since the start of the run, by link."""
         before = Traffic(self._last.get("links", {}), self._last.get("groups", {}))
         traffic = before.plus(Traffic.of(stats))
         counters: dict[str, Any] = {"links": traffic.links, "groups": traffic.groups}
-        for name, now in (("waits", waits(stats)), ("hits", hits(stats))):
+        for name, now in (("waits", waits(stats)), ("hits", hits(stats)), ("bits", code_bits(stats))):
             then = self._last.get(name, {})
             counters[name] = {link: _plus(value, then.get(link)) for link, value in now.items()}
         return counters

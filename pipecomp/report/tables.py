@@ -162,5 +162,13 @@ def _activations(facts: dict[str, Any]) -> str:
         return "–"
     if a["method"] not in ("direct", "aqsgd"):
         return str(a["method"])
-    words_ = f"{a['method']}, {a.get('forward_bits')} bits forward, {a.get('backward_bits')} back"
-    return words_ + (f", first visit {a.get('first_visit')}" if a["method"] == "aqsgd" else "")
+    forward, back, first = (_bits(a.get(key)) for key in ("forward_bits", "backward_bits", "first_visit"))
+    words_ = f"{a['method']}, {forward} bits forward, {back} back"
+    return words_ + (f", first visit {first}" if a["method"] == "aqsgd" else "")
+
+
+def _bits(value: Any) -> str:
+    """Of a packet: a number, or the range within which they keep an error."""
+    if isinstance(value, dict):
+        return f"{value.get('min')} to {value.get('max')} (error {value.get('error')})"
+    return str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.stats import Traffic
+from pipecomp.stats import Traffic, code_bits
 
 _TRAINING = ("forward", "backward")
 
@@ -36,7 +36,7 @@ class TrafficMeter:
     """Differences between what the engine's counters say from one log to the next."""
 
     def __init__(self) -> None:
-        self._before = dict.fromkeys(("raw", "sent", "group_raw", "group_sent", "wait", "full", "delta"), 0.0)
+        self._before: dict[str, float] = {}
 
     def since_last(self, ranks: list[dict[str, Any]]) -> dict[str, float]:
         """Return log values of what happened since the last call.
@@ -48,16 +48,20 @@ class TrafficMeter:
             Values by name; one that has nothing to tell is left out.
             link_compression: bytes of activations and their gradients in the training dtype, by the bytes sent.
             link_wait_seconds: how long a rank waited for packets, the mean over ranks.
+            forward_bits, backward_bits: bits of a quantized value, on average, each way.
             store_hit_rate: the share of samples that crossed a link as a change of a cached activation.
             grad_compression: the same as link_compression, for gradients between replicas and of tied weights.
         """
         now = _totals(ranks)
-        change = {key: value - self._before[key] for key, value in now.items()}
+        change = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
         self._before = now
         out: dict[str, float] = {}
         if change["sent"]:
             out["link_compression"] = change["raw"] / change["sent"]
             out["link_wait_seconds"] = change["wait"] / len(ranks)
+        for way in _TRAINING:
+            if change[f"{way}_values"]:
+                out[f"{way}_bits"] = change[f"{way}_code_bits"] / change[f"{way}_values"]
         if change["full"] or change["delta"]:
             out["store_hit_rate"] = change["delta"] / (change["full"] + change["delta"])
         if change["group_sent"] != change["group_raw"]:
@@ -67,12 +71,14 @@ class TrafficMeter:
 
 def _totals(ranks: list[dict[str, Any]]) -> dict[str, float]:
     traffic = Traffic.of(ranks)
+    codes = [sum(counts) for counts in zip(*code_bits(ranks).values(), strict=True)] or [0] * 4
     ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
     return {
         "raw": float(sum(link[f"{d}_bytes_raw"] for link in traffic.links.values() for d in _TRAINING)),
         "sent": float(sum(link[f"{d}_bytes_sent"] for link in traffic.links.values() for d in _TRAINING)),
         "group_raw": float(sum(group["bytes_raw"] for group in traffic.groups.values())),
         "group_sent": float(sum(group["bytes_sent"] for group in traffic.groups.values())),
+        **dict(zip((f"{way}_{what}" for way in _TRAINING for what in ("code_bits", "values")), codes, strict=True)),
         "wait": sum(link["wait_seconds"] for rank in ranks for link in rank["links"].values()),
         "full": float(sum(link["full_samples"] for link in ends.values())),
         "delta": float(sum(link["delta_samples"] for link in ends.values())),

@@ -32,7 +32,7 @@ from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
-from pipecomp.messages.codecs import Cast, Codec, wire_dtype
+from pipecomp.messages.codecs import Codec, Quantized, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, seal
 from pipecomp.stages.link.arrivals import Arrivals
@@ -64,8 +64,16 @@ class Packet:
     what: is encoded, for the error.
     """
 
-    def __init__(self, buffer: np.ndarray, verdicts: list[Verdict], payload: Copy, staging: Staging, what: str) -> None:
-        self.buffer, self._payload, self._what = buffer, payload, what
+    def __init__(
+        self,
+        header: Header,
+        buffer: np.ndarray,
+        verdicts: list[Verdict],
+        payload: Copy,
+        staging: Staging,
+        what: str,
+    ) -> None:
+        self.header, self.buffer, self._payload, self._what = header, buffer, payload, what
         self._verdicts = [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts]
 
     @property
@@ -150,19 +158,17 @@ class Endpoint:
         samples: list[Sample],
         layout: Layout,
         at: Position,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
+        first_bits: int = 0,
     ) -> Header:
-        """Describe a packet of x. dtype: the stages' own, where it is not that of x."""
-        first_bits = self._codecs.first_bits if kind is Kind.ACTIVATION else 0
-        if kind is Kind.GRADIENT and codec.method is not Cast.method and self._codecs.gradients is not None:
-            first_bits = self._codecs.gradients.first_bits
+        """Describe a packet of x. dtype: the stages' own. first_bits: of its first visits, if any."""
         return Header(
             kind=kind,
             method=codec.method,
             link=self.index,
             step=at.step,
             micro_batch=at.micro_batch,
-            dtype=wire_dtype(dtype or x.dtype),
+            dtype=wire_dtype(dtype),
             payload_dtype=codec.payload_dtype,
             bits=codec.bits,
             first_bits=first_bits,
@@ -181,7 +187,7 @@ class Endpoint:
         whole = torch.from_numpy(buffer) if checksum and payload is target else None
         verdicts = encode(payload, whole)
         what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
-        packet = Packet(buffer, verdicts, self.staging.to_host(payload, target), self.staging, what)
+        packet = Packet(header, buffer, verdicts, self.staging.to_host(payload, target), self.staging, what)
         if self.staging.immediate:
             packet.finish()
         return packet
@@ -199,7 +205,11 @@ class Endpoint:
         settled: bool = False,
     ) -> Packet:
         """Encode all rows by one codec. settled: NonFiniteError comes from here, not from the thread that sends."""
-        header = self.header(kind, codec, x_TH, samples, layout, at)
+        dtype = x_TH.dtype
+        if isinstance(codec, Quantized):
+            codec, x_TH = codec.fitted(x_TH)
+        first_bits = self._codecs.first_bits if kind is Kind.ACTIVATION else 0
+        header = self.header(kind, codec, x_TH, samples, layout, at, dtype, first_bits)
         size = codec.payload_bytes(*x_TH.shape)
         packet = self.pack(header, size, lambda payload, _: codec.encode(x_TH, payload, seed), at)
         if settled:
@@ -246,14 +256,20 @@ class Endpoint:
             )
         return header, self.arrivals.payload(packet, payload), packet.size
 
-    def _check_codec(self, header: Header, codec: Codec) -> None:
+    def _codec_of(self, header: Header, codec: Codec) -> Codec:
+        """Find a packet's codec: `codec`, with the header's bits where they follow an error. LinkError if not that."""
+        taken: Codec = codec
+        if isinstance(codec, Quantized) and codec.may_have(header.bits):
+            taken = codec.of_packet(header.bits)
         got = (header.method, header.bits, header.payload_dtype)
-        if got != (codec.method, codec.bits, codec.payload_dtype):
+        if got != (taken.method, taken.bits, taken.payload_dtype):
+            allowed = getattr(codec, "error", None) or codec.bits
             raise LinkError(
                 f"link {self.index}: rank {self.transport.peer} sent {got[0].name.lower()} values of {got[1]} bits "
-                f"({got[2].name.lower()}), this rank expects {codec.method.name.lower()} of {codec.bits} "
+                f"({got[2].name.lower()}), this rank expects {codec.method.name.lower()} of {allowed} "
                 f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
             )
+        return taken
 
     def where(self, at: Position, what: str) -> str:
         """Name the link and the place in training, for errors."""

@@ -40,6 +40,11 @@ class Links:
         """How long this rank has waited for packets."""
         return sum(end.stats.wait_seconds for end in self)
 
+    def coded(self) -> tuple[int, int]:
+        """Bits of all codes that crossed this rank's links in training, and the values they are of."""
+        ways = [way for end in self for way in (end.stats.forward, end.stats.backward)]
+        return sum(way.code_bits for way in ways), sum(way.values_quantized for way in ways)
+
     def prefetch_arrived(self, packet: np.ndarray) -> None:
         """Load what is cached of a micro-batch that has arrived before its turn; called on a receiving thread."""
         header = peek(packet)

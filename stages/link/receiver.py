@@ -36,13 +36,13 @@ class LinkReceiver(Endpoint):
         layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
         if training and self.store is not None:
-            self._check_codec(header, self._codecs.forward)
+            self._codec_of(header, self._codecs.forward)
             x_TH = self._decode_visits(header, payload, layout, at).to(dtype)
         else:
             codec = self._codecs.activation(dtype) if training else self._codecs.evaluation(dtype)
-            self._check_codec(header, codec)
-            x_TH = codec.decode(payload, layout.total, header.hidden).to(dtype)
-        (self.stats.forward if training else self.stats.evaluation).add(x_TH.numel() * x_TH.element_size(), size)
+            x_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden).to(dtype)
+        counters = self.stats.forward if training else self.stats.evaluation
+        counters.add(x_TH.numel() * x_TH.element_size(), size, header.quantized())
         return scatter(x_TH, layout), layout
 
     def _decode_visits(self, header: Header, payload: Tensor, layout: Layout, at: Position) -> Tensor:
@@ -78,7 +78,7 @@ class LinkReceiver(Endpoint):
                 raise
             # Plain values, so that loss scaling sees the overflow and skips the step.
             packet = self._encode(Kind.GRADIENT, Cast(g_TH.dtype), g_TH, samples, layout, at, seed)
-        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(packet))
+        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(packet), packet.header.quantized())
 
     def _encode_change(self, gradients: Visits, g_TH: Tensor, layout: Layout, at: Position, unit: float) -> Packet:
         """Encode the change since the last visit; NonFiniteError leaves everything as it was."""

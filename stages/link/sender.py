@@ -39,7 +39,7 @@ class LinkSender(Endpoint):
             kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
             packet = self._encode(kind, codec, x_TH, plain_samples(layout), layout, at, self.draw(FORWARD, at))
         counters = self.stats.forward if training else self.stats.evaluation
-        counters.add(x_TH.numel() * x_TH.element_size(), self._send(packet))
+        counters.add(x_TH.numel() * x_TH.element_size(), self._send(packet), packet.header.quantized())
 
     def _encode_visits(self, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
         changes = self._activations.changes(layout)
@@ -85,20 +85,19 @@ class LinkSender(Endpoint):
         plain = self._pass_nonfinite and header.method is Cast.method
         if self._gradients is not None and not plain:
             g_TH = self._decode_change(self._gradients, header, payload, layout, at, unit).to(dtype)
-            self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size)
+            self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size, header.quantized())
             return scatter(g_TH, layout)
         codec = self._codecs.gradient(dtype)
         if plain:
             codec = Cast(dtype)
-        self._check_codec(header, codec)
-        g_TH = codec.decode(payload, layout.total, header.hidden).to(dtype)
-        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size)
+        g_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden).to(dtype)
+        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size, header.quantized())
         return scatter(g_TH, layout)
 
     def _decode_change(
         self, gradients: Visits, header: Header, payload: Tensor, layout: Layout, at: Position, unit: float
     ) -> Tensor:
-        self._check_codec(header, self._codecs.backward)
+        self._codec_of(header, self._codecs.backward)
         changes = gradients.changes(layout)
         u_TH = gradients.decode(header, payload, changes, at, torch_dtype(header.dtype))
         gradients.keep(changes)

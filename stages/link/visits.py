@@ -7,6 +7,10 @@ Of gradients, a packet begins with a bit for each token: 1 where its change is s
 larger scale than the gradient itself, which is then sent as it is (its m is taken as zero). So a change is never
 quantized more coarsely than "direct" would quantize.
 
+Where bits follow an error, those of a packet's changes and those of its first visits are the fewest that keep it, over
+all its samples. A sample that comes again within a packet counts with the change from before the packet, which is
+hardly smaller than the one it is sent as.
+
 Shapes: H hidden size, T real tokens of a micro-batch, n of one sample.
 """
 
@@ -88,10 +92,11 @@ class Visits:
         """
         direction = FORWARD if self._kind is Kind.ACTIVATION else BACKWARD
         rows = layout.rows()
-        x = [x_TH[cut] for cut in rows]
-        head, ends = self._places(samples, x_TH.shape[1], dtype)
+        x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
+        codecs, smaller = self._fitted(x, samples, changes)
+        head, ends = _places(codecs, samples, x_TH.shape[1], dtype)
         change_T = torch.zeros(x_TH.shape[0], dtype=torch.uint8, device=x_TH.device)
-        header = self._end.header(self._kind, self._codecs.change, x_TH, samples, layout, at, dtype)
+        header = self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
         seen: list[Tensor] = []
 
         def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
@@ -100,13 +105,13 @@ class Visits:
             def code(run: range, m: list[Tensor]) -> None:
                 for i, m_nH in zip(run, m, strict=True):
                     if head and samples[i].form is Form.DELTA:
-                        smaller_n = self._codecs.smaller(x[i] - m_nH, x[i])
+                        smaller_n = smaller[i] if i in smaller else codecs.smaller(x[i] - m_nH, x[i])
                         change_T[rows[i]] = smaller_n.to(torch.uint8)
                         m_nH.masked_fill_(~smaller_n[:, None], 0.0)
                 if head and run.stop == len(samples):
                     payload[:head] = ops.pack_bits(change_T[None], 1)[0]
                 visits = [
-                    self._codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(direction, at, i))
+                    codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(direction, at, i))
                     for i, m_nH in zip(run, m, strict=True)
                 ]
                 packet = whole if run.stop == len(samples) else None
@@ -120,13 +125,15 @@ class Visits:
     def decode(self, header: Header, payload: Tensor, changes: Changes, at: Position, dtype: torch.dtype) -> Tensor:
         """Decode a micro-batch, float32 [T, H]; `keep` has to follow. dtype: the stages' own."""
         samples, hidden = header.samples, header.hidden
-        if header.first_bits != self._codecs.first_bits:
+        if not self._codecs.may_have(header.bits, header.first_bits):
             got = header.first_bits or "full"
-            raise LinkError(self._end.where(at, f"first visits at {got} bits: the ranks' configurations differ"))
+            what = f"changes at {header.bits} bits, first visits at {got} bits: the ranks' configurations differ"
+            raise LinkError(self._end.where(at, what))
+        codecs = self._codecs.of_packet(header.bits, header.first_bits)
         for s in samples:
             if s.form is Form.PLAIN:
                 raise LinkError(self._end.where(at, f"sample {s.id} came without a version"))
-        head, ends = self._places(samples, hidden, dtype)
+        head, ends = _places(codecs, samples, hidden, dtype)
         if ends[-1] != payload.numel():
             what = f"payload of {payload.numel()} bytes where its samples need {ends[-1]}"
             raise WireError(self._end.where(at, what))
@@ -138,8 +145,7 @@ class Visits:
                 if direct_T is not None and samples[i].form is Form.DELTA:
                     m_nH.masked_fill_(direct_T[slice(*rows[i]), None], 0.0)
             arriving = [
-                self._codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype)
-                for i, m_nH in zip(run, m, strict=True)
+                codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype) for i, m_nH in zip(run, m, strict=True)
             ]
             ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
 
@@ -154,11 +160,28 @@ class Visits:
         if self._end.compares:
             self._end.changed.update(put)
 
-    def _places(self, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:
-        """Where the samples' parts begin, and the end; before them the bits of all tokens, as many bytes as said."""
-        head = self._codecs.head_bytes(sum(s.count for s in samples))
-        sizes = (self._codecs.visit_bytes(s.count, hidden, s.form is Form.DELTA, dtype) for s in samples)
-        return head, list(itertools.accumulate(sizes, initial=head))
+    def _fitted(
+        self, x: list[Tensor], samples: Sequence[Sample], changes: Changes
+    ) -> tuple[VisitCodecs, dict[int, Tensor]]:
+        """Make the codecs of a packet; and which rows of a sample lose less as changes, where that was found for it."""
+        smaller: dict[int, Tensor] = {}
+        visits: dict[bool, list[ops.Visit]] = {True: [], False: []}
+        for i, (x_nH, s) in enumerate(zip(x, samples, strict=True)):
+            if self._codecs.fixed:
+                break
+            delta = s.form is Form.DELTA
+            cached = changes.held(s.id) if delta else None
+            if cached is None or tuple(cached.m_nH.shape) != self._shape(*x_nH.shape):
+                visits[delta].append(self._codecs.visit(x_nH, None, delta)._replace(delta=False))
+                continue
+            m_nH = cached.m_nH if self._end.canvas is None else self._end.canvas.take(cached.m_nH, s.start)
+            if self._codecs.head_bytes(s.count):
+                smaller_n = self._codecs.smaller(x_nH - m_nH, x_nH)
+                m_nH = m_nH.masked_fill(~smaller_n[:, None], 0.0)
+                if s.base == cached.version:  # else it comes again, and m will have moved
+                    smaller[i] = smaller_n
+            visits[True].append(self._codecs.visit(x_nH, m_nH, True))
+        return self._codecs.fitted(visits[True], visits[False]), smaller
 
     def _visit(
         self,
@@ -225,3 +248,10 @@ class Visits:
         if canvas is None:
             return count, hidden
         return canvas.canvas_lines, hidden // canvas.columns * canvas.canvas_columns
+
+
+def _places(codecs: VisitCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:
+    """Where the samples' parts begin, and the end; before them the bits of all tokens, as many bytes as said."""
+    head = codecs.head_bytes(sum(s.count for s in samples))
+    sizes = (codecs.visit_bytes(s.count, hidden, s.form is Form.DELTA, dtype) for s in samples)
+    return head, list(itertools.accumulate(sizes, initial=head))

@@ -16,6 +16,7 @@ from tests.limits import HANG_S
 pytestmark = pytest.mark.ranks
 
 STEPS = 10
+ERROR = [{"error": 0.02}, {"error": 0.1}]
 UNCLIPPED = {"gradient_clipping": 1e9}  # stock DeepSpeed counts only the first stage's norm
 
 
@@ -89,17 +90,29 @@ def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(scale < 2.0**-100, torch.zeros(()), scale * ((code + 0.5) / 2 ** (bits - 1) - 1))
 
 
-def gradient_change(g: torch.Tensor, m: torch.Tensor | None, bits: int, unit: float) -> torch.Tensor:
-    """What is held of a sample's gradient [S, H] after a visit, docs/algorithms.md 1.7."""
-    u = g * unit
-    if m is None:
-        return quantize(u, 8)
-    base = torch.where((u - m).abs().amax(-1, keepdim=True) < u.abs().amax(-1, keepdim=True), m, torch.zeros(()))
-    return base + quantize(u - base, bits)
+def gradient_base(u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """What a gradient [S, H] is sent as a change of, docs/algorithms.md 1.7: nothing, where that is no smaller."""
+    return torch.where((u - m).abs().amax(-1, keepdim=True) < u.abs().amax(-1, keepdim=True), m, torch.zeros(()))
+
+
+def packet_bits(how: Any, visits: list[tuple[torch.Tensor, torch.Tensor | None]]) -> int:
+    """Bits of a packet's changes: a number, or the fewest that keep an error, docs/algorithms.md 1.2.
+
+    visits: x of each sample, and what it is a change of.
+    """
+    if isinstance(how, int):
+        return how
+    known = [(x, base) for x, base in visits if base is not None]
+    norm = sum(float(x.double().square().sum()) for x, _ in known)
+    for bits in range(2, 8):
+        left = sum(float((x - base - quantize(x - base, bits)).double().square().sum()) for x, base in known)
+        if left <= how["error"] ** 2 * norm:
+            return bits
+    return 8
 
 
 def algorithm_1(
-    forward_bits: list[int], backward_bits: list[int], steps: int, micro_batches: int = 3, *, changes: bool = False
+    forward_bits: list[Any], backward_bits: list[Any], steps: int, micro_batches: int = 3, *, changes: bool = False
 ):
     """AQ-SGD in one process: plain torch, one message per sample and link. Returns losses and messages.
 
@@ -128,9 +141,10 @@ def algorithm_1(
                 if k == stages - 1:
                     break
                 a = outputs[k]["hidden_states"].detach()
+                bits = packet_bits(forward_bits[k], [(a[i], held[k].get(sample)) for i, sample in enumerate(ids)])
                 for i, sample in enumerate(ids):
                     m = held[k].get(sample)
-                    held[k][sample] = a[i].clone() if m is None else m + quantize(a[i] - m, forward_bits[k])
+                    held[k][sample] = a[i].clone() if m is None else m + quantize(a[i] - m, bits)
                 received = torch.stack([held[k][sample] for sample in ids]).requires_grad_()
                 inputs.append({"hidden_states": received, "attention_mask": None})
             loss = loss_fn(outputs[-1], x)
@@ -140,9 +154,13 @@ def algorithm_1(
                 g = inputs[k + 1]["hidden_states"].grad
                 if changes:
                     unit = 4096.0 * len(ids) * micro_batches
-                    for i, sample in enumerate(ids):
-                        m = held[k].get(sample | GRADIENT)
-                        held[k][sample | GRADIENT] = gradient_change(g[i], m, backward_bits[k], unit)
+                    before = [held[k].get(sample | GRADIENT) for sample in ids]
+                    u = g * unit
+                    bases = [None if m is None else gradient_base(u[i], m) for i, m in enumerate(before)]
+                    bits = packet_bits(backward_bits[k], list(zip(u, bases, strict=True)))
+                    for i, (sample, base) in enumerate(zip(ids, bases, strict=True)):
+                        moved = quantize(u[i], 8) if base is None else base + quantize(u[i] - base, bits)
+                        held[k][sample | GRADIENT] = moved
                     g = torch.stack([held[k][sample | GRADIENT] for sample in ids]) / unit
                 else:
                     g = quantize(g, backward_bits[k])
@@ -197,6 +215,7 @@ def eval_data():
         ({"forward_bits": [2, 5], "backward_bits": 6}, [2, 5], [6, 6]),
         ({"forward_bits": 3, "backward_bits": 2, "backward_method": "delta"}, [3], [2]),
         ({"forward_bits": 2, "backward_bits": [2, 3], "backward_method": "delta"}, [2, 2], [2, 3]),
+        ({"forward_bits": ERROR[0], "backward_bits": ERROR[1], "backward_method": "delta"}, ERROR[:1], ERROR[1:]),
     ],
 )
 def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp_path):
@@ -214,6 +233,8 @@ def test_aqsgd_is_algorithm_1_bit_for_bit(bits, forward_bits, backward_bits, tmp
             for link, by_sample in kept.items():
                 assert {i: d for i, (_, d) in by_sample.items()} == held[int(link)], f"rank {rank}, link {link}"
             for link in stats["links"].values():
+                if forward_bits == ERROR[:1]:
+                    assert not link["backward"]["mean_bits"].is_integer(), "the test's packets have different bits"
                 assert link["full_samples"] == 24
                 assert link["delta_samples"] == STEPS * 6 - 24
                 assert link["full_gradients"] == 24 * changes

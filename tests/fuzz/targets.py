@@ -31,7 +31,15 @@ from tests.fuzz.mesh_targets import MESH_TARGETS
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows
-ENDS = ("none", "direct", "aqsgd", "top k")
+SETTINGS = {
+    "top k": {"method": "aqsgd", "first_visit": 8, "backward_top_k": 0.3},
+    "constant error": {
+        "method": "aqsgd",
+        "backward_method": "delta",
+        **{key: {"error": 0.1} for key in ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")},
+    },
+}
+ENDS = ("none", "direct", "aqsgd", *SETTINGS)
 
 
 def fuzz_wire(data: bytes) -> None:
@@ -85,8 +93,7 @@ def _decode(message: np.ndarray) -> wire.Header | None:
 
 def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
     """Give a decoded message to the end of a link that would expect its place."""
-    section = {"method": "aqsgd", "first_visit": 8, "backward_top_k": 0.3} if name == "top k" else {"method": name}
-    config = Config.from_dict({"activations": section})
+    config = Config.from_dict({"activations": SETTINGS.get(name, {"method": name})})
     there, here = loopback_pair(timeout_s=0.01)
     at = Position(header.step, header.micro_batch)
     store = MemoryStore() if config.activations.method == "aqsgd" else None

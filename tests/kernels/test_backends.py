@@ -19,7 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dithering, feedback, native, native_library, ragged, reference, sketch, topk
+from pipecomp.kernels import (
+    bitpack,
+    distortion,
+    dithering,
+    feedback,
+    native,
+    native_library,
+    ragged,
+    reference,
+    sketch,
+    topk,
+)
 from pipecomp.kernels.layout import Options
 from tests.limits import HANG_S
 
@@ -177,6 +188,24 @@ def test_samples_of_different_lengths(backend, case, bad):
         ]
         decode(packet[shift : shift + size], arriving)
         assert all(w.m is None or same(a.m, w.m) for a, w in zip(arriving, wanted, strict=True))
+
+
+@anywhere
+@given(
+    case=ragged_cases(),
+    bits=st.lists(st.integers(1, 8), max_size=3),
+    bad=st.sampled_from([None, math.nan, 2.0**101]),
+)
+def test_distortion(backend, case, bits, bad):
+    visits = [v if v.m is not None else v._replace(delta=False) for v in case[0] if v.options is not None]
+    if bad is not None and visits and visits[-1].x.numel():
+        x = visits[-1].x.clone()
+        x[0, -1] = bad
+        visits[-1] = visits[-1]._replace(x=x)
+    if visits:
+        want, got = distortion.distortion(visits, bits), backend.distortion(visits, bits)
+        assert torch.equal(got.isnan(), want.isnan())  # of which there is more than one
+        assert same(got.nan_to_num(1.0), want.nan_to_num(1.0))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

@@ -42,7 +42,13 @@ def counters(step: Step, steps: int, wait_s: float) -> list[dict[str, Any]]:
     def link(k: int) -> dict[str, Any]:
         ways = {"forward": step.forward_bytes[k], "backward": step.backward_bytes[k], "evaluation": 0}
         return {
-            **{w: {"messages": count, "bytes_raw": raw * count, "bytes_sent": int(n) * count} for w, n in ways.items()},
+            **{
+                w: {
+                    "messages": count, "bytes_raw": raw * count, "bytes_sent": int(n) * count,
+                    "values_quantized": raw * count // 4, "code_bits": raw * count,
+                }
+                for w, n in ways.items()
+            },
             "full_samples": 0, "delta_samples": count * SAMPLES, "wait_seconds": wait_s * steps,
         }  # fmt: skip
 

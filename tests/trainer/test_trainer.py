@@ -545,7 +545,8 @@ def test_other_bytes_are_refused() -> None:
 
 def stats(raw: int, sent: int, *, wait: float, full: int = 0, delta: int = 0, groups: dict | None = None) -> list[dict]:
     def way(share: int) -> dict[str, int]:
-        return {"bytes_raw": raw // share, "bytes_sent": sent // share}
+        counted = {"bytes_raw": raw // share, "bytes_sent": sent // share}
+        return {**counted, "values_quantized": raw // share // 4, "code_bits": raw // share // 4 * 3}
 
     link = {
         "forward": way(2),
@@ -561,7 +562,8 @@ def stats(raw: int, sent: int, *, wait: float, full: int = 0, delta: int = 0, gr
 def test_logs_tell_what_changed_since_the_last() -> None:
     meter = TrafficMeter()
     first = meter.since_last(stats(800, 400, wait=1.0, full=4))
-    assert first == {"link_compression": 2.0, "link_wait_seconds": 1.0, "store_hit_rate": 0.0}
+    bits = {"forward_bits": 3.0, "backward_bits": 3.0}
+    assert first == {"link_compression": 2.0, "link_wait_seconds": 1.0, "store_hit_rate": 0.0, **bits}
     gradients = {"data parallel": {"bytes_raw": 90, "bytes_sent": 30}}
     second = meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients))
     assert second == {
@@ -569,6 +571,7 @@ def test_logs_tell_what_changed_since_the_last() -> None:
         "link_wait_seconds": 0.5,
         "store_hit_rate": 0.75,
         "grad_compression": 3.0,
+        **bits,
     }
     assert meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients)) == {}
 

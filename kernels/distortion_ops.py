@@ -1,0 +1,99 @@
+"""The fewest bits that keep an error: arguments are checked, then a backend measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import ConfigError, ShapeError
+from pipecomp.kernels import dispatch, layout
+from pipecomp.kernels.distortion import halved_sum
+from pipecomp.kernels.ragged import Visit
+
+_FIRST_LOOK = 4  # bits with which measuring begins; from there the error halves with every bit
+
+
+@torch.no_grad()
+def distortion(visits: Sequence[Visit], bits: Sequence[int], *, backend: str = "auto") -> Tensor:
+    """Measure what quantizing would leave out.
+
+    Args:
+        visits: Samples; see `Visit`. Nothing of them is changed, and the bits of their options do not matter.
+        bits: Numbers of bits, each 1 to 8.
+        backend: As for `quantize`.
+
+    Returns:
+        float64 [1 + len(bits), R], R the rows of all samples: the squared norm of each row of x, and for each number of
+        bits the squared norm of the row's error, with stochastic rounding its expectation.
+    """
+    for b in bits:
+        layout.check_bits(b)
+    for v in visits:
+        layout.check_input(v.x, "x")
+        if v.x.dim() != 2 or not v.x.is_contiguous() or v.options is None or (v.delta and v.m is None):
+            raise ShapeError(f"x: {tuple(v.x.shape)}, allowed: contiguous [n, H] with options, and m for a change")
+        if v.delta and v.m is not None:
+            layout.check_float32(v.m, tuple(v.x.shape), "m", contiguous=True)
+    others = [tensor for v in visits for tensor in (v.x, v.m)]
+    return dispatch.pick(backend, visits[0].x, *others).distortion(visits, tuple(bits))
+
+
+def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, backend: str = "auto") -> int:
+    """Choose the fewest bits for samples that are sent together.
+
+    Args:
+        visits: The samples; see `Visit`. Nothing of them is changed.
+        error: The largest norm of what is left out of all samples together, over the norm of all their x: of a change
+            too it is relative to x.
+        low: The fewest bits allowed.
+        high: The most bits allowed, which are taken where even they do not suffice, and where x holds NaN or Inf.
+        backend: As for `quantize`; all choose the same.
+
+    Returns:
+        Bits that suffice while one less does not. On a GPU this waits for what was launched before.
+
+    Raises:
+        ConfigError: Bits or an error out of range.
+
+    Example:
+        >>> x = torch.randn(64, 256)
+        >>> ops.fewest_bits([ops.Visit(x, None, ops.Options(8, None))], 0.1, 2, 8)
+        5
+    """
+    layout.check_bits(low)
+    layout.check_bits(high, low=low)
+    if not 0 < error < 1:
+        raise ConfigError("error", error, "a number above 0 and below 1")
+    visits = [v for v in visits if v.x.numel()]
+    if not visits or low == high:
+        return low
+    left: dict[int, float] = {}  # out, by bits
+    look = [min(max(_FIRST_LOOK, low), high)]
+    while True:
+        norm, *found = halved_sum(distortion(visits, look, backend=backend)).tolist()
+        left |= zip(look, found, strict=True)
+        if not all(map(math.isfinite, (norm, *found))):
+            return high
+        taken = _fewest(left, error * error * norm, low, high)
+        look = [b for b in (taken - 1, taken) if low <= b and b not in left]
+        if not look:
+            return taken
+
+
+def _fewest(left: dict[int, float], most: float, low: int, high: int) -> int:
+    """The fewest bits that leave at most `most`, as far as what some leave tells: a quarter with every further bit."""
+    fitting = min((b for b in left if left[b] <= most), default=None)
+    if fitting is None:
+        bits = max(left)
+        guessed = left[bits]
+        while bits < high and guessed > most:
+            bits, guessed = bits + 1, guessed / 4
+        return bits
+    low = max([low, *(b + 1 for b in left if b < fitting)])
+    guessed = left[fitting]
+    while fitting > low and 4 * guessed <= most:
+        fitting, guessed = fitting - 1, guessed * 4
+    return fitting

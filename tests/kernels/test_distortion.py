@@ -1,0 +1,136 @@
+"""The fewest bits that keep an error: against quantizing with every number of bits and looking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipecomp.errors import ConfigError, ShapeError
+from pipecomp.kernels import ops
+from pipecomp.kernels.distortion import halved_sum
+
+KINDS = ("gaussian", "heavy tail", "few large columns", "one large token", "sparse")
+
+
+def values(kind: str, rows: int, H: int, seed: int) -> Tensor:
+    """Rows as activations and gradients have them."""
+    g = torch.Generator().manual_seed(seed)
+    x_RH = torch.randn(rows, H, generator=g)
+    if kind == "heavy tail":
+        x_RH = x_RH / torch.rand(rows, H, generator=g).clamp_min(0.01)
+    if kind == "few large columns":
+        x_RH[:, :: max(1, H // 3)] *= 60
+    if kind == "one large token":
+        x_RH[0] *= 100
+    if kind == "sparse":
+        x_RH = x_RH * (torch.rand(rows, H, generator=g) < 0.1)
+    return x_RH
+
+
+def error(visits: list[ops.Visit], bits: int) -> float:
+    """‖sent − x‖ / ‖x‖, by sending it."""
+    left = norm = 0.0
+    for i, v in enumerate(visits):
+        assert v.options is not None
+        y = v.x.float() - v.m if v.delta and v.m is not None else v.x.float()
+        o = v.options._replace(bits=bits, seed=i)
+        how: dict[str, Any] = {"group_size": o.group_size, "rounding": o.rounding}
+        codes, scale = ops.quantize(y, bits, scale=o.scale, seed=o.seed, backend="torch", **how)
+        off = y - ops.dequantize(codes, scale, bits, tuple(y.shape), backend="torch", **how)
+        left, norm = left + float(off.double().square().sum()), norm + float(v.x.double().square().sum())
+    return (left / norm) ** 0.5
+
+
+def fewest(visits: list[ops.Visit], most: float, low: int, high: int) -> int:
+    return next((b for b in range(low, high) if error(visits, b) <= most), high)
+
+
+@st.composite
+def packets(draw: st.DrawFn) -> list[ops.Visit]:
+    H, kind = draw(st.sampled_from([33, 64, 256])), draw(st.sampled_from(KINDS))
+    options = ops.Options(8, draw(st.sampled_from([None, 32])), draw(st.sampled_from(["max", "rms"])))
+    seed = draw(st.integers(0, 2**32))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    visits = []
+    for i in range(draw(st.integers(1, 3))):
+        x_nH = values(kind, draw(st.integers(8, 40)), H, seed + i).to(dtype)
+        change_nH = draw(st.sampled_from([0.05, 0.3])) * x_nH.float() * values("gaussian", *x_nH.shape, seed + i + 9)
+        m_nH = x_nH.float() - change_nH if draw(st.booleans()) else None
+        visits.append(ops.Visit(x_nH, m_nH, options, m_nH is not None))
+    return visits
+
+
+@settings(max_examples=60, deadline=None)
+@given(visits=packets(), most=st.floats(0.01, 0.5), low=st.integers(1, 4), high=st.integers(5, 8))
+def test_the_bits_chosen_are_the_fewest_that_keep_the_error(
+    visits: list[ops.Visit], most: float, low: int, high: int
+) -> None:
+    chosen, wanted = ops.fewest_bits(visits, most, low, high), fewest(visits, most, low, high)
+    # Where the error of some bits is just the one allowed, the last float32 digit decides.
+    borders = [b for b in range(low, high) if abs(error(visits, b) / most - 1) < 1e-5]
+    assert chosen == wanted or borders
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_of_a_change_the_error_is_relative_to_the_value_itself(backend: str) -> None:
+    x_RH = values("gaussian", 64, 128, 0)
+    m_RH = x_RH - 0.05 * values("gaussian", 64, 128, 1)
+    options = ops.Options(8, None)
+    change = x_RH - m_RH
+    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, True)], 0.025, 1, 8, backend=backend) == 2
+    assert ops.fewest_bits([ops.Visit(change, None, options)], 0.025, 1, 8, backend=backend) == 7
+    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, False)], 0.025, 1, 8, backend=backend) == 7
+
+
+def test_stochastic_rounding_counts_with_what_is_to_be_expected() -> None:
+    for seed in range(20):
+        visits = [ops.Visit(values("gaussian", 64, 128, seed), None, ops.Options(8, None, rounding="stochastic"))]
+        squares = ops.distortion(visits, (2, 5))
+        for b, left in zip((2, 5), halved_sum(squares)[1:].tolist(), strict=True):
+            norm = float(halved_sum(squares)[0])
+            assert (left / norm) ** 0.5 == pytest.approx(error(visits, b), rel=0.03)
+        chosen = ops.fewest_bits(visits, 0.1, 1, 8)
+        assert error(visits, chosen) <= 0.1 * 1.02 < error(visits, chosen - 1) * 1.04
+
+
+def test_what_is_measured_is_the_error() -> None:
+    for kind in KINDS:
+        x_RH = values(kind, 16, 100, 3)
+        for o in (ops.Options(8, None), ops.Options(8, 24, "rms")):
+            found = ops.distortion([ops.Visit(x_RH, None, o)], (1, 2, 4, 8))
+            norm, *left = halved_sum(found).tolist()
+            for b, got in zip((1, 2, 4, 8), left, strict=True):
+                assert (got / norm) ** 0.5 == pytest.approx(error([ops.Visit(x_RH, None, o)], b), rel=1e-4)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 100, 255])
+def test_a_sum_by_halves_is_a_sum(n: int) -> None:
+    assert float(halved_sum(torch.arange(n, dtype=torch.float64))) == n * (n - 1) / 2
+
+
+def test_the_ends_of_the_range() -> None:
+    options = ops.Options(8, None)
+    x_RH = values("gaussian", 16, 64, 0)
+    assert ops.fewest_bits([], 0.1, 2, 8) == 2
+    assert ops.fewest_bits([ops.Visit(x_RH[:0], None, options)], 0.1, 3, 8) == 3
+    assert ops.fewest_bits([ops.Visit(torch.zeros(4, 8), None, options)], 0.1, 3, 8) == 3
+    assert ops.fewest_bits([ops.Visit(torch.zeros(4, 8), torch.ones(4, 8), options, True)], 0.1, 3, 7) == 7
+    assert ops.fewest_bits([ops.Visit(x_RH, None, options)], 1e-6, 3, 7) == 7, "even the most do not suffice"
+    assert ops.fewest_bits([ops.Visit(x_RH, None, options)], 0.9, 3, 7) == 3
+    for bad in (torch.nan, torch.inf, 2.0**101):
+        assert ops.fewest_bits([ops.Visit(x_RH.clone().fill_(bad), None, options)], 0.9, 3, 7) == 7
+
+
+def test_what_is_refused() -> None:
+    visit = ops.Visit(torch.zeros(4, 8), None, ops.Options(8, None))
+    for low, high, most in ((0, 8, 0.1), (2, 9, 0.1), (5, 4, 0.1), (2, 8, 0.0), (2, 8, 1.0)):
+        with pytest.raises(ConfigError):
+            ops.fewest_bits([visit], most, low, high)
+    for wrong in (visit._replace(options=None), visit._replace(delta=True), visit._replace(x=torch.zeros(8, 4).t())):
+        with pytest.raises(ShapeError):
+            ops.distortion([wrong], (2,))
