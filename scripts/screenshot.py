@@ -1,6 +1,7 @@
 """Make a picture of a report for docs/: python scripts/screenshot.py demo-out/report.html docs/demo.png [HEIGHT]
 
-Needs Chromium with its driver (scripts/system_packages.sh) and selenium. The picture is 1400 pixels wide, from the page's top.
+Needs Chromium with its driver (scripts/system_packages.sh) and selenium. The picture is 1400 pixels wide, from the
+page's top.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from pipecomp.config import Activations, Config, bits_text
+from pipecomp.activation_config import bits_text
+from pipecomp.config import Activations, Config
 from pipecomp.errors import ConfigError
 
 EXAMPLE = {

@@ -27,8 +27,8 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
     {"errors", "files", "json_tree", "schedule", "stats", "tables"},
-    {"plain_objects"},
-    {"kernels", "keys", "rates"},
+    {"config_checks", "plain_objects"},
+    {"activation_config", "kernels", "keys", "rates"},
     {"allreduce", "buffers", "data"},
     {"config", "gradient_config", "local_steps", "optim"},
     {"messages", "mesh"},

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from pipecomp.config import ConstantError
+from pipecomp.activation_config import ConstantError
 from pipecomp.errors import NonFiniteError, ShapeError, WireError
 from pipecomp.kernels import ops
 from pipecomp.messages.wire import DType, Method

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipecomp.config import Activations, ConstantError
+from pipecomp.activation_config import ConstantError
+from pipecomp.config import Activations
 from pipecomp.kernels import ops
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecomp.activation_config import Bits, bits_text
 from pipecomp.cluster.collectives import broadcast, gathered
-from pipecomp.config import Bits, Config, bits_text
+from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from pipecomp.config import Bits, Config
+from pipecomp.activation_config import Bits
+from pipecomp.config import Config
 from pipecomp.messages.codecs import Codec
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import packet_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.config import bits_text
+from pipecomp.activation_config import bits_text
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Job, Prediction
 from pipecomp.plan.search import Choice, choose_local_steps

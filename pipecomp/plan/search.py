@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipecomp.config import Bits, Config, bits_of_link
+from pipecomp.activation_config import Bits, bits_of_link
+from pipecomp.config import Config
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits

@@ -15,7 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipecomp.config import Activations, Config, bits_text
+from pipecomp.activation_config import bits_text
+from pipecomp.config import Activations, Config
 from pipecomp.errors import ConfigError
 from pipecomp.json_tree import finite
 from pipecomp.report.live import LinkMeter, in_words

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pipecomp.config import Activations, Bits, Config, ConstantError, bits_text
+from pipecomp.activation_config import Bits, ConstantError, bits_text
+from pipecomp.config import Activations, Config
 from pipecomp.errors import PipecompError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network

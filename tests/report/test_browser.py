@@ -18,7 +18,8 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium (pip i
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None, reason="no Chromium with its driver (scripts/system_packages.sh installs them on Debian)"
+    BROWSER is None or DRIVER is None,
+    reason="no Chromium with its driver (scripts/system_packages.sh installs them on Debian)",
 )
 
 FLAGS = (

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipecomp.activation_config import ConstantError, bits_text
 from pipecomp.buffers import MemoryStore
-from pipecomp.config import Config, ConstantError, bits_text
+from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.messages import wire
 from pipecomp.messages.codecs import Quantized, encoded

@@ -1,0 +1,198 @@
+"""The section "activations": what is sent between stages, with how many bits.
+
+A number of bits is given, measured ("auto"), or follows an error (`ConstantError`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pipecomp.config_checks import is_number, require_choice, require_unset, values_of
+from pipecomp.errors import ConfigError, require
+
+BITS = "a whole number from 1 to 8"
+_ERROR = "an object with 'error'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantError:
+    """The fewest bits, packet by packet, that keep an error (docs/algorithms.md, 1.2).
+
+    error: the largest ‖sent − x‖ / ‖x‖ of a packet, above 0 and below 1; of a change too it is relative to the value x
+    itself. min, max: the fewest and the most bits, 1 to 8; max is taken where even that does not keep the error.
+    """
+
+    error: float
+    min: int = 2
+    max: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.min} to {self.max} (error {self.error:g})"
+
+    @classmethod
+    def of(cls, key: str, given: object) -> ConstantError:
+        """Read a mapping of the configuration. ConfigError, with `key`, for anything that is not exactly right."""
+        values = values_of(key, given, cls)
+        require("error" in values, key, values, "an object with 'error', and perhaps 'min' and 'max'")
+        made = cls(**values)
+        ok = is_number(made.error, 0, 1, (int, float)) and made.error not in (0, 1)
+        require(ok, f"{key}.error", made.error, "a number above 0 and below 1")
+        for name in ("min", "max"):
+            require(is_number(getattr(made, name), 1, 8), f"{key}.{name}", getattr(made, name), BITS)
+        allowed = f"more than min, which is {made.min}: else a number of bits says it"
+        require(made.min < made.max, f"{key}.max", made.max, allowed)
+        return made
+
+
+Bits = int | str | tuple[int, ...] | ConstantError
+BITS_KEYS = ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What crosses the links between stages (AQ-SGD, arXiv:2206.01299; docs/algorithms.md, 1).
+
+    method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
+    "aqsgd" quantizes its change since the sample's last visit.
+    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd"; a list has one number for each link; with
+    "auto" `pipecomp.initialize` measures and chooses; with a ConstantError (in JSON an object) every packet has the
+    fewest that keep its error.
+    first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8, or a ConstantError,
+    quantizes it too.
+    rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
+    whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
+    rotation: a seeded Walsh–Hadamard rotation before quantizing activations themselves: the first visits of "aqsgd", if
+    these are quantized, or what "direct" sends.
+    backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit, as
+    "aqsgd" does with activations; backward_first_visit: bits, 1 to 8 or a ConstantError, of a sample's first gradient
+    with "delta".
+    eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
+    """
+
+    method: str = "none"
+    forward_bits: Bits = 4
+    backward_bits: Bits = 8
+    first_visit: str | int | ConstantError = "full"
+    rounding: str = "nearest"
+    scale: str = "max"
+    group_size: int | None = None
+    backward_top_k: float | None = None
+    backward_method: str = "direct"
+    backward_first_visit: int | ConstantError = 8
+    eval: str = "full"
+    rotation: bool = False
+
+    METHODS: ClassVar[tuple[str, ...]] = ("none", "fp16", "bf16", "direct", "aqsgd")
+    QUANTIZED: ClassVar[tuple[str, ...]] = ("direct", "aqsgd")
+    EVAL: ClassVar[tuple[str, ...]] = ("full", *(method for method in METHODS if method not in ("none", "aqsgd")))
+
+    def __post_init__(self) -> None:
+        require_choice("activations.method", self.method, self.METHODS)
+        for key in BITS_KEYS:
+            got = getattr(self, key)
+            if isinstance(got, (Mapping, ConstantError)):  # a mapping as JSON has it
+                object.__setattr__(self, key, ConstantError.of(f"activations.{key}", plain_bits(got)))
+        for key in ("forward_bits", "backward_bits"):
+            if isinstance(getattr(self, key), list):  # as JSON has it
+                object.__setattr__(self, key, tuple(getattr(self, key)))
+            if getattr(self, key) != "auto":
+                _require_bits(f"activations.{key}", getattr(self, key))
+            elif self.method not in self.QUANTIZED:
+                raise ConfigError(f"activations.{key}", "auto", "a number; 'auto' with method 'direct' or 'aqsgd'")
+        ok = self.first_visit == "full" or _is_bits(self.first_visit)
+        require(ok, "activations.first_visit", self.first_visit, f"'full', {BITS} or {_ERROR}")
+        require_choice("activations.rounding", self.rounding, ("nearest", "stochastic"))
+        require_choice("activations.scale", self.scale, ("max", "rms"))
+        n, k = self.group_size, self.backward_top_k
+        ok = n is None or is_number(n, 1, 2**32 - 1)
+        require(ok, "activations.group_size", n, "null or a whole number of at least 1, below 2**32")
+        ok = k is None or (k != 0 and is_number(k, 0, 1, (int, float)))
+        require(ok, "activations.backward_top_k", k, "null or a share above 0, at most 1")
+        require_choice("activations.backward_method", self.backward_method, ("direct", "delta"))
+        first, delta = self.backward_first_visit, self.backward_method == "delta"
+        require(_is_bits(first), "activations.backward_first_visit", first, f"{BITS} or {_ERROR}")
+        allowed = f"'direct'; 'delta' only with method 'aqsgd', whose store it needs, not {self.method!r}"
+        require(self.method == "aqsgd" or not delta, "activations.backward_method", self.backward_method, allowed)
+        allowed = "null with backward_method 'delta', whose changes of kept values are no changes of others"
+        require(k is None or not delta, "activations.backward_top_k", k, allowed)
+        require_choice("activations.eval", self.eval, self.EVAL)
+        require(isinstance(self.rotation, bool), "activations.rotation", self.rotation, "true or false")
+        self._check_errors()
+        something = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
+        allowed = "false; true with 'direct', or with 'aqsgd' and a quantized first_visit"
+        require(something or not self.rotation, "activations.rotation", True, allowed)
+        allowed = "'max' with rounding 'stochastic' (clipping at an rms scale is a bias)"
+        require(self.scale == "max" or self.rounding != "stochastic", "activations.scale", self.scale, allowed)
+
+    def _check_errors(self) -> None:
+        """Refuse what a constant error does not go together with."""
+        both = (self.forward_bits, self.backward_bits)
+        for key, got in zip(("forward_bits", "backward_bits"), both, strict=True):
+            if isinstance(got, ConstantError):
+                allowed = f"{BITS}, a list, or 'auto' for both: 'auto' does not know how many bits an error takes"
+                require("auto" not in both, f"activations.{key}", str(got), allowed)
+        allowed = f"{BITS}, a list or 'auto' with backward_top_k, whose error is in what it leaves out"
+        ok = self.backward_top_k is None or not isinstance(self.backward_bits, ConstantError)
+        require(ok, "activations.backward_bits", str(self.backward_bits), allowed)
+
+    def bits(self, link: int) -> tuple[int | ConstantError, int | ConstantError]:
+        """Forward and backward, of one link. ConfigError while one of them is "auto", or a list that is too short."""
+        return self._bits_of("forward_bits", link), self._bits_of("backward_bits", link)
+
+    def _bits_of(self, key: str, link: int) -> int | ConstantError:
+        got = getattr(self, key)
+        if got == "auto":
+            raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
+        if isinstance(got, tuple):
+            require(link < len(got), f"activations.{key}", list(got), f"a number for link {link} too")
+        found = bits_of_link(got, link)
+        return found if isinstance(found, ConstantError) else int(found)
+
+    def check_links(self, links: int) -> None:
+        """ConfigError if a list of bits is not one for each of so many links."""
+        for key in ("forward_bits", "backward_bits"):
+            got = getattr(self, key)
+            if isinstance(got, tuple):
+                allowed = f"one number, or {links}: one for each link between {links + 1} stages"
+                require(len(got) == links, f"activations.{key}", list(got), allowed)
+
+    def check_given(self, given: Mapping[str, object]) -> None:
+        """Refuse the keys in `given` that `method` gives no effect."""
+        if self.method not in self.QUANTIZED:
+            for key in ("forward_bits", "backward_bits", "rounding", "scale", "group_size", "backward_top_k"):
+                if key == "forward_bits" and self.eval == "direct":
+                    continue
+                require_unset("activations", key, given, f"only with method 'direct' or 'aqsgd', not {self.method!r}")
+        if self.backward_method != "delta":
+            require_unset("activations", "backward_first_visit", given, "only with backward_method 'delta'")
+        if self.method != "aqsgd":
+            require_unset("activations", "first_visit", given, f"only with method 'aqsgd', not {self.method!r}")
+
+
+def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
+    """Pick a link's bits: a number, "auto", or what keeps an error."""
+    return bits[link] if isinstance(bits, tuple) else bits
+
+
+def bits_text(bits: Bits) -> str:
+    """For people: "4", "8/2/8" on links that differ, or "2 to 8 (error 0.07)"."""
+    return "/".join(map(str, bits)) if isinstance(bits, tuple) else str(bits)
+
+
+def plain_bits(bits: Any) -> Any:
+    """As JSON has it."""
+    return dataclasses.asdict(bits) if isinstance(bits, ConstantError) else bits
+
+
+def _is_bits(value: object) -> bool:
+    return isinstance(value, ConstantError) or is_number(value, 1, 8)
+
+
+def _require_bits(key: str, got: Any) -> None:
+    every = list(got) if isinstance(got, tuple) else [got]
+    ok = every != [] and all(is_number(bits, 1, 8) for bits in every)
+    allowed = f"{BITS}, a list with one for each link, 'auto', or {_ERROR}"
+    require(ok or isinstance(got, ConstantError), key, every if isinstance(got, tuple) else got, allowed)

@@ -1,0 +1,41 @@
+"""What the sections of a configuration check their values with: types, ranges, choices, and keys that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipecomp.errors import ConfigError, require
+
+
+def is_number(value: object, low: float, high: float = math.inf, kind: type | tuple[type, ...] = int) -> bool:
+    """Whether it is a number of that kind from `low` to `high`, not a bool."""
+    return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high  # type: ignore[operator]
+
+
+def require_choice(key: str, got: object, choices: tuple[str, ...]) -> None:
+    """ConfigError unless it is one of the choices."""
+    require(isinstance(got, str) and got in choices, key, got, ", ".join(map(repr, choices)))
+
+
+def require_unset(section: str, key: str, given: Mapping[str, object], allowed: str) -> None:
+    """ConfigError if `given` has the key, other than as null."""
+    if key in given and given[key] is not None:
+        raise ConfigError(f"{section}.{key}", given[key], allowed)
+
+
+def values_of(name: str, value: object, kind: type) -> dict[str, Any]:
+    """Return `value` as a dict whose keys are all fields of the dataclass `kind`; ConfigError for anything else."""
+    prefix = f"{name}." if name else ""
+    if not isinstance(value, Mapping):
+        raise ConfigError(name or "pipecomp", value, "an object with keys and values")
+    fields = [f.name for f in dataclasses.fields(kind)]
+    for key in value:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ConfigError(f"{prefix}{key}", value[key], f"no such key{hint}; known: {', '.join(fields)}")
+    return dict(value)
