@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -40,9 +40,10 @@ def served(answer: Callable[[socket.socket], object]) -> Iterator[int]:
 
 
 def http(connection: socket.socket) -> None:
-    connection.recv(100)
-    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-    connection.close()
+    with suppress(OSError):  # the test has ended
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        connection.close()
 
 
 @pytest.mark.parametrize("answer", [http, lambda connection: connection.close(), lambda connection: None])
