@@ -52,8 +52,8 @@ def arguments(text: str) -> list[str]:
     ]
 
 
-def start(work: Path, where: str) -> subprocess.Popen:
-    command = ["bash", str(ROOT / "examples" / "supervised.sh"), *arguments("../text.txt")]
+def start(work: Path, where: str, *more: str) -> subprocess.Popen:
+    command = ["bash", str(ROOT / "examples" / "supervised.sh"), *arguments("../text.txt"), *more]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     env |= {"PYTHON": sys.executable, "SAVE_EVERY": str(EVERY), "MAX_RESTARTS": "2"}
     return subprocess.Popen(

@@ -120,7 +120,10 @@ def test_the_files_that_the_page_names_make_a_codec(tmp_path: Path) -> None:
         ("    TABLE = 4  # an inventory\n", "    TABLE = 4  # an inventory\n    FLOAT8 = 5\n"),
     )
     copy.edit("pipecomp/messages/codecs.py", ("\n\ndef _check_length(", f"{CODEC}\n\ndef _check_length("))
-    copy.edit("pipecomp/activation_config.py", ('("none", "fp16", "bf16", "direct"', '("none", "fp16", "bf16", "fp8", "direct"'))
+    copy.edit(
+        "pipecomp/activation_config.py",
+        ('("none", "fp16", "bf16", "direct"', '("none", "fp16", "bf16", "fp8", "direct"'),
+    )
     copy.edit(
         "pipecomp/messages/link_codecs.py",
         ("codecs import Cast, Codec,", "codecs import Cast, Codec, Float8,"),
