@@ -85,6 +85,10 @@ def _line(x: Sequence[Any], y: Sequence[float], name: str, color: str, tip: str)
     }
 
 
+def _over_steps(traces: list[dict[str, Any]], y_axis: dict[str, Any]) -> dict[str, Any]:
+    return {"data": traces, "layout": {"xaxis": {"title": {"text": "optimizer step"}}, "yaxis": y_axis}}
+
+
 def _bars(name: str, rows: list[str], values: list[Any], tips: list[str], marker: dict[str, Any]) -> dict[str, Any]:
     """Bars to the right, one for each row."""
     return {
@@ -177,13 +181,7 @@ def hit_rates(all_told: Sequence[Told]) -> Chart | None:
         key="hits",
         title="Store hit rate",
         note="The share of samples that were sent as a change of their cached activation; none in the first epoch.",
-        figure={
-            "data": traces,
-            "layout": {
-                "xaxis": {"title": {"text": "optimizer step"}},
-                "yaxis": {"title": {"text": "%"}, "range": [-2, 102]},
-            },
-        },
+        figure=_over_steps(traces, {"title": {"text": "%"}, "range": [-2, 102]}),
         height=300,
     )
 
@@ -208,13 +206,7 @@ def bits(all_told: Sequence[Told]) -> Chart | None:
         key="bits",
         title="Bits over time",
         note="Of a quantized value on the links, on average; dotted: gradients.",
-        figure={
-            "data": traces,
-            "layout": {
-                "xaxis": {"title": {"text": "optimizer step"}},
-                "yaxis": {"title": {"text": "bits"}, "rangemode": "tozero"},
-            },
-        },
+        figure=_over_steps(traces, {"title": {"text": "bits"}, "rangemode": "tozero"}),
         height=300,
     )
 

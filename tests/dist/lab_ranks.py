@@ -8,11 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.netlab import Lab
+from pipecomp.netlab import Lab, filters, missing
 from pipecomp.netlab.jobs import Starter
+from tests.limits import HANG_S
 
 CLONE_NEWNET = 0x40000000
+WHY_NOT = missing() or filters.missing()
+WITH_FILTERS = [  # of modules whose tests need a lab with routers or lost packets
+    pytest.mark.soak,
+    pytest.mark.ranks,
+    pytest.mark.timeout(HANG_S),
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs with filters here: {WHY_NOT}"),
+]
 
 
 def run_in_lab(lab: Lab, function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]:

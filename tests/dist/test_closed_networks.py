@@ -13,23 +13,17 @@ import pytest
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.mesh.routes import DIRECT, RELAYED
 from pipecomp.messages.wire import MAGIC
-from pipecomp.netlab import Lab, filters, missing, wireguard
+from pipecomp.netlab import Lab, wireguard
 from pipecomp.netlab.namespaces import command
 from tests.dist.closed_work import TEXT, says_things, trains_closed
-from tests.dist.lab_ranks import CLONE_NEWNET, run_in_lab
+from tests.dist.lab_ranks import CLONE_NEWNET, WITH_FILTERS, run_in_lab
 from tests.limits import HANG_S
 from tests.mesh.meshes import keys_for
 
 STEPS, TIMEOUT_S = 4, 15.0  # of silence: a third of it, and a connection is made anew
 OUTAGE_S = 8.0
 _ALL = 3  # ETH_P_ALL
-WHY_NOT = missing() or filters.missing()
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.ranks,
-    pytest.mark.timeout(HANG_S),
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs with filters here: {WHY_NOT}"),
-]
+pytestmark = WITH_FILTERS
 
 
 @pytest.fixture(scope="module")

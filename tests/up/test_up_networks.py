@@ -11,17 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.netlab import Lab, filters, missing
-from tests.limits import HANG_S
+from pipecomp.netlab import Lab
+from tests.dist.lab_ranks import WITH_FILTERS
 from tests.up.test_up import Machine, up
 
-WHY_NOT = missing() or filters.missing()
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.ranks,
-    pytest.mark.timeout(HANG_S),
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs with filters here: {WHY_NOT}"),
-]
+pytestmark = WITH_FILTERS
 PORT = 29400
 
 
