@@ -3,7 +3,7 @@
     python -m benchmarks closed [--pairs 30] [--only NAME ...] [--out FOLDER] [--redraw]
 
 The processes of all sides live on the same two nodes of a network lab; one side makes a step, then the next, and what
-counts is the ratio of two that follow each other. Needs root, and wireguard-go for that side.
+counts is the ratio of those of one turn. Needs root, and wireguard-go for that side.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ def one_rank(
     turn = _turns(what, node, f"{folder}/{index}")
     seconds = []
     for number in range(WARM_UP[what] + pairs):
-        order = range(len(sides)) if number % 2 == 0 else range(len(sides) - 1, -1, -1)
-        place = number * len(sides) + list(order).index(index)
+        place = number * len(sides) + _position(number, index, len(sides))
         _wait_for(folder, place)
         dist.barrier()
         began = time.perf_counter()
@@ -113,6 +112,11 @@ def one_rank(
         if node == 0:
             Path(folder, f"turn-{place + 1}").touch()
     return seconds
+
+
+def _position(number: int, index: int, sides: int) -> int:
+    """Where in a turn a side comes: each is first as often, and nobody follows itself, its data still in caches."""
+    return index if sides == 2 else (index - number) % sides
 
 
 def _wait_for(folder: str, place: int) -> None:
@@ -167,9 +171,9 @@ def results(rows: list[Row]) -> list[str]:
         # What TLS costs
 
         `python -m benchmarks closed`, two ranks on {page.machine(rows)}, one thread each, between two network
-        namespaces. The processes of all sides take turns; the ratio is the median over pairs of turns that follow each
-        other, with the quarters below and above. A step is that of [throughput.md](throughput.md) with 8 bits; a stage
-        computes {1000 * rows[0]["compute_s"]:.0f} ms on a micro-batch, which r counts in. The all-reduce is
+        namespaces. The processes of all sides take turns; the ratio is the median over turns, with the quarters below
+        and above. A step is that of [throughput.md](throughput.md), {EIGHT}; a stage computes
+        {1000 * rows[0]["compute_s"]:.0f} ms on a micro-batch, which r counts in. The all-reduce is
         torch.distributed's, of {VALUES:,} float32 values. "Both ways" is the rate of a link's packets, sent both ways
         at once, over the nominal one, which counts the headers of TLS, TCP, IP and Ethernet too.
     """
