@@ -7,6 +7,7 @@ between. Every call here is made by all ranks in the same order.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipecomp.errors import LinkError, PeerLostError
 
 _CALLS = 1 << 18  # tags of one group's messages, then they come round again
 _CHANNELS = 1 << 12
+SLICE = 1 << 19  # bytes sent at once by a group that gives way, as in the links' frames
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class Group:
     """Exchange bytes among n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
 
     All ranks of the group must make it at the same point. `process_group` is the one that its messages use, None with
-    one rank.
+    one rank. `give_way`, which all ranks must set or none, is called before each `SLICE` bytes are sent, and may wait.
 
     Args:
         group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one.
@@ -104,6 +106,7 @@ class Group:
 
     def __init__(self, group: Any = None, *, timeout_s: float = 120.0) -> None:
         self.bytes_sent = 0
+        self.give_way: Callable[[], None] | None = None
         self._timeout_s = timeout_s
         self._call = 0
         self._channel = 0
@@ -123,7 +126,9 @@ class Group:
 
     def again(self) -> Group:
         """The same ranks with messages of their own, for somebody else who may exchange at the same time."""
-        return Group(self.ranks, timeout_s=self._timeout_s)
+        other = Group(self.ranks, timeout_s=self._timeout_s)
+        other.give_way = self.give_way
+        return other
 
     @property
     def size(self) -> int:
@@ -131,7 +136,10 @@ class Group:
         return len(self.ranks)
 
     def exchange(self, outgoing: list[Tensor], incoming: list[int]) -> Pending:
-        """Send outgoing[r] (uint8 on the CPU) to each rank r and receive incoming[r] bytes from it; returns at once."""
+        """Send outgoing[r] (uint8 on the CPU) to each rank r and receive incoming[r] bytes from it.
+
+        Returns at once, or where the group gives way when the last slice is leaving.
+        """
         tag = self._channel * _CALLS + self._call
         self._call = (self._call + 1) % _CALLS
         own = self.rank
@@ -141,13 +149,23 @@ class Group:
         pending = Pending(received, kept=outgoing)
         group = self.process_group
         for r in self._others():
-            if incoming[r]:
-                pending.receives.append((self.ranks[r], dist.irecv(received[r], self.ranks[r], group, tag)))
+            for part in self._slices(received[r]):
+                pending.receives.append((self.ranks[r], dist.irecv(part, self.ranks[r], group, tag)))
         for r in self._others():
-            if outgoing[r].numel():
-                pending.sends.append((self.ranks[r], dist.isend(outgoing[r], self.ranks[r], group, tag)))
-                self.bytes_sent += outgoing[r].numel()
+            for part in self._slices(outgoing[r]):
+                if self.give_way is not None:
+                    if pending.sends:
+                        _wait(*pending.sends[-1])
+                    self.give_way()
+                pending.sends.append((self.ranks[r], dist.isend(part, self.ranks[r], group, tag)))
+                self.bytes_sent += part.numel()
         return pending
+
+    def _slices(self, data: Tensor) -> tuple[Tensor, ...]:
+        """What travels as one message; nothing for no bytes."""
+        if self.give_way is not None:
+            return data.split(SLICE) if data.numel() else ()
+        return (data,) if data.numel() else ()
 
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all send to the same one."""

@@ -44,6 +44,7 @@ class LoopbackGroup(Group):
 
     def __init__(self, rank: int, size: int, mail: Mail, *, timeout_s: float = 30.0) -> None:
         self.bytes_sent = 0
+        self.give_way = None
         self.process_group = None
         self.ranks, self.rank = list(range(size)), rank
         self._mail, self._timeout_s, self._exchanges = mail, timeout_s, 0

@@ -131,14 +131,11 @@ class State:
             raise ShapeError(f"gradient {key}: out must be contiguous, of its shape {tuple(tensor.shape)} and dtype")
         self._count(tensor)
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
-        if self._hook is not None:
-            values, scale = tensor.detach(), self.loss_scale
-            lone = LoneBucket(out.copy_(values) if scale == 1 else values.to(torch.float32) / scale, 0)
-            future = self._run_hook(lone, key, tensor, [key])
-            return future if scale == 1 else future.then(lambda f: out.copy_(f.value() * scale))
+        if self._hook is not None and self.group.give_way is None:
+            return self._run_lone(tensor.detach(), out, key, self.loss_scale)
         future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         x_d = tensor.detach().reshape(-1)
-        if x_d.dtype == torch.float64:
+        if x_d.dtype == torch.float64 and self._hook is None:
             x_d = x_d.to(torch.float32)
         job = _Job(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future)
         if tensor.is_cuda:
@@ -158,6 +155,12 @@ class State:
             return self._run_hook(bucket, "ddp", buffer, layers)
         buffer.div_(scale)
         return self._run_hook(bucket, "ddp", buffer, layers).then(lambda f: f.value().mul_(scale))
+
+    def _run_lone(self, x: Tensor, out: Tensor, key: str, scale: float) -> torch.futures.Future[Tensor]:
+        """Average a tensor by torch's hook, into `out`."""
+        lone = LoneBucket(out.copy_(x) if scale == 1 else x.to(torch.float32) / scale, 0)
+        future = self._run_hook(lone, key, x, [key])
+        return future if scale == 1 else future.then(lambda f: out.copy_(f.value() * scale))
 
     def _run_hook(
         self, bucket: Any, key: str, shape_of: Tensor, layers: Sequence[Name]
@@ -206,6 +209,13 @@ class State:
 
     def _mean(self, job: _Job) -> None:
         """Compute a job's mean."""
+        if self._hook is not None:
+            assert self.group.give_way is not None, "otherwise hooks run where they are called"
+            self.group.give_way()
+            mean = self._run_lone(job.x_d.view_as(job.out_d), job.out_d, job.key, job.loss_scale).wait()
+            if mean.data_ptr() != job.out_d.data_ptr():
+                job.out_d.copy_(mean)
+            return
         assert self._average is not None
         if self.staging is None:
             self.staging = staging_for(job.x_d.device)

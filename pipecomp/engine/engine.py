@@ -297,7 +297,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
             name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
             "in_flight": micro-batches that may be under way. "micro_batches": the last step's seconds by micro-batch.
-            "local_steps": see `OuterSteps.stats`, where replicas take them.
+            "local_steps": see `LocalTraining.stats`, where replicas take them.
         """
         return self.reporting.stats()
 

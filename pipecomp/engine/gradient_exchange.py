@@ -147,6 +147,11 @@ class GradientExchange:
 
         return finish
 
+    def give_way(self, before_message: Callable[[], None]) -> None:
+        """Call this before messages are sent, in the background; it may wait. To be set before the first exchange."""
+        for _, state in self.states():
+            state.group.give_way = before_message
+
     def states(self) -> Iterator[tuple[str, State]]:
         """Every group's state by the name under which it is reported and saved."""
         if self._data is not None:

@@ -154,6 +154,8 @@ def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ran
     if mesh is not None:
         mesh.set_timeout(settings.transport.timeout_s)
     transports = open_transports(engine, settings.transport.timeout_s)
+    if engine.local is not None:
+        engine.local.give_way(transports.values())
     if wants_auto(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"
         tokens = sample_length(training_data, engine.stage)

@@ -7,7 +7,7 @@ values and draws the same random numbers, and so comes to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +18,10 @@ from torch import Tensor
 from pipecomp.allreduce import State
 from pipecomp.checkpoint.reshard_read import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
+from pipecomp.engine.precedence import Precedence
 from pipecomp.errors import ConfigError
 from pipecomp.local_steps.outer_steps import OuterSteps
+from pipecomp.stages.link.transport import Transport
 
 
 class LocalExchanges(NamedTuple):
@@ -49,6 +51,13 @@ class LocalTraining:
         tied = set(engine.stage.tied_parameters()) & set(weights)
         self.outer = OuterSteps(options, weights, tied, exchanges.outer)
         self.synchronous = self.outer.synchronous
+        self._precedence = Precedence(())
+
+    def give_way(self, transports: Collection[Transport]) -> None:
+        """Let what is averaged while inner steps go on wait for the packets of these transports."""
+        if self.exchanges.outer is not None and self._engine.pipecomp_config.gradients.local.overlap > 0:
+            self._precedence = Precedence(transports)
+            self.exchanges.outer.give_way(self._precedence.wait)
 
     def begin_step(self) -> None:
         """Begin an inner step."""
@@ -76,7 +85,11 @@ class LocalTraining:
             if exchange is not None:
                 yield from exchange.states()
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self) -> dict[str, Any]:
+        """Where the run is between outer steps, and for how long they gave way, as JSON values."""
+        return {**self.outer.stats(), "gave_way_seconds": self._precedence.waited_s}
+
+    def traffic(self) -> dict[str, dict[str, Any]]:
         """Traffic by group of ranks."""
         found: dict[str, dict[str, Any]] = {}
         for exchange in self.exchanges:

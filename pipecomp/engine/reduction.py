@@ -154,7 +154,7 @@ class GradientReduction:
             stats = optimizer.stats()
             groups["momentum"] = {**stats, "wait_seconds": stats["seconds"]["wait"]}
         groups |= {} if self._over_replicas is None else self._over_replicas.stats()
-        return groups if self._local is None else groups | self._local.stats()
+        return groups if self._local is None else groups | self._local.traffic()
 
     def close(self) -> None:
         """End the threads that exchange; safe to call twice."""

@@ -73,7 +73,7 @@ class Reporting:
             "in_flight": engine.in_flight.value,
             "micro_batches": self.trace.micro_batches(),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
-            **({} if engine.local is None else {"local_steps": engine.local.outer.stats()}),
+            **({} if engine.local is None else {"local_steps": engine.local.stats()}),
         }
 
     def last_step(self) -> list[dict[str, Any]]:

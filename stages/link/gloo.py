@@ -73,6 +73,10 @@ class GlooTransport(Delivery):
         self.check_open()
         self._outbox.put((_DATA, packet, time.monotonic()))
 
+    def sending(self) -> bool:
+        """Tell whether a packet waits; see Transport."""
+        return self._outbox.unfinished_tasks > 0 and self._failure is None
+
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
         if self._sender.is_alive():

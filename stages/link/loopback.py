@@ -27,6 +27,10 @@ class LoopbackTransport:
             raise PeerLostError(f"the connection to rank {self.peer} is closed", self.peer)
         self._outbox.put(finished(packet).copy())
 
+    def sending(self) -> bool:
+        """No packet waits; see Transport."""
+        return False
+
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
         try:

@@ -63,6 +63,10 @@ class TlsTransport(Delivery):
             threading.Thread(target=self._hold_back, name=f"pipecomp-pace-{self.peer}", daemon=True).start()
         self._paced.put((packet, time.monotonic()))
 
+    def sending(self) -> bool:
+        """Tell whether a packet waits; see Transport."""
+        return self._waiting > 0 and self._failure is None
+
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
         self._mesh.hurry()

@@ -64,6 +64,9 @@ class Transport(Protocol):
         What an unfinished packet raises, the next call of `send` and `recv` raises.
         """
 
+    def sending(self) -> bool:
+        """Tell whether a packet waits to leave, or is leaving."""
+
     def recv(self) -> np.ndarray:
         """Wait for the next packet, uint8 [n].
 

@@ -17,6 +17,7 @@ _WORDS = {
     "engine": "while the engine is made",
     "loading": "while a checkpoint is loaded",
     "training": "between or in steps",
+    "outer": "in an outer step, from sending to taking the mean",
     "saving": "while a checkpoint is written",
     "closing": "while it closes",
 }
@@ -64,7 +65,7 @@ def verdict(result: dict[str, Any]) -> list[str]:
         "ranks that did not end",
     )
     wrong = [f"{key}: {result[key]}" for key in zero if result[key]]
-    if result["kills"] >= MANY_KILLS and result["left_different"] < IN_DOUBT:
+    if result["kills"] >= MANY_KILLS and result["runs"] > result["copies"] and result["left_different"] < IN_DOUBT:
         wrong.append(f"only {result['left_different']} samples were in doubt: these rounds prove little")
     if result["same"] != result["copies"]:
         wrong.append("a run with copies of the store has other losses than the undisturbed one")
@@ -78,7 +79,7 @@ def page(result: dict[str, Any], command: str) -> str:
     r, wrong, s = result, verdict(result), result["settings"]
     rows = [
         ("kills −9", r["kills"]),
-        *((f"· {_WORDS[phase]}", count) for phase, count in r["phases"].items()),
+        *((f"· {_WORDS[phase]}", count) for phase, count in r["phases"].items() if count or phase != "outer"),
         ("· of rank " + ", ".join(map(str, r["victims"])), ", ".join(map(str, r["victims"].values()))),
         ("starts that went on from a checkpoint", r["resumes"]),
         *((key, r[key]) for key in ("stores that do not open, or hold a damaged value", "silent disagreements")),
@@ -111,10 +112,7 @@ def page(result: dict[str, Any], command: str) -> str:
 
 `{command}`, on {os.cpu_count()} cores of an {processor} machine.
 
-A GPT-2 of {s["world"]} stages, AQ-SGD with 4 bits, LMDB stores, {s["epochs"]} epochs of {SAMPLES} samples, a checkpoint
-every {s["save_every"]} steps. One rank is killed at a random instant, and the run starts again with `--resume auto`,
-until it reaches its end. In runs without the stores in checkpoints one rank writes its store late, as to a slow disk:
-killed, it leaves the samples of up to two steps in doubt. Who has not joined the others cannot be missed by them: the
+{_what(s)} Who has not joined the others cannot be missed by them: the
 script ends the others there, as a launcher does. A silent disagreement is a sample that two ends hold under one version
 with different bytes. The longest waits are for a rank that is killed before the others have a connection to it and know
 `transport.timeout_s`: it is lost after 90 s of silence. The machine had other work beside this.
@@ -125,6 +123,20 @@ with different bytes. The longest waits are for a rank that is killed before the
 
 {"Nothing is wrong." if not wrong else "Wrong: " + "; ".join(wrong) + "."}
 """
+
+
+def _what(s: dict[str, Any]) -> str:
+    """What is killed, in which runs."""
+    text = f"""{"Two replicas of a" if s["replicas"] > 1 else "A"} GPT-2 of {s["stages"]} stages, AQ-SGD with 4 bits
+both ways, changes of gradients too, LMDB stores, {s["epochs"]} epochs of {SAMPLES} samples, a checkpoint every
+{s["save_every"]} steps. One rank is killed at a random instant, and the run starts again with `--resume auto`, until it
+reaches its end."""
+    if s["replicas"] > 1:
+        return f"""{text} Replicas average after every {s["gradients"][0]["local_steps"]} steps, with 1 bit, in some
+runs in two fragments that are exchanged while the next step is computed. One rank comes late to every outer step, so
+that others wait in it; only kills in outer steps count. The stores are in the checkpoints."""
+    return f"""{text} In runs without the stores in checkpoints one rank writes its store late, as to a slow disk:
+killed, it leaves the samples of up to two steps in doubt."""
 
 
 def _short(value: float | None) -> str:

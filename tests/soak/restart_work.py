@@ -18,26 +18,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PHASES = ("start", "engine", "loading", "training", "saving", "closing")
+PHASES = ("start", "engine", "loading", "training", "outer", "saving", "closing")
 VOCABULARY, LENGTH, WIDTH, SAMPLES, MICRO_BATCH, MICRO_BATCHES = 61, 16, 32, 32, 2, 2
+ACTIVATIONS = {"method": "aqsgd", "forward_bits": 4, "backward_method": "delta", "backward_bits": 4}
 
 Job = dict[str, Any]
 Note = Callable[..., None]
 
 
 def make_job(
-    folder: Path, *, seed: int, stages: int, epochs: int, save_every: int, timeout_s: float, store: dict[str, Any]
+    folder: Path,
+    *,
+    seed: int,
+    stages: int,
+    epochs: int,
+    save_every: int,
+    timeout_s: float,
+    store: dict[str, Any],
+    gradients: dict[str, Any] | None = None,
 ) -> Job:
-    """A run's folder with its configuration; plain values. store: settings of the message store besides its path."""
+    """A run's folder with its configuration; plain values.
+
+    store: settings of the message store besides its path. gradients: the section, where there are replicas.
+    """
     folder.mkdir(parents=True)
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
         "pipecomp": {
-            "activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8},
+            "activations": ACTIVATIONS,
             "store": {"path": str(folder / "messages"), **store},
             "transport": {"timeout_s": timeout_s},
+            **({} if gradients is None else {"gradients": gradients}),
         },
     }
     (folder / "ds_config.json").write_text(json.dumps(config))
@@ -143,10 +156,12 @@ def _train(job: Job, note: Note) -> None:
 def _instrument(job: Job, note: Note) -> None:
     """Notes from inside the run, and a comparison of what the ends of links hold after a resume and at the end."""
     from pipecomp.engine.engine import PipelineEngine
+    from pipecomp.local_steps.outer_steps import OuterSteps
     from pipecomp.recipes.resume import Checkpoints
     from pipecomp.stages.link.links import Links
 
     load, save, write, agree = Checkpoints.load, Checkpoints.save, PipelineEngine.save_checkpoint, Links.agree
+    send, land = OuterSteps._send, OuterSteps._land
     faults = None
     if job.get("faults"):
         from tests.soak.fault_work import Faults
@@ -181,12 +196,25 @@ def _instrument(job: Job, note: Note) -> None:
         note("dropped", dropped)
         return dropped
 
+    def noted_send(self: Any, fragment: int, step: int, *, overlap: int) -> None:
+        note("outer")
+        if job.get("slow_replica") == int(os.environ["RANK"]):
+            time.sleep(job["slow_s"])
+        send(self, fragment, step, overlap=overlap)
+
+    def noted_land(self: Any, step: int | None) -> None:
+        before = len(self._flights)
+        land(self, step)
+        if before and not self._flights:
+            note("training")
+
     if job.get("slow_rank") == int(os.environ["RANK"]):
         _write_slowly(job["slow_s"])
     if not job.get("agreement", True):
         _forget_to_drop()
     Checkpoints.load, Checkpoints.save = checked_load, noted_save  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint, Links.agree = noted_write, noted_agree  # type: ignore[method-assign]
+    OuterSteps._send, OuterSteps._land = noted_send, noted_land  # type: ignore[method-assign]
 
 
 def _write_slowly(seconds: float) -> None:

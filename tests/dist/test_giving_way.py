@@ -1,0 +1,77 @@
+"""Exchanges that give way: asked before every slice, and the same bits as exchanges that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipecomp.cluster.local_ranks import run_ranks
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp16": {},
+    "powersgd": {"rank": 2},
+    "double_squeeze": {"bits": 1, "group_size": 64},
+    "global_qsgd": {"bits": 4, "levels": "linear"},
+}
+VALUES = (700, 1000)  # at 32 bits more than a slice, also for each of three ranks
+
+
+def both_ways(rank: int, world: int, note: Any, method: str) -> tuple[list[str], int]:
+    from pipecomp.allreduce import State, allreduce_mean
+    from pipecomp.cluster.rendezvous import join_processes
+
+    join_processes()
+    means, asked = [], [0]
+
+    def ask() -> None:
+        asked[0] += 1
+
+    for gives_way in (False, True):
+        state = State(method, seed=3, **METHODS[method])
+        state.group.give_way = ask if gives_way else None
+        found = []
+        for step in range(4):
+            x = torch.randn(VALUES, generator=torch.Generator().manual_seed(10 * step + rank))
+            found.append(allreduce_mean(state, x, "x"))
+        state.close()
+        means.append(torch.stack(found))
+    assert torch.equal(*means)
+    return means[0].view(torch.int32).sum().item(), asked[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_giving_way_changes_no_bit(method):
+    found = run_ranks(3, both_ways, method, timeout_s=HANG_S)
+    assert len({bits for bits, _ in found.values()}) == 1
+    assert all(asked >= 4 for _, asked in found.values())
+
+
+def in_slices(rank: int, world: int, note: Any) -> tuple[list[int], bool]:
+    from pipecomp.allreduce.group import SLICE, Group
+    from pipecomp.cluster.rendezvous import join_processes
+
+    join_processes()
+    group, left = Group(), []
+    group.give_way = lambda: left.append(group.bytes_sent)
+    counts = [2 * SLICE + 5, 0, SLICE]  # what each rank sends to all
+    data = torch.full((counts[rank],), rank, dtype=torch.uint8)
+    pending = group.gather(data, counts)
+    right = all(bool((part == r).all()) and part.numel() == counts[r] for r, part in enumerate(pending.wait()))
+    pending.finish()
+    return left, right
+
+
+def test_every_slice_is_asked_for():
+    found = run_ranks(3, in_slices, timeout_s=HANG_S)
+    assert all(right for _, right in found.values())
+    slice_bytes = 1 << 19
+    whole = 2 * slice_bytes + 5
+    assert found[0][0] == [0, slice_bytes, 2 * slice_bytes, whole, whole + slice_bytes, whole + 2 * slice_bytes]
+    assert found[1][0] == []
+    assert found[2][0] == [0, slice_bytes]
