@@ -105,7 +105,8 @@ def results(rows: list[Row]) -> list[str]:
         links' bits are those of [throughput.md](throughput.md), {EIGHT}. Replicas average after {LOCAL_STEPS} steps,
         and take {OVERLAP} more while they do. Every other average waits with each slice while packets of the pipeline
         are leaving the machine, as averages do; the others do not. The ratio is the median over intervals of a step
-        with an average in flight to a step without; "late" are the seconds that a rank waited for the average in the end.
+        with an average in flight to a step without; "late" are the seconds that a rank waited for the average in the
+        end.
     """
     lines = [(row, way) for row in rows for way in WAYS]
     cells = {
