@@ -29,7 +29,7 @@ _REASONS = {
     "ALERT_UNKNOWN_CA": "this machine's keys are of another run than the other's",
     "ALERT_BAD_CERTIFICATE": "the other machine refuses this machine's certificate: is its clock right?",
     "CERTIFICATE_REQUIRED": "the other machine asks for a certificate, and this one showed none",
-    "WRONG_VERSION_NUMBER": "what listens there does not speak TLS",
+    "WRONG_VERSION_NUMBER": "what is there does not speak TLS",
     "HTTP_REQUEST": "what connected speaks HTTP",
     "UNSUPPORTED_PROTOCOL": "what is there does not speak TLS 1.3",
     "NO_SHARED_CIPHER": "what is there does not speak TLS 1.3",
