@@ -155,7 +155,8 @@ def netlab(
     loss: Annotated[str | None, typer.Option(help="Share of the packets that are lost, as in 2%.")] = None,
     sites: Annotated[str | None, typer.Option(help="Nodes of each site, as in 0,2/1,3; by default one site.")] = None,
     between: Annotated[
-        str | None, typer.Option(help="With --sites: of the line that joins each to the others, each way, as in 10mbit.")
+        str | None,
+        typer.Option(help="With --sites: of the line that joins each to the others, as in 10mbit."),
     ] = None,
     nat: Annotated[
         bool, typer.Option("--nat", help="Put every node but 0 behind a router of its own, which lets nobody in.")

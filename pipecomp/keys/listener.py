@@ -1,12 +1,15 @@
 """A listening port that strangers may reach: what they can take of it is bounded.
 
-Every connection gets a thread until it has shown who it is. There is a limit to such connections, beyond which the
-oldest is closed, and to the time that one may take. So neither idle connections nor garbage keep those out that belong.
+A connection gets a thread when the first byte of a TLS handshake has come, until it has shown who it is. There is a
+limit to connections that have not, silent ones among them, beyond which the oldest is closed, and to the time that one
+may take. So neither idle connections nor garbage keep those out that belong, or cost more than a moment each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import selectors
 import socket
 import threading
 import time
@@ -18,7 +21,9 @@ from pipecomp.keys.stream import close
 MOST_WAITING = 64
 PATIENCE_S = 10.0
 _POLL_S = 0.25
+_REST_S = 0.01
 _BACKLOG = 512
+_HANDSHAKE = b"\x16"  # what TLS begins with
 
 
 class Address:
@@ -70,7 +75,9 @@ class Listener:
                 f"cannot listen at {address}: {error.strerror or error}. It must be an address of this machine, and "
                 "nothing else may use the port"
             ) from error
-        self._socket.settimeout(_POLL_S)
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
         self.address = Address(address.host, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="pipecomp-listen", daemon=True)
         self._thread.start()
@@ -81,28 +88,47 @@ class Listener:
         self._thread.join()
         self._socket.close()
         self._drop(list(self._waiting))
+        self._selector.close()
 
     def _accept(self) -> None:
         while not self._ended.is_set():
-            with contextlib.suppress(OSError):  # a time-out, no more file descriptors, a connection that is gone again
-                sock, who = self._socket.accept()
-                sock.settimeout(PATIENCE_S)
-                with self._lock:
-                    self._waiting[sock] = time.monotonic()
-                threading.Thread(target=self._meet, args=(sock, str(who[0])), name="pipecomp-meet", daemon=True).start()
+            for key, _ in self._selector.select(_POLL_S):
+                try:
+                    if key.data is None:
+                        self._take(*self._socket.accept())
+                    else:
+                        self._hear(*key.data)
+                except OSError:  # a connection that is gone again, or no more file descriptors
+                    self._ended.wait(_REST_S)
             late = time.monotonic() - PATIENCE_S
             with self._lock:
-                old = [s for s, since in self._waiting.items() if since < late]
-                old += [s for s in self._waiting if s not in old][
-                    : max(0, len(self._waiting) - len(old) - MOST_WAITING)
-                ]
+                excess = itertools.islice(self._waiting, max(0, len(self._waiting) - MOST_WAITING))
+                old = [*excess, *(sock for sock, since in self._waiting.items() if since < late)]
             self._drop(old)
+
+    def _take(self, sock: socket.socket, address: tuple) -> None:
+        sock.settimeout(PATIENCE_S)
+        with self._lock:
+            self._waiting[sock] = time.monotonic()
+        self._selector.register(sock, selectors.EVENT_READ, (sock, str(address[0])))
+
+    def _hear(self, sock: socket.socket, who: str) -> None:
+        """Let one that has spoken show who it is, if it speaks TLS."""
+        self._selector.unregister(sock)
+        first = sock.recv(1, socket.MSG_PEEK)
+        if first == _HANDSHAKE:
+            threading.Thread(target=self._meet, args=(sock, who), name="pipecomp-meet", daemon=True).start()
+            return
+        self._drop([sock])
+        self._refused(who, LinkError("it does not speak TLS") if first else EOFError())
 
     def _drop(self, sockets: list[socket.socket]) -> None:
         for sock in sockets:
             with self._lock:
                 if self._waiting.pop(sock, None) is None:
                     continue
+            with contextlib.suppress(KeyError, ValueError):  # one that has spoken
+                self._selector.unregister(sock)
             close(sock)
 
     def _meet(self, sock: socket.socket, who: str) -> None:
@@ -110,7 +136,10 @@ class Listener:
         try:
             go_on = self._admit(sock)
         except Exception as error:
-            self._refused(who, error)
+            with self._lock:
+                waits = sock in self._waiting
+            late = f"it did not say who it is within {PATIENCE_S:g} s, or more than {MOST_WAITING} others came after it"
+            self._refused(who, error if waits else LinkError(late))
         with self._lock:
             in_time = self._waiting.pop(sock, None) is not None
         if go_on is None or not in_time:

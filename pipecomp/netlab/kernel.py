@@ -6,7 +6,8 @@
 
 eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too;
 where not, pipecomp's own links do, or, if the delay varies, a process that carries packets between port and bridge.
-With `sites`, each has a bridge of its own, joined to the others' by a line with such queues. With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
+With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
+Nodes at several `sites` have a bridge for each, joined to a bridge in the middle by lines with such queues.
 """
 
 from __future__ import annotations
@@ -109,12 +110,12 @@ class KernelNetwork:
             run(f"ip -n {hub} link set {bridge} up")
         for site in sites if len(sites) > 1 else []:
             run(f"ip -n {hub} link add out{site} type veth peer name in{site}")
-            for end, bridge in ((f"out{site}", f"br{site}"), (f"in{site}", "core")):
-                self._without_ipv6(hub, end)
-                for text in queue_commands("add", hub, end, shape.between, shape.delay_s, None):
+            for port, bridge in ((f"out{site}", f"br{site}"), (f"in{site}", "core")):
+                self._without_ipv6(hub, port)
+                for text in queue_commands("add", hub, port, shape.between, shape.delay_s, None):
                     run(text)
-                run(f"ip -n {hub} link set {end} master {bridge}")
-                run(f"ip -n {hub} link set {end} up")
+                run(f"ip -n {hub} link set {port} master {bridge}")
+                run(f"ip -n {hub} link set {port} up")
 
     def _bridge(self, node: int) -> str:
         return f"br{self._shape.site[node]}"

@@ -101,7 +101,6 @@ def test_links_are_described():
         "kernel"
     )
 
-
     text = describe(read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3", between="1mbit"), "kernel")
     assert text == "4 nodes, 10 Mbit/s each way, 2 sites joined at 1 Mbit/s, shaped by the kernel"
 

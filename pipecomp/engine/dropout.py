@@ -1,0 +1,46 @@
+"""A line at the start for models with dropout whose changes few bits cannot carry.
+
+A sample's activation changes from visit to visit by its mask too, so that what AQ-SGD sends is larger, and so is the
+error of the same number of bits. What that costs is measured: benchmarks/results/convergence.md, lines with "dropout".
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from pipecomp.activation_config import Activations
+
+FEWEST_BITS = 3  # forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default
+_SMALL = 0.01  # dropout that changes hardly anything
+_log = logging.getLogger(__name__)
+
+
+def dropout_of(module: nn.Module) -> float:
+    """Find the largest share that any part of a model drops."""
+    return max((float(part.p) for part in module.modules() if isinstance(part, nn.Dropout)), default=0.0)
+
+
+def advice(dropout: float, activations: Activations) -> str | None:
+    """Say what few bits cost with so much dropout, and what to do; None where it is little.
+
+    Bits that follow an error need no advice: they grow with the changes.
+    """
+    given: Any = activations.forward_bits
+    bits = min(given) if isinstance(given, tuple) else given
+    if activations.method != "aqsgd" or not isinstance(bits, int) or bits >= FEWEST_BITS or dropout < _SMALL:
+        return None
+    return (
+        f"this model trains with dropout {dropout:g}, which makes the changes that AQ-SGD sends larger: "
+        f"activations.forward_bits {bits} may cost more than 1 % of the training loss. Use {FEWEST_BITS} or more, "
+        '{"error": 0.07}, which takes as many as are needed, or no dropout (`--dropout 0` of a recipe)'
+    )
+
+
+def warn_of_dropout(module: nn.Module, activations: Activations) -> None:
+    """Log the advice, if there is any; the level is one that Python shows where nobody has set up logging."""
+    text = advice(dropout_of(module), activations)
+    if text is not None:
+        _log.warning("%s", text)

@@ -1,0 +1,46 @@
+"""What is said at the start about dropout and few bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipecomp.activation_config import Activations
+from pipecomp.engine.dropout import FEWEST_BITS, advice, dropout_of, warn_of_dropout
+
+AQSGD: dict[str, Any] = {"method": "aqsgd", "backward_bits": 8}
+
+
+def test_the_largest_share_counts():
+    assert dropout_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Sequential(nn.Dropout(0.3)))) == 0.3
+    assert dropout_of(nn.Linear(2, 2)) == 0.0
+
+
+@pytest.mark.parametrize("bits", [FEWEST_BITS - 1, (8, FEWEST_BITS - 1)])
+def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
+    activations = Activations(**AQSGD, forward_bits=bits)
+    text = advice(0.1, activations)
+    assert "dropout 0.1" in text
+    assert f"forward_bits {FEWEST_BITS - 1} " in text
+    assert "--dropout 0" in text
+    warn_of_dropout(nn.Dropout(0.1), activations)
+    assert caplog.messages == [text]
+
+
+@pytest.mark.parametrize(
+    ("dropout", "settings"),
+    [
+        (0.0, {**AQSGD, "forward_bits": 1}),
+        (0.1, {**AQSGD, "forward_bits": FEWEST_BITS}),
+        (0.1, {**AQSGD, "forward_bits": {"error": 0.07}}),
+        (0.1, {"method": "none"}),
+        (0.1, {"method": "direct", "forward_bits": 2}),
+    ],
+)
+def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, settings, caplog):
+    activations = Activations(**settings)
+    assert advice(dropout, activations) is None
+    warn_of_dropout(nn.Dropout(dropout), activations)
+    assert not caplog.messages
