@@ -58,7 +58,7 @@ def run(name: str, compute_s: float) -> Row:
     network: dict[str, Any] = {}
     if case.sites:
         assert rate is not None
-        network = {"sites": SITES, "between": f"{rate // SLOWER}bit"}
+        network = {"sites": f"{SITES}@{rate // SLOWER}bit"}
     found = measure(BY_NAME[case.line], MODEL, STAGES, STEPS, rate, None, **network)
     return {"name": name, "compute_s": compute_s, "rate": rate, "steps": found["steps"], "bytes": found["bytes"]}
 

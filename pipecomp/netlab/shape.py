@@ -71,7 +71,6 @@ class Options(TypedDict, total=False):
     nat: bool
     wireguard: bool
     sites: str | None
-    between: str | None
 
 
 def read_shape(**options: Unpack[Options]) -> Shape:
@@ -88,8 +87,8 @@ def read_shape(**options: Unpack[Options]) -> Shape:
     delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
     jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
     require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
-    sites, between = options.get("sites"), options.get("between")
-    require((sites is None) == (between is None), "between", between, "a rate together with sites, and only then")
+    sites = options.get("sites")
+    site, between = ((0,) * nodes, None) if sites is None else _sites(sites, nodes)
     cuts = [_cut(text, nodes) for text in options.get("cuts", ())]
     cuts += [cut for text in options.get("outages", ()) for cut in _outage(text, nodes)]
     return Shape(
@@ -102,8 +101,8 @@ def read_shape(**options: Unpack[Options]) -> Shape:
         loss=0.0 if loss is None else _share(loss),
         nat=options.get("nat", False),
         wireguard=options.get("wireguard", False),
-        site=(0,) * nodes if sites is None else _sites(sites, nodes),
-        between=None if between is None else parse_rate("between", between),
+        site=site,
+        between=between,
     )
 
 
@@ -150,13 +149,15 @@ def _outage(text: str, nodes: int) -> list[Cut]:
     return [Cut(node=node, at_s=at_s, for_s=for_s) for node in range(nodes)]
 
 
-def _sites(text: str, nodes: int) -> tuple[int, ...]:
-    """The site of each node."""
-    allowed = f"two sites or more, with every node from 0 to {nodes - 1} once, as in 0,2/1,3"
-    require(isinstance(text, str) and re.fullmatch(r"[0-9]+([,/][0-9]+)*", text), "sites", text, allowed)
-    site = [(int(node), place) for place, part in enumerate(text.split("/")) for node in part.split(",")]
-    require("/" in text and sorted(node for node, _ in site) == list(range(nodes)), "sites", text, allowed)
-    return tuple(place for _, place in sorted(site))
+def _sites(text: str, nodes: int) -> tuple[tuple[int, ...], int]:
+    """The site of each node, and bits per second between sites."""
+    allowed = f"two sites or more, with every node from 0 to {nodes - 1} once, and a rate, as in 0,2/1,3@10mbit"
+    found = re.fullmatch(r"([0-9]+(?:[,/][0-9]+)*)@(.+)", text) if isinstance(text, str) else None
+    if found is None:
+        raise ConfigError("sites", text, allowed)
+    site = [(int(node), place) for place, part in enumerate(found[1].split("/")) for node in part.split(",")]
+    require("/" in found[1] and sorted(node for node, _ in site) == list(range(nodes)), "sites", text, allowed)
+    return tuple(place for _, place in sorted(site)), parse_rate("sites", found[2])
 
 
 def _share(text: str) -> float:

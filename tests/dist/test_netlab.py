@@ -73,7 +73,7 @@ def test_queues_have_the_rates_of_their_directions():
 
 @needs_kernel
 def test_what_sites_say_to_each_other_passes_their_lines():
-    with Lab(nodes=3, bandwidth="1gbit", sites="0,2/1", between="50mbit") as lab:
+    with Lab(nodes=3, bandwidth="1gbit", sites="0,2/1@50mbit") as lab:
         found = lab.run(plain_tcp, 1_000_000, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
         passed = {}
         for device in ("out0", "in0", "out1", "in1"):

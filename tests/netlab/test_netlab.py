@@ -77,13 +77,14 @@ def test_an_outage_cuts_all_nodes():
         ({"loss": "2%", "software": True}, "software"),
         ({"nat": True, "software": True}, "software"),
         ({"wireguard": True, "software": True}, "software"),
-        ({"sites": "0/1"}, "between"),
-        ({"between": "1mbit"}, "between"),
-        ({"sites": "0,1", "between": "1mbit"}, "sites"),
-        ({"sites": "0/0", "between": "1mbit"}, "sites"),
-        ({"sites": "0/2", "between": "1mbit"}, "sites"),
-        ({"sites": "0/1/", "between": "1mbit"}, "sites"),
-        ({"sites": "0/1", "between": "1mbit", "software": True}, "software"),
+        ({"sites": "0/1"}, "sites"),
+        ({"sites": "0/1@"}, "sites"),
+        ({"sites": "0,1@1mbit"}, "sites"),
+        ({"sites": "0/0@1mbit"}, "sites"),
+        ({"sites": "0/2@1mbit"}, "sites"),
+        ({"sites": "0/1/@1mbit"}, "sites"),
+        ({"sites": "0/1@fast"}, "sites"),
+        ({"sites": "0/1@1mbit", "software": True}, "software"),
     ],
 )
 def test_impossible_options_are_refused(options, key):
@@ -101,7 +102,7 @@ def test_links_are_described():
         "kernel"
     )
 
-    text = describe(read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3", between="1mbit"), "kernel")
+    text = describe(read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3@1mbit"), "kernel")
     assert text == "4 nodes, 10 Mbit/s each way, 2 sites joined at 1 Mbit/s, shaped by the kernel"
 
 
@@ -435,7 +436,7 @@ def test_a_process_varies_the_delay_where_the_kernel_cannot(tmp_path, monkeypatc
 
 def test_sites_are_joined_by_lines_with_queues_of_their_own(tmp_path):
     fake = Fake()
-    shape = read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3", between="1mbit")
+    shape = read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3@1mbit")
     network = KernelNetwork(shape, tmp_path, "lab", run=fake)
     assert shape.site == (0, 1, 0, 1)
     for node, site in enumerate(shape.site):
