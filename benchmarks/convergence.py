@@ -114,6 +114,7 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
 
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)
+    set_dropout(model, method.dropout)
     pipeline, evaluate = prepare(method, model, task, stages, seed, epochs)
     began = time.process_time()
     with products_in_float32(method.bf16):
@@ -148,7 +149,6 @@ def prepare(
     from pipecomp.data import eval_batches
     from pipecomp.demo.task import Sequences
 
-    set_dropout(model, method.dropout)
     training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
     config = adamw(
         in_memory(method.activations, seed, **method.store),
@@ -164,7 +164,7 @@ def prepare(
 
 
 def set_dropout(model: Any, share: float) -> None:
-    """Train on with dropout of embeddings, attention and blocks, and before adapters if there are any."""
+    """Train on with dropout of embeddings, attention and blocks."""
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         setattr(model.config, name, share)
     for module in model.modules():
