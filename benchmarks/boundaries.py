@@ -44,22 +44,22 @@ class Packets:
     """The product's own link."""
 
     def __init__(self, sender: LinkSender, receiver: LinkReceiver) -> None:
-        self._sender, self._receiver = sender, receiver
+        self.sender, self.receiver = sender, receiver
         self.stats = sender.stats
 
     def forward(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool) -> tuple[Tensor, Layout]:
         """See Boundary."""
-        self._sender.send_activation(x_BSH, layout, at, training=training)
-        return self._receiver.recv_activation(at, training=training)
+        self.sender.send_activation(x_BSH, layout, at, training=training)
+        return self.receiver.recv_activation(at, training=training)
 
     def backward(self, g_BSH: Tensor, layout: Layout, at: Position) -> Tensor:
         """See Boundary."""
-        self._receiver.send_gradient(g_BSH, layout, at)
-        return self._sender.recv_gradient(layout, at)
+        self.receiver.send_gradient(g_BSH, layout, at)
+        return self.sender.recv_gradient(layout, at)
 
     def same_messages(self) -> bool:
         """See Boundary."""
-        near, far = self._sender.store, self._receiver.store
+        near, far = self.sender.store, self.receiver.store
         return near is None or far is None or near.inventory() == far.inventory()
 
     def held_bytes(self) -> int:

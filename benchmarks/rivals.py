@@ -184,7 +184,7 @@ class LowRank:
     """
 
     energy: float
-    factors: Product = Product(Quantized(8))  # noqa: RUF009 (frozen)
+    factors: Product = Product(Quantized(8))
 
     def encode(self, x_TH: Tensor) -> Tensor:
         """See Rows."""

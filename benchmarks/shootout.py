@@ -83,18 +83,14 @@ def methods() -> dict[str, dict[str, Setting]]:
             f"{forward:g}/{backward:g}": _constant_error(forward, backward)
             for forward, backward in ((0.28, 0.4), (0.14, 0.2), (0.07, 0.1))
         },
-        "TAH-Quant": _rival(
-            lambda bits: Whole(TahQuant(bits, 0.7)), {f"fw{f - 1}/{f}": (f - 1, f) for f, _ in BITS}
-        ),
+        "TAH-Quant": _rival(lambda bits: Whole(TahQuant(bits, 0.7)), {f"fw{f - 1}/{f}": (f - 1, f) for f, _ in BITS}),
         "Unchanged tokens skipped": _rival(
             lambda threshold: Unchanged(threshold, Product(Quantized(FIRST_BITS))),
             {f"cosine {threshold:g}": threshold for threshold in (0.9, 0.95, 0.99)},
         ),
         "Top-k": _rival(Whole, kept),
         "Top-k of changes": _rival(_changes, kept),
-        "Low-rank changes": _rival(
-            _changes, {f"energy {energy:g}": LowRank(energy) for energy in (0.8, 0.9, 0.97)}
-        ),
+        "Low-rank changes": _rival(_changes, {f"energy {energy:g}": LowRank(energy) for energy in (0.8, 0.9, 0.97)}),
     }
 
 
@@ -125,9 +121,7 @@ def _language(given: dict[str, Any], stages: int, seed: int, folders: dict[str, 
         model, rate = pretrained_model(task, folders["cache"], seed)[0], convergence.LEARNING_RATE
         convergence.set_dropout(model, given["dropout"])
     method, epochs = Method("", given["activations"]), convergence.EPOCHS
-    pipeline, evaluate = convergence.prepare(
-        method, model, task, stages, seed, epochs, lr=rate, rival=given["rival"]
-    )
+    pipeline, evaluate = convergence.prepare(method, model, task, stages, seed, epochs, lr=rate, rival=given["rival"])
     return pipeline, lambda: {"eval_loss": evaluate()}, epochs
 
 
@@ -141,9 +135,7 @@ def with_adapters(model: Any, seed: int, dropout: float) -> Any:
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=dropout, **LORA))
 
 
-def _classification(
-    given: dict[str, Any], stages: int, seed: int, folders: dict[str, Path], *, task: str
-) -> Prepared:
+def _classification(given: dict[str, Any], stages: int, seed: int, folders: dict[str, Path], *, task: str) -> Prepared:
     pipeline, judge, _ = classification.prepare(
         task,
         given["activations"],
@@ -170,9 +162,7 @@ TASKS: dict[str, Callable[..., Prepared]] = {
 }
 
 
-def train(
-    task: str, dropout: str, stages: int, method: str, setting: str, seed: int, folders: dict[str, Path]
-) -> Row:
+def train(task: str, dropout: str, stages: int, method: str, setting: str, seed: int, folders: dict[str, Path]) -> Row:
     """One run. Loads what it needs, so that it can be a process of its own."""
     import torch
 

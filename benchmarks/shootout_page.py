@@ -77,7 +77,7 @@ def compute_seconds(exact: Sequence[Row]) -> float:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def step_seconds(K: int, M: int, compute_s: float, rate: float, forward: float, backward: float) -> float:
     """A step whose packets have so many bytes, on links of `rate` bit/s each way."""
     stage = StageCosts(forward_s=FORWARD * compute_s, backward_s=(1 - FORWARD) * compute_s)
@@ -120,7 +120,7 @@ def _seconds(group: Sequence[Row], exact: Sequence[Row], r: float) -> str:
 
 
 def curve(groups: Sequence[Sequence[Row]], exact: Sequence[Row]) -> list[tuple[float, float]]:
-    """A method's settings from the fewest bytes on: share of FP32's bytes, and training loss above FP32's in percent."""
+    """A method's settings, fewest bytes first: share of FP32's bytes, training loss above FP32's in percent."""
     points = []
     for group in groups:
         above = page.above(group, exact, "train_loss")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from typing import Any
 
@@ -22,6 +24,7 @@ from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 
 AT = Position(0, 0)
+EQUAL = "training loss above FP32 with no more than these bytes"
 
 
 def rows(count: int, hidden: int, seed: int = 0) -> Tensor:
@@ -34,9 +37,7 @@ def tile_by_hand(tile: list[float], bits: int) -> list[float]:
     turn, pivot = sizes[0] >= 2 * sizes[1] and sizes[0] > 0, max(range(G), key=lambda i: abs(tile[i]))
 
     def turned(values: list[float]) -> list[float]:
-        return [
-            sum(x * (-1) ** (i & j).bit_count() for j, x in enumerate(values)) / math.sqrt(G) for i in range(G)
-        ]
+        return [sum(x * (-1) ** (i & j).bit_count() for j, x in enumerate(values)) / math.sqrt(G) for i in range(G)]
 
     values = list(tile)
     if turn:
@@ -44,9 +45,7 @@ def tile_by_hand(tile: list[float], bits: int) -> list[float]:
         values = turned(values)
     zero = float(torch.tensor(min(values)).half())
     step = float(torch.tensor((max(values) - zero) / (2**bits - 1)).half())
-    values = [
-        zero + step * min(max(round((x - zero) / step) if step else 0, 0), 2**bits - 1) for x in values
-    ]
+    values = [zero + step * min(max(round((x - zero) / step) if step else 0, 0), 2**bits - 1) for x in values]
     if turn:
         values = turned(values)
         values[0], values[pivot] = values[pivot], values[0]
@@ -106,7 +105,7 @@ def visits(make: Any, *x: Tensor, layout: Layout) -> tuple[Coded, list[Tensor], 
         sizes.append(link.stats.forward.bytes_sent)
         link.backward(rows(*x_TH.shape, seed=9).reshape(out.shape), layout, AT)
     assert link.same_messages()
-    return link, arrived, [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+    return link, arrived, [b - a for a, b in itertools.pairwise(sizes)]
 
 
 def ends(forward: Any) -> Any:
@@ -120,7 +119,7 @@ def test_top_k_of_changes_moves_the_largest_changes_alone():
     first, second = rows(8, 32), rows(8, 32) + rows(8, 32, seed=1)
     make = ends(lambda: Changes(Product(TopK(4, 0.25)), Product(Quantized(8))))
     link, (m_TH, out_TH), sizes = visits(make, first, second, layout=TWO)
-    assert (m_TH - first).abs().max() <= first.abs().max() / 256
+    assert (m_TH - first).abs().max() <= first.abs().max() / 256 * 1.001
     change_TH = second - m_TH
     kept_TH = torch.zeros(8, 32, dtype=torch.bool)
     kept_TH.scatter_(1, change_TH.abs().topk(8, 1).indices, True)
@@ -143,7 +142,7 @@ def test_tokens_that_hardly_changed_are_not_sent():
     stayed = [0, 2, 3, 4, 5, 7]
     assert torch.equal(out_TH[stayed], m_TH[stayed])
     assert not torch.equal(out_TH[stayed], second[stayed])
-    assert ((out_TH - second)[[1, 6]].abs() <= second[[1, 6]].abs().amax(1, keepdim=True) / 256).all()
+    assert ((out_TH - second)[[1, 6]].abs() <= second[[1, 6]].abs().amax(1, keepdim=True) / 256 * 1.001).all()
     assert sizes == [packet_bytes(2, 1 + 8 * (4 + 32)), packet_bytes(2, 1 + 2 * (4 + 32))]
     assert link.held_bytes() == 2 * 8 * 32 * 4
 
@@ -151,7 +150,7 @@ def test_tokens_that_hardly_changed_are_not_sent():
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda: Changes(LowRank(0.9), Product(Quantized(8))),
+        lambda: Changes(LowRank(0.97), Product(Quantized(8))),
         lambda: Changes(Product(TopK(4, 0.5)), Product(Quantized(8))),
         lambda: Unchanged(0.9, Product(Quantized(8))),
     ],
@@ -263,8 +262,9 @@ def run(method: str, setting: str, share: float, loss: float, **more: Any) -> di
     sent = int(4_000_000 * share)
     return {
         "task": "GPT-2", "dropout": "without", "stages": 2, "method": method, "setting": setting, "seed": 0,
-        "train_loss": loss, "eval_loss": loss, "losses": [3.0, 2.5, loss, loss], "bytes": [[sent, sent], [2 * sent] * 2],
-        "raw_bytes": [8_000_000, 8_000_000], "store_bytes": 0, "micro_batches": 2, "cpu_seconds": 16.0, **more,
+        "train_loss": loss, "eval_loss": loss, "losses": [3.0, 2.5, loss, loss],
+        "bytes": [[sent, sent], [2 * sent] * 2], "raw_bytes": [8_000_000, 8_000_000],
+        "store_bytes": 0, "micro_batches": 2, "cpu_seconds": 16.0, **more,
     }  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def test_seconds_are_those_of_the_link():
     assert compute_s == 16 / (4 * 2 * 2)
     slow, fast = (shootout_page.seconds_to(row, 2.0, 18, compute_s) for row in (exact, small))
     # Of FP32 the link is the limit: at least both micro-batches one way, 9 computes each, and the last one back.
-    assert slow >= 4 * (2 * 9 + 9) * compute_s
+    assert 4 * (2 * 9 + 9) * compute_s <= slow < 4 * (2 * 9 + 9 + 6) * compute_s
     assert 4 * 2 * compute_s < fast < slow / 4
     assert shootout_page.seconds_to(exact, 2.75, 18, compute_s) == pytest.approx(slow / 2), "after the first epoch"
     assert shootout_page.seconds_to(small, 1.9, 18, compute_s) is None
@@ -290,20 +290,25 @@ def test_the_page_compares_at_equal_bytes(tmp_path):
         run("Top-k", "25 %, bw4", 0.1, 2.2), run("FP32", "", 1.0, 2.0), run("AQ-SGD", "fw4 bw8", 0.16, 2.0),
         run("AQ-SGD", "fw2 bw4", 0.13, 2.1), run("TAH-Quant", "fw1/2, bw4", 0.1, 2.1, **more),
     ]  # fmt: skip
-    ordered = shootout_page.in_order(made, {name: list(settings) for name, settings in METHODS.items()})
-    assert [row["method"] for row in ordered] == ["FP32", "AQ-SGD", "AQ-SGD", "Top-k", "TAH-Quant"]
-    lines = [*shootout.introduction(ordered), *shootout_page.tables(ordered)]
+    made.append(run("AQ-SGD", "a setting of another time", 0.1, 2.0))
+    lines = [json.dumps({**row, "setup": shootout.SETUP}) for row in made]
+    (tmp_path / "shootout.jsonl").write_text("\n".join(lines) + "\n")
+    shootout.main(["--redraw", "--out", str(tmp_path)])
+    lines = (tmp_path / "shootout.md").read_text().splitlines()
+    first = [line.split(" | ")[2] for line in lines[: lines.index("### GPT-2: " + EQUAL)] if line.startswith("| with")]
+    assert first == ["FP32", "AQ-SGD", "AQ-SGD", "Top-k", "TAH-Quant"]
     assert "| without | 2 | AQ-SGD | – | +5.00 % | +0.00 % | +0.00 % |" in lines
     assert "| without | 2 | Top-k | +10.00 % | +10.00 % | +10.00 % | +10.00 % |" in lines
     assert "| with | 4 | TAH-Quant | – | – | – | – |" in lines, "without FP32's run"
     [line] = [line for line in lines if line.startswith("| without | 2 | AQ-SGD | fw2 bw4 |")]
     assert "| +5.00 % | 2.1000 | 1.04 | 1.04 | 13.0 % | – | – | 0.0 |" in line
-    shootout_page.draw(ordered, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 5000
+    assert (tmp_path / "shootout.png").stat().st_size > 5000
 
 
 def test_runs_are_known_by_task_dropout_stages_method_setting_and_seed():
-    given = type("Given", (), {"seeds": 2, "dropout": ["without"], "tasks": ["GPT-2", "CoLA"], "stages": [2], "only": []})
+    given = type(
+        "Given", (), {"seeds": 2, "dropout": ["without"], "tasks": ["GPT-2", "CoLA"], "stages": [2], "only": []}
+    )
     every = shootout.cases(given)
     assert len(set(every)) == len(every) == 2 * 2 * sum(map(len, METHODS.values()))
     assert every[0] == ("GPT-2", "without", 2, "FP32", "", 0)
