@@ -63,7 +63,7 @@ def run(name: str, pairs: int) -> Row:
     with Lab(nodes=STAGES + 1) as lab, tempfile.TemporaryDirectory() as folder:
         new(f"{folder}/keys", ranks=f"0-{STAGES - 1}")
         ranks = lab.run(one_node, case.idle, case.garbage, pairs, folder, timeout_s=3600)
-    alone, attacked = (list(map(max, zip(*(r[i] for r in ranks[:STAGES]), strict=True))) for i in (0, 1))
+    alone, attacked = (list(map(max, *(ranks[rank][i] for rank in range(STAGES)))) for i in (0, 1))
     return {"name": name, "alone": alone, "attacked": attacked, "strangers": ranks[STRANGER]}
 
 

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,9 @@ GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"
 VALUES = 8_000_000
 LINK_BYTES = 1 << 20
 LINK_PACKETS = 12
-WARM_UP = {"step": 8, "all-reduce": 2, "both ways": 1}
+WARM_UP = {"step": 4, "all-reduce": 2, "both ways": 1}
+# All sides hold as many micro-batches: what each would settle for by itself depends on its first steps.
+LINE = replace(BY_NAME[EIGHT], section={**BY_NAME[EIGHT].section, "in_flight": 4})
 SLOW = "r = 5.8"
 
 
@@ -135,7 +137,7 @@ def _turns(what: str, node: int, folder: str) -> Callable[[], Any]:
     from pipecomp.stages.link.tls import TlsTransport
 
     if what == "step":
-        return start_engine(BY_NAME[EIGHT], MODEL, STAGES, folder).train_batch
+        return start_engine(LINE, MODEL, STAGES, folder).train_batch
     join_processes()
     if what == "all-reduce":
         values = torch.randn(VALUES)
@@ -172,7 +174,8 @@ def results(rows: list[Row]) -> list[str]:
 
         `python -m benchmarks closed`, two ranks on {page.machine(rows)}, one thread each, between two network
         namespaces. The processes of all sides take turns; the ratio is the median over turns, with the quarters below
-        and above. A step is that of [throughput.md](throughput.md), {EIGHT}; a stage computes
+        and above. A step is that of [throughput.md](throughput.md), {EIGHT}, with
+        {LINE.section["in_flight"]} micro-batches in flight; a stage computes
         {1000 * rows[0]["compute_s"]:.0f} ms on a micro-batch, which r counts in. The all-reduce is
         torch.distributed's, of {VALUES:,} float32 values. "Both ways" is the rate of a link's packets, sent both ways
         at once, over the nominal one, which counts the headers of TLS, TCP, IP and Ethernet too.
@@ -209,7 +212,7 @@ def _line(row: Row) -> str:
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "only", pairs=(30, "of turns"))
-    setup = digest([asdict(MODEL), asdict(BY_NAME[EIGHT]), CASES, WARM_UP, VALUES, LINK_BYTES, LINK_PACKETS])
+    setup = digest([asdict(MODEL), asdict(LINE), CASES, WARM_UP, VALUES, LINK_BYTES, LINK_PACKETS])
     runs = Runs(given, "closed", setup, ("name",))
     cases = [(name,) for name in chosen(BY_CASE, given.only)]
     compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0

@@ -77,11 +77,16 @@ def reference_compute(model: Model, stages: int, runs: int = 1) -> float:
     return statistics.median(measure(line, model, stages, 3, None, None)["compute_s"] for _ in range(runs))
 
 
-def measure(line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None) -> Row:
-    """Run a line once; give a row as of `bench_pipeline` and the "steps", seconds of each. rate: of links, in bit/s."""
+def measure(
+    line: Line, model: Model, stages: int, steps: int, rate: int | None, delay: str | None, **network: Any
+) -> Row:
+    """Run a line once; give a row as of `bench_pipeline` and the "steps", seconds of each.
+
+    rate: of links, in bit/s. network: of the lab besides.
+    """
     world = stages * line.replicas
     bandwidth = None if rate is None else f"{rate}bit"
-    with Lab(nodes=world, bandwidth=bandwidth, delay=delay) as lab, tempfile.TemporaryDirectory() as folder:
+    with Lab(nodes=world, bandwidth=bandwidth, delay=delay, **network) as lab, tempfile.TemporaryDirectory() as folder:
         ranks = lab.run(train, line, model, stages, steps, folder, timeout_s=1800)
     times = [max(rank["steps"][i] for rank in ranks.values()) for i in range(steps)]
     compute = [rank["compute_s"] for rank in ranks.values() if rank["compute_s"]]

@@ -27,6 +27,7 @@ from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import gradient_exchange, local_exchanges, pipeline_module, quantized_adam, trainable
 from pipecomp.engine.connect import match_tied, open_links, open_transports, tied_groups
+from pipecomp.engine.dropout import warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch
@@ -161,6 +162,8 @@ def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ran
         tokens = sample_length(training_data, engine.stage)
         batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)
+    if engine.global_rank == 0:
+        warn_of_dropout(engine.stage, engine.pipecomp_config.activations)
     engine.open_links(*open_links(engine, settings, transports, all_ranks), heartbeat)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 from pipecomp.errors import KeysError, WireError
 
 _CHUNK = 1 << 18
+_AT_ONCE = 1 << 15  # bytes, of those that are known to come, for which the thread that receives is woken
+_RECORD = (1 << 14) + 256  # bytes of TLS that OpenSSL may hold back, because the rest of them is not there
 _JSON_BYTES = 1 << 16  # of a message in a handshake
 _LENGTH = struct.Struct("<I")
 # What OpenSSL says about the peer's certificate, or the peer about ours. -> what that means to people.
@@ -27,7 +29,7 @@ _REASONS = {
     "ALERT_UNKNOWN_CA": "this machine's keys are of another run than the other's",
     "ALERT_BAD_CERTIFICATE": "the other machine refuses this machine's certificate: is its clock right?",
     "CERTIFICATE_REQUIRED": "the other machine asks for a certificate, and this one showed none",
-    "WRONG_VERSION_NUMBER": "what listens there does not speak TLS",
+    "WRONG_VERSION_NUMBER": "what is there does not speak TLS",
     "HTTP_REQUEST": "what connected speaks HTTP",
     "UNSUPPORTED_PROTOCOL": "what is there does not speak TLS 1.3",
     "NO_SHARED_CIPHER": "what is there does not speak TLS 1.3",
@@ -85,6 +87,7 @@ class SecureStream:
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._lock = threading.Lock()
         self._buffer = memoryview(bytearray(_CHUNK))
+        self._least = 1  # the socket's SO_RCVLOWAT
         self._incoming.write(early)
 
     def handshake(self) -> None:
@@ -130,7 +133,7 @@ class SecureStream:
                             raise EOFError
                         at += int(count)
             except ssl.SSLWantReadError:
-                self._pull()
+                self._pull(len(view) - at)
             except ssl.SSLZeroReturnError as error:
                 raise EOFError from error
 
@@ -167,6 +170,7 @@ class SecureStream:
                 self._pull()
             else:
                 self._push()
+                self._wake_for(1)
                 return self._incoming.read()
 
     def close(self) -> None:
@@ -184,7 +188,9 @@ class SecureStream:
             except TimeoutError:
                 self._keep_waiting()
 
-    def _pull(self) -> None:
+    def _pull(self, coming: int = 1) -> None:
+        """Receive what is there, or wait for it. coming: bytes, unsealed, that the other side sends in any case."""
+        self._wake_for(max(1, min(coming - _RECORD, _AT_ONCE)))
         if self.before_wait is not None:
             self.before_wait()
         while True:
@@ -198,6 +204,13 @@ class SecureStream:
         self.heard = time.monotonic()
         with self._lock:
             self._incoming.write(self._buffer[:count])
+
+    def _wake_for(self, least: int) -> None:
+        """Let the system wake this thread when so many bytes are there: on a slow link not for every packet."""
+        if least != self._least:
+            self._least = least
+            with contextlib.suppress(OSError):  # another system
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def _keep_waiting(self) -> None:
         if self.on_wait is None:

@@ -159,7 +159,7 @@ class Mesh:
         self._refused += 1
         if self._refused <= _SAID and not isinstance(error, (OSError, EOFError)):
             more = " (later ones are not printed)" if self._refused == _SAID else ""
-            print(f"pipecomp: refused a connection from {who}: {error}{more}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"pipecomp: refused a connection from {who}: {error}{more}\n")  # whole, beside others'
 
     # -- other ranks
 

@@ -99,6 +99,8 @@ def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
         "loss": shape.loss,
         "nat": shape.nat,
         "wireguard": shape.wireguard,
+        "site": list(shape.site),
+        "between_bits_per_s": shape.between,
         "nodes": nodes,
     }
 
@@ -117,8 +119,9 @@ def describe(shape: Shape, form: str) -> str:
     loss = f", {100 * shape.loss:g} % lost" if shape.loss else ""
     nat = ", all but node 0 behind routers" if shape.nat else ""
     through = ", through WireGuard" if shape.wireguard else ""
+    sites = f", {max(shape.site) + 1} sites joined at {rate_text(shape.between)}" if shape.between else ""
     by = "shaped by the kernel" if form == "kernel" else "in software"
-    return f"{shape.nodes} nodes, {rates}{delay}{jitter}{loss}{nat}{through}, {by}"
+    return f"{shape.nodes} nodes, {rates}{delay}{jitter}{loss}{sites}{nat}{through}, {by}"
 
 
 def bytes_table(report: dict[str, Any]) -> Table:

@@ -6,7 +6,7 @@
 
 eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too;
 where not, pipecomp's own links do, or, if the delay varies, a process that carries packets between port and bridge.
-With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
+With `sites`, each has a bridge of its own, joined to the others' by a line with such queues. With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ class KernelNetwork:
     def _build(self) -> None:
         run, hub, shape = self._run, self._hub, self._shape
         run(f"ip netns add {hub}")
-        run(f"ip -n {hub} link add br0 type bridge mcast_snooping 0")
-        self._without_ipv6(hub, "br0")
-        run(f"ip -n {hub} link set br0 up")
+        self._build_bridges()
         for node, name in enumerate(self._nodes):
             port, router = f"port{node}", self._routers.get(node)
             run(f"ip netns add {name}")
@@ -89,7 +87,7 @@ class KernelNetwork:
                 for end in (f"mid{node}", self._member(node)):
                     self._without_ipv6(hub, end)
                     run(f"ip -n {hub} link set {end} up")
-            run(f"ip -n {hub} link set {self._member(node)} master br0")
+            run(f"ip -n {hub} link set {self._member(node)} master {self._bridge(node)}")
             run(f"ip -n {hub} link set {port} up")
             bits = _PREFIX_BITS if router is None else _PRIVATE_BITS
             run(f"ip -n {name} addr add {self._outside(node)}/{bits} dev eth0")
@@ -100,6 +98,26 @@ class KernelNetwork:
             if shape.loss:
                 filters.lose_packets(name, "eth0", shape.loss, run)
             self._name_nodes(name)
+
+    def _build_bridges(self) -> None:
+        """A bridge for each site, and one in the middle where there are several."""
+        run, hub, shape = self._run, self._hub, self._shape
+        sites = sorted(set(shape.site))
+        for bridge in [*(f"br{site}" for site in sites), *(["core"] if len(sites) > 1 else [])]:
+            run(f"ip -n {hub} link add {bridge} type bridge mcast_snooping 0")
+            self._without_ipv6(hub, bridge)
+            run(f"ip -n {hub} link set {bridge} up")
+        for site in sites if len(sites) > 1 else []:
+            run(f"ip -n {hub} link add out{site} type veth peer name in{site}")
+            for end, bridge in ((f"out{site}", f"br{site}"), (f"in{site}", "core")):
+                self._without_ipv6(hub, end)
+                for text in queue_commands("add", hub, end, shape.between, shape.delay_s, None):
+                    run(text)
+                run(f"ip -n {hub} link set {end} master {bridge}")
+                run(f"ip -n {hub} link set {end} up")
+
+    def _bridge(self, node: int) -> str:
+        return f"br{self._shape.site[node]}"
 
     def _member(self, node: int) -> str:
         """What of a node is the bridge's."""
@@ -193,7 +211,7 @@ class KernelNetwork:
 
     def join(self, node: int) -> None:
         """See Network."""
-        self._run(f"ip -n {self._hub} link set {self._member(node)} master br0")
+        self._run(f"ip -n {self._hub} link set {self._member(node)} master {self._bridge(node)}")
 
     def processes(self) -> set[int]:
         """See Network."""

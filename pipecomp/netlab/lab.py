@@ -64,6 +64,8 @@ class Lab:
         outages: all connections lost for a while, "TIME@TIME" ("60s@300s": for 60 s, from 300 s on).
         loss: share of the packets that are lost ("2%"), each for itself.
         nat: put every node but 0 behind a router of its own, which lets no connection in.
+        sites: which nodes are at which site ("0,2/1,3"); by default all at one.
+        between: rate of the line that joins each site to the others ("10mbit").
         wireguard: let the nodes talk through WireGuard; their addresses are then those inside it.
         software: do without the kernel and slow down only pipecomp's own links between stages.
 
@@ -80,7 +82,7 @@ class Lab:
 
     def __init__(self, *, software: bool = False, **options: Unpack[Options]) -> None:
         self.shape: Shape = read_shape(**options)
-        only_kernel = [name for name in ("loss", "nat", "wireguard") if getattr(self.shape, name)]
+        only_kernel = [name for name in ("loss", "nat", "wireguard", "between") if getattr(self.shape, name)]
         require(not (software and only_kernel), "software", software, f"a lab without {', '.join(only_kernel)}")
         self._software = software
         self._network: Network | None = None

@@ -41,6 +41,7 @@ class Shape:
 
     delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept. loss: share of the packets
     that do not arrive. nat: all nodes but 0 are behind routers of their own. wireguard: nodes talk through WireGuard.
+    site: of each node. between: bits per second, each way, of the line that joins a site to the others.
     """
 
     nodes: int
@@ -52,6 +53,8 @@ class Shape:
     loss: float = 0.0
     nat: bool = False
     wireguard: bool = False
+    site: tuple[int, ...] = ()
+    between: int | None = None
 
 
 class Options(TypedDict, total=False):
@@ -67,6 +70,8 @@ class Options(TypedDict, total=False):
     loss: str | None
     nat: bool
     wireguard: bool
+    sites: str | None
+    between: str | None
 
 
 def read_shape(**options: Unpack[Options]) -> Shape:
@@ -83,6 +88,8 @@ def read_shape(**options: Unpack[Options]) -> Shape:
     delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
     jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
     require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
+    sites, between = options.get("sites"), options.get("between")
+    require((sites is None) == (between is None), "between", between, "a rate together with sites, and only then")
     cuts = [_cut(text, nodes) for text in options.get("cuts", ())]
     cuts += [cut for text in options.get("outages", ()) for cut in _outage(text, nodes)]
     return Shape(
@@ -95,6 +102,8 @@ def read_shape(**options: Unpack[Options]) -> Shape:
         loss=0.0 if loss is None else _share(loss),
         nat=options.get("nat", False),
         wireguard=options.get("wireguard", False),
+        site=(0,) * nodes if sites is None else _sites(sites, nodes),
+        between=None if between is None else parse_rate("between", between),
     )
 
 
@@ -139,6 +148,15 @@ def _outage(text: str, nodes: int) -> list[Cut]:
         raise ConfigError("outage", text, "TIME@TIME, as in 60s@300s: for how long all nodes are cut off, and when")
     at_s, for_s = parse_time("outage", begin, MAX_CUT_S), parse_time("outage", length, MAX_CUT_S)
     return [Cut(node=node, at_s=at_s, for_s=for_s) for node in range(nodes)]
+
+
+def _sites(text: str, nodes: int) -> tuple[int, ...]:
+    """The site of each node."""
+    allowed = f"two sites or more, with every node from 0 to {nodes - 1} once, as in 0,2/1,3"
+    require(isinstance(text, str) and re.fullmatch(r"[0-9]+([,/][0-9]+)*", text), "sites", text, allowed)
+    site = [(int(node), place) for place, part in enumerate(text.split("/")) for node in part.split(",")]
+    require("/" in text and sorted(node for node, _ in site) == list(range(nodes)), "sites", text, allowed)
+    return tuple(place for _, place in sorted(site))
 
 
 def _share(text: str) -> float:

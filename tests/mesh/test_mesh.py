@@ -524,7 +524,7 @@ class TestStrangers:
                     sock.recv(10000)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(KeysError, match="is not rank 0 of this run: what listens there does not speak TLS"):
+        with pytest.raises(KeysError, match="is not rank 0 of this run: what is there does not speak TLS"):
             meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=WAIT_S)
 
     def test_a_rank_comes_once(self, two, folders):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipecomp.buffers import LmdbEnvironment
-from tests.soak import kill_report
+from tests.soak import kill_report, kill_rounds
 from tests.soak.fault_report import MIB, Event, Life, growth, page, problems
 from tests.soak.leaks import Held, Machine, slope
 from tests.soak.restarts import OnDisk, stores_on_disk
@@ -114,7 +114,7 @@ def test_verdict_on_kill_rounds():
     def verdict(**changes):
         changed = {**run, **{k: v for k, v in changes.items() if k in run}}
         changed["rounds"] = [{**row, **{k: v for k, v in changes.items() if k in row}}, run["rounds"][1]]
-        return kill_report.verdict(kill_report.summary(undisturbed, [changed], world=2, epochs=3, save_every=4))
+        return kill_report.verdict(kill_report.summary(undisturbed, [changed], **kill_rounds.PLAIN._asdict(), epochs=3))
 
     assert verdict() == []
     for change in (

@@ -29,6 +29,16 @@ def test_no_kill_costs_more_than_a_resume(tmp_path):
     assert again == result, "kept runs are not made again"
 
 
+def test_no_kill_in_an_outer_step_costs_more_than_a_resume(tmp_path):
+    result = kill_rounds.kill_rounds(
+        6, tmp_path, tmp_path / "kept.jsonl", series=kill_rounds.LOCAL, seed=3, timeout_s=TIMEOUT_S
+    )
+    assert kill_report.verdict(result) == []
+    assert result["phases"]["outer"] == 6
+    assert result["copies"] == result["same"] == result["runs"]
+    assert "| · in an outer step, from sending to taking the mean | 6 |" in kill_report.page(result, "…")
+
+
 def test_rounds_notice_ends_that_keep_what_they_do_not_have_in_common(tmp_path):
     """Without the agreement at resume: ends differ after it, or a run fails without a kill."""
     problems = []

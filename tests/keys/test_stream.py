@@ -1,0 +1,79 @@
+"""Bytes under TLS over TCP, which comes in pieces of any length."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipecomp.keys.authority import new
+from pipecomp.keys.stream import SecureStream
+from pipecomp.keys.trust import Trust
+from tests.keys.test_keys import machine
+from tests.limits import HANG_S
+
+FRAME = 1 << 17
+PACKET = 1448  # bytes of a TCP packet on most links
+
+
+@pytest.fixture
+def ends(tmp_path) -> Iterator[tuple[SecureStream, SecureStream]]:
+    """Two ends of a connection under TLS; the first one sends."""
+    first = new(tmp_path / "first")
+    trusts = Trust(first), Trust(machine(first, tmp_path / "second", "second", (1,)))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(trusts[0].secure, other, server=True)
+            stream, _ = trusts[1].secure(one, server=False)
+            yield stream, waiting.result(HANG_S)[0]
+
+
+def sealed(stream: SecureStream, data: bytes) -> bytes:
+    """What goes over the socket for `data`."""
+    stream._tls.write(data)
+    return stream._outgoing.read()
+
+
+def content(size: int) -> bytes:
+    return bytes(i * 7 % 251 for i in range(size))
+
+
+@pytest.mark.parametrize("size", [1, 16_385, 40_000, FRAME])
+@pytest.mark.parametrize("cut", [1, 5, 6, 16_000, 16_406, 16_407, 39_000])
+def test_what_has_come_in_part_is_received_when_the_rest_comes(ends, size, cut):
+    """The thread that receives never waits for more than is on its way, wherever OpenSSL stands in a record."""
+    sender, receiver = ends
+    data, received = content(size), bytearray(size)
+    whole = sealed(sender, data)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(receiver.receive_into, memoryview(received))
+        for part in (whole[:cut], whole[cut:-3], whole[max(cut, len(whole) - 3) :]):
+            sender.sock.sendall(part)
+            time.sleep(0.02)  # the receiver has it, and waits again
+        done.result(HANG_S)
+    assert received == data
+
+
+def test_a_thread_that_receives_is_not_woken_for_every_packet(ends):
+    sender, receiver = ends
+    pulls = 0
+
+    def pull() -> None:
+        nonlocal pulls
+        pulls += 1
+
+    receiver.before_wait = pull
+    data, received = content(FRAME), bytearray(FRAME)
+    whole = sealed(sender, data)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(receiver.receive_into, memoryview(received))
+        for at in range(0, len(whole), PACKET):
+            sender.sock.sendall(whole[at : at + PACKET])
+            time.sleep(0.002)
+        done.result(HANG_S)
+    assert received == data
+    assert pulls < len(whole) / PACKET / 3
