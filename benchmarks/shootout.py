@@ -22,7 +22,8 @@ from benchmarks import classification, convergence, page, shootout_page
 from benchmarks.boundaries import Coders
 from benchmarks.convergence import Method
 from benchmarks.page import Row
-from benchmarks.rivals import Changes, LowRank, Product, Rows, TahQuant, Unchanged, Whole
+from benchmarks.rival_rows import LowRank, Product, Rows, TahQuant
+from benchmarks.rivals import Changes, Unchanged, Whole
 from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import byte_counts, train_epochs
 from pipecomp.messages.codecs import Quantized, TopK
@@ -243,9 +244,10 @@ def introduction(rows: Sequence[Row]) -> list[str]:
         - Low-rank changes: the changes of a micro-batch as a product of two factors with 8 bits, of the least rank that
         keeps the setting's share of their squares; the basis is in the bytes.
 
-        Rivals are in `rivals.py`; their gradients are quantized as DirectQ's are. Bytes: of all packets over the whole
-        training, headers, scales, places and bases included, each really packed and read back. Above FP32: mean of the
-        differences of training loss (mean over the last epoch) to FP32 with the same seed.
+        Rivals are in `rivals.py` and `rival_rows.py`; their gradients are quantized as DirectQ's are. Bytes: of all
+        packets over the whole training, headers, scales, places and bases included, each really packed and read back.
+        Above FP32: mean of the differences of training loss (mean over the last epoch) to FP32 with the same seed.
+        Held-out samples are judged without compression. ± is the standard deviation over seeds.
 
         {shootout_page.SECONDS}
 

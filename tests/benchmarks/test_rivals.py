@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks import shootout, shootout_page
 from benchmarks.boundaries import Coded, Coders
 from benchmarks.inprocess import InProcessPipeline
-from benchmarks.rivals import Changes, LowRank, Product, TahQuant, Unchanged, Whole, hadamard
+from benchmarks.rival_rows import LowRank, Product, TahQuant, hadamard
+from benchmarks.rivals import Changes, Unchanged, Whole
 from pipecomp.config import Config
 from pipecomp.demo.task import Sequences, gpt2
 from pipecomp.errors import ConfigError
