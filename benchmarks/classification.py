@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +43,63 @@ def methods() -> dict[str, dict[str, Any]]:
     return lines
 
 
-def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path) -> Row:
-    """One run. Loads what it needs, so that it can be a process of its own."""
+def prepare(
+    task: str,
+    activations: dict[str, Any],
+    stages: int,
+    seed: int,
+    data: Path,
+    model: Path,
+    *,
+    dropout: float = 0.0,
+    rival: Any = None,
+) -> tuple[Any, Callable[[], dict[str, float]], int]:
+    """The pipeline, what judges the held-out samples, and the real tokens of an epoch.
+
+    activations: their section. rival: see `InProcessPipeline`.
+    """
     import torch
 
-    torch.set_num_threads(1)
     from benchmarks.inprocess import InProcessPipeline
     from benchmarks.minilm import load_data, load_model, load_tokenizer
     from pipecomp.data import eval_batches
     from pipecomp.recipes.classify import Padding, counts, scores
     from pipecomp.stages import default_loss
 
-    tokenizer, encoder = load_tokenizer(model), load_model(model, seed)
+    tokenizer, encoder = load_tokenizer(model), load_model(model, seed, dropout)
     training, held_out = load_data(task, data, tokenizer, encoder.config.vocab_size)
     collate = Padding(tokenizer.pad_token_id)
     by_length = sorted((held_out[i] for i in range(len(held_out))), key=lambda sample: len(sample["input_ids"]))
     batches = eval_batches(by_length, 4 * MICRO_BATCH, collate)
     steps = EPOCHS * (len(training) // BATCH)
     config = adamw(
-        in_memory(methods()[name], seed),
+        in_memory(activations, seed),
         samples=(BATCH, MICRO_BATCH),
         lr=LEARNING_RATE,
         steps=(steps, round(WARM_UP * steps)),
         fused=True,
     )
-    pipeline = InProcessPipeline(encoder, stages, config, training, collate_fn=collate)
+    pipeline = InProcessPipeline(encoder, stages, config, training, collate_fn=collate, rival=rival)
     loss_fn = default_loss(pipeline.stages[-1].config)
 
     def judge(logits_BC: Any, labels_B: Any) -> Any:
         return counts(logits_BC, labels_B, loss_fn(logits_BC, labels_B))
 
+    def evaluate() -> dict[str, float]:
+        return scores(torch.stack(pipeline.eval_batch(batches, on_logits=judge)).sum(0).tolist())
+
+    return pipeline, evaluate, sum(training.lengths())
+
+
+def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path) -> Row:
+    """One run. Loads what it needs, so that it can be a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    pipeline, evaluate, real_tokens = prepare(task, methods()[name], stages, seed, data, model)
     began = time.process_time()
     _, trained = train_epochs(pipeline, EPOCHS)
-    found = scores(torch.stack(pipeline.eval_batch(batches, on_logits=judge)).sum(0).tolist())
+    found = evaluate()
     return {
         "task": task,
         "method": name,
@@ -85,7 +109,7 @@ def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path)
         "accuracy": found["accuracy"],
         "matthews": found["matthews"],
         **trained,
-        "real_tokens": sum(training.lengths()),
+        "real_tokens": real_tokens,
         "cpu_seconds": time.process_time() - began,
     }
 

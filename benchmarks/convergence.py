@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,30 +109,17 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
     import torch
 
     torch.set_num_threads(1)
-    from benchmarks.inprocess import InProcessPipeline
     from benchmarks.wikitext import pretrained_model, wikitext_task
     from pipecomp.bench.bf16 import products_in_float32
-    from pipecomp.data import eval_batches
-    from pipecomp.demo.task import Sequences
 
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)
     set_dropout(model, method.dropout)
-    training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
-    config = adamw(
-        in_memory(method.activations, seed, **method.store),
-        samples=(BATCH, MICRO_BATCH),
-        lr=LEARNING_RATE,
-        steps=(epochs * (len(training) // BATCH), WARM_UP * epochs // EPOCHS),
-    )
-    if method.bf16:
-        half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        config |= {**half, "zero_optimization": {"stage": 1}}
-    pipeline = InProcessPipeline(model, stages, config, training)
+    pipeline, evaluate = prepare(method, model, task, stages, seed, epochs)
     began = time.process_time()
     with products_in_float32(method.bf16):
-        before = float(pipeline.eval_batch(held_out))
-        evaluations, trained = train_epochs(pipeline, epochs, lambda: float(pipeline.eval_batch(held_out)))
+        before = evaluate()
+        evaluations, trained = train_epochs(pipeline, epochs, evaluate)
     return {
         "method": method.name,
         "stages": stages,
@@ -144,6 +131,36 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
         "cpu_seconds": time.process_time() - began,
         **report,
     }
+
+
+def prepare(
+    method: Method,
+    model: Any,
+    task: Any,
+    stages: int,
+    seed: int,
+    epochs: int,
+    *,
+    lr: float = LEARNING_RATE,
+    rival: Any = None,
+) -> tuple[Any, Callable[[], float]]:
+    """The pipeline that fine-tunes a model on the task, and what evaluates it. rival: see `InProcessPipeline`."""
+    from benchmarks.inprocess import InProcessPipeline
+    from pipecomp.data import eval_batches
+    from pipecomp.demo.task import Sequences
+
+    training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
+    config = adamw(
+        in_memory(method.activations, seed, **method.store),
+        samples=(BATCH, MICRO_BATCH),
+        lr=lr,
+        steps=(epochs * (len(training) // BATCH), WARM_UP * epochs // EPOCHS),
+    )
+    if method.bf16:
+        half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config |= {**half, "zero_optimization": {"stage": 1}}
+    pipeline = InProcessPipeline(model, stages, config, training, rival=rival)
+    return pipeline, lambda: float(pipeline.eval_batch(held_out))
 
 
 def set_dropout(model: Any, share: float) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from benchmarks.boundaries import Boundary, Coded, Coders, Packets
 from pipecomp.buffers import open_environment
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, Sampler, ShardedSampler, TrainLoader
@@ -137,10 +138,12 @@ class InProcessPipeline:
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         lr_scheduler: Callable[[Any], Any] | None = None,
         sampler: Sampler | None = None,
+        rival: Callable[[], Coders] | None = None,
     ) -> None:
         """model: a Hugging Face model, left as it is, or what `stages.modules` made, which is trained itself.
         num_stages: K ≥ 1. cuts, loss_fn, lr_scheduler, config: what `pipecomp.initialize` takes. sampler: the order of
-        training, in place of the engine's.
+        training, in place of the engine's. rival: makes the ends of every link of another method, beside activations
+        of method "none". Of a model with adapters only they are trained, as by the engine.
 
         Raises ConfigError for a setting that has no meaning here, and this project's other errors.
         """
@@ -150,6 +153,8 @@ class InProcessPipeline:
         settings = Config.from_dict(config.get("pipecomp", {}))
         if settings.activations.method == "aqsgd" and settings.store.backend != "memory":
             raise ConfigError("store.backend", settings.store.backend, "'memory' in one process")
+        if rival is not None and settings.activations.method != "none":
+            raise ConfigError("activations.method", settings.activations.method, "'none' with a rival's links")
         if num_stages == 1 and settings.activations.method != "none":
             raise ConfigError("activations.method", settings.activations.method, "'none' with one stage")
         own = model if isinstance(model, Modules) else copy.deepcopy(model)
@@ -164,7 +169,7 @@ class InProcessPipeline:
         self._batches = iter(TrainLoader(training_data, self._sampler, collate_fn))
         self.global_steps = 0
         self._evaluations = 0
-        self._connect(settings)
+        self._connect(settings, rival)
         self._make_updates(config, lr_scheduler)
 
     @property
@@ -172,7 +177,7 @@ class InProcessPipeline:
         """Optimizer steps in which every sample is seen once."""
         return self._sampler.per_epoch // self.micro_batches
 
-    def _connect(self, settings: Config) -> None:
+    def _connect(self, settings: Config, rival: Callable[[], Coders] | None) -> None:
         store, activations = settings.store, settings.activations
         self._environments = []
         if activations.method == "aqsgd":
@@ -188,13 +193,17 @@ class InProcessPipeline:
                 )
                 for index in range(len(self.stages))
             ]
-        self.links: list[tuple[LinkSender, LinkReceiver]] = []
+        self.links: list[Boundary] = []
         for index in range(len(self.stages) - 1):
+            if rival is not None:
+                self.links.append(Coded(rival))
+                continue
             near, far = loopback_pair((index, index + 1))
             stores = [e.link(f"link-{index}", {}) for e in self._environments[index : index + 2]] or [None, None]
             canvas = self.stages[index].crossing(index).canvas
             sender = LinkSender(index, settings, near, stores[0], canvas=canvas)
-            self.links.append((sender, LinkReceiver(index, settings, far, stores[1], canvas=canvas)))
+            receiver = LinkReceiver(index, settings, far, stores[1], canvas=canvas)
+            self.links.append(Packets(sender, receiver))
 
     def _make_updates(self, config: dict[str, Any], lr_scheduler: Callable[[Any], Any] | None) -> None:
         chosen = config.get("optimizer", {})
@@ -217,7 +226,7 @@ class InProcessPipeline:
         for stage in self.stages:
             if half:
                 stage.to(torch.bfloat16)
-            parameters = list(stage.parameters())
+            parameters = _trained(stage)
             update = _BFloat16(parameters, summed) if half else _Float32(parameters)
             values = {key: value for key, value in chosen.get("params", {}).items() if key != "torch_adam"}
             optimizer = getattr(torch.optim, chosen["type"])(update.masters, **values)
@@ -260,11 +269,9 @@ class InProcessPipeline:
         (loss / self.micro_batches).backward()
         self._updates[-1].accumulate()
         for index in reversed(range(len(self.links))):
-            sender, receiver = self.links[index]
             grad_BSH = inputs[index].grad
             assert grad_BSH is not None
-            receiver.send_gradient(grad_BSH, layouts[index], at)
-            outputs[index].backward(sender.recv_gradient(layouts[index], at))
+            outputs[index].backward(self.links[index].backward(grad_BSH, layouts[index], at))
             self._updates[index].accumulate()
         return loss.detach()
 
@@ -280,8 +287,7 @@ class InProcessPipeline:
                 outputs.append(returned)
                 return
             outputs.append(returned["hidden_states"])
-            link[0].send_activation(outputs[-1], layout, at, training=training)
-            hidden_BSH, arrived = link[1].recv_activation(at, training=training)
+            hidden_BSH, arrived = link.forward(outputs[-1], layout, at, training=training)
             yield hidden_BSH, arrived
             layout = self.stages[stage.index + 1].next_layout(arrived)
             given = {"hidden_states": hidden_BSH, "attention_mask": arrived.mask_BS(hidden_BSH.device)}
@@ -290,6 +296,8 @@ class InProcessPipeline:
         tied: dict[str, list[Tensor]] = {}
         for stage, update in zip(self.stages, self._updates, strict=True):
             for name, parameter in stage.tied_parameters().items():
+                if not parameter.requires_grad:
+                    continue
                 tied.setdefault(name, []).append(update.gradient(parameter))
         for grads in tied.values():
             total = torch.stack(grads).sum(0) if len(grads) > 2 else grads[0] + grads[1]
@@ -310,7 +318,7 @@ class InProcessPipeline:
             scheduler.step()
 
     def _counted(self, stage: Stage | ModuleStage) -> list[nn.Parameter]:
-        return [p for p in stage.parameters() if id(p) not in self._replicated]
+        return [p for p in _trained(stage) if id(p) not in self._replicated]
 
     @torch.no_grad()
     def eval_batch(
@@ -334,21 +342,22 @@ class InProcessPipeline:
 
     def comm_stats(self) -> dict[str, Any]:
         """The links' counters as in the engine's `comm_stats`, by "k->k+1", at the sending end."""
-        return {f"{sender.index}->{sender.index + 1}": sender.stats.as_dict() for sender, _ in self.links}
+        return {f"{index}->{index + 1}": link.stats.as_dict() for index, link in enumerate(self.links)}
 
     def same_messages(self) -> bool:
         """Whether both ends of every link hold the same messages."""
-        return all(
-            sender.store.inventory() == receiver.store.inventory()
-            for sender, receiver in self.links
-            if sender.store is not None and receiver.store is not None
-        )
+        return all(link.same_messages() for link in self.links)
 
     def store_bytes(self) -> int:
         """Bytes of all stored messages, both ends of all links."""
-        return sum(environment.size_bytes() for environment in self._environments)
+        held = sum(link.held_bytes() for link in self.links)
+        return held + sum(environment.size_bytes() for environment in self._environments)
 
     def close(self) -> None:
         """Free the stores; safe to call twice."""
         for environment in self._environments:
             environment.close()
+
+
+def _trained(stage: Stage | ModuleStage) -> list[nn.Parameter]:
+    return [p for p in stage.parameters() if p.requires_grad]

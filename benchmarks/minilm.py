@@ -83,15 +83,15 @@ def load_data(name: str, data: Path, tokenizer: Any, vocabulary: int) -> tuple[S
     return samples(part.training_files, part.training), samples(part.held_out_files, part.held_out)
 
 
-def load_model(model: Path, seed: int) -> Any:
+def load_model(model: Path, seed: int, dropout: float = 0.0) -> Any:
     """MiniLM with a new head for two classes, made from the seed.
 
-    Without dropout, so that methods differ by what they send alone.
+    Without dropout, unless it is given, so that methods differ by what they send alone.
     """
     from transformers import BertForSequenceClassification
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return BertForSequenceClassification.from_pretrained(
-            model, num_labels=2, dtype=torch.float32, **dict.fromkeys(DROPOUTS, 0.0)
+            model, num_labels=2, dtype=torch.float32, **dict.fromkeys(DROPOUTS, dropout)
         )

@@ -132,8 +132,8 @@ def measure(logits: Any, labels: Any) -> Any:
 def counters(pipeline: Any) -> dict[str, float]:
     """Bytes of training over both links so far, and the links' errors, added up."""
     found: dict[str, float] = {**byte_counts(pipeline)}
-    for number, (sender, _) in enumerate(pipeline.links):
-        found |= {f"error_sum_{number}": sender.stats.error_sum, f"error_count_{number}": sender.stats.error_count}
+    for number, link in enumerate(pipeline.links):
+        found |= {f"error_sum_{number}": link.stats.error_sum, f"error_count_{number}": link.stats.error_count}
     return found
 
 

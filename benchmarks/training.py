@@ -43,8 +43,19 @@ def byte_counts(pipeline: Any) -> dict[str, int]:
     return {f"{way}_{kind}": sum(link[way][kind] for link in links) for way, kind in ways}
 
 
-def train_epochs(pipeline: Any, epochs: int, evaluate: Callable[[], Any] = lambda: None) -> tuple[list[Any], Row]:
+def train_epochs(
+    pipeline: Any,
+    epochs: int,
+    evaluate: Callable[[], Any] = lambda: None,
+    each_step: Callable[[float], Any] = lambda loss: None,
+) -> tuple[list[Any], Row]:
     """Train an `InProcessPipeline`; both ends of every link must hold the same messages then.
+
+    Args:
+        pipeline: what is trained.
+        epochs: how often every sample is seen.
+        evaluate: is called after each epoch.
+        each_step: is told each step's loss.
 
     Returns:
         What `evaluate` returned after each epoch, and the part of a row that every such run has: mean losses of the
@@ -52,7 +63,10 @@ def train_epochs(pipeline: Any, epochs: int, evaluate: Callable[[], Any] = lambd
     """
     losses, found, counts = [], [], []
     for _ in range(epochs):
-        epoch = [float(pipeline.train_batch()) for _ in range(pipeline.steps_per_epoch)]
+        epoch = []
+        for _ in range(pipeline.steps_per_epoch):
+            epoch.append(float(pipeline.train_batch()))
+            each_step(epoch[-1])
         losses.append(sum(epoch) / len(epoch))
         found.append(evaluate())
         counts.append(byte_counts(pipeline))

@@ -26,6 +26,7 @@ VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128
 WIDTH, HEADS = 128, 4
 PRETRAINING = {"tokens": 800_000, "batch": 16, "epochs": 1, "lr": 2e-3}
+LLAMA = Path(__file__).parents[1] / "recipes" / "llama_lora" / "llama_tiny.json"
 _TITLE = re.compile(r"(?m)^ = [^=\n]+ = $")
 
 
@@ -102,16 +103,32 @@ def new_model(seed: int, length: int = LENGTH, width: int = WIDTH) -> Any:
         return GPT2LMHeadModel(config)
 
 
+def new_llama(seed: int, length: int = LENGTH) -> Any:
+    """A Llama as small as `new_model`, with random weights: that of the recipe llama_lora."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = json.loads(LLAMA.read_text()) | {"vocab_size": VOCABULARY, "max_position_embeddings": length}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**settings))
+
+
 def pretrained_model(task: Task, cache: Path, seed: int, *, width: int = WIDTH) -> tuple[Any, dict[str, float]]:
     """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
     kept = cache / (f"pretrained-{seed}.pt" if width == WIDTH else f"pretrained-{width}-{seed}.pt")
     with one_at_a_time(kept):
-        return _pretrained(task, kept, seed, width)
+        return _pretrained(task, kept, seed, new_model(seed, task.pretraining.shape[1], width))
 
 
-def _pretrained(task: Task, kept: Path, seed: int, width: int) -> tuple[Any, dict[str, float]]:
+def pretrained_llama(task: Task, cache: Path, seed: int) -> Any:
+    """The same for `new_llama`; the model alone."""
+    kept = cache / f"pretrained-llama-{seed}.pt"
+    with one_at_a_time(kept):
+        return _pretrained(task, kept, seed, new_llama(seed, task.pretraining.shape[1]))[0]
+
+
+def _pretrained(task: Task, kept: Path, seed: int, model: Any) -> tuple[Any, dict[str, float]]:
     length = task.pretraining.shape[1]
-    model = new_model(seed, length, width)
     settings = json.dumps([PRETRAINING, length, VOCABULARY], sort_keys=True)
     if kept.exists():
         found = torch.load(kept, weights_only=True)

@@ -190,7 +190,7 @@ KEPT = {file.stem for file in (Path(command.__file__).parent / "results").glob("
 
 @pytest.mark.parametrize("name", sorted(KEPT & command.questions().keys()))
 def test_kept_runs_give_the_page_that_is_kept(name, tmp_path):
-    if name in ("throughput", "time_to_loss"):
+    if name in ("shootout", "throughput", "time_to_loss"):
         pytest.importorskip("matplotlib", reason="these pages have pictures")
     results = Path(command.__file__).parent / "results"
     (tmp_path / f"{name}.jsonl").write_bytes((results / f"{name}.jsonl").read_bytes())

@@ -104,7 +104,7 @@ def test_losses_and_bytes_are_those_of_one_process_bit_for_bit() -> None:
             for key, link in pipeline.comm_stats().items():
                 assert (link["forward"], link["backward"]) == expected[1][name][1][key]
             if name == "aqsgd":
-                sender = pipeline.links[0][0]
+                sender = pipeline.links[0].sender
                 assert sender.stats.delta_samples > 0
                 ids = {h.sample for h in sender.store.inventory()}
                 assert any(i % 2 for i in ids), "flipped images have messages of their own"

