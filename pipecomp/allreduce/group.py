@@ -155,7 +155,7 @@ class Group:
             for part in self._slices(outgoing[r]):
                 if self.give_way is not None:
                     if pending.sends:
-                        _wait(*pending.sends[-1])
+                        _wait(*pending.sends.pop())  # gloo waits for a send once
                     self.give_way()
                 pending.sends.append((self.ranks[r], dist.isend(part, self.ranks[r], group, tag)))
                 self.bytes_sent += part.numel()

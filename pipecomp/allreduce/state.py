@@ -133,7 +133,7 @@ class State:
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
         if self._hook is not None and self.group.give_way is None:
             return self._run_lone(tensor.detach(), out, key, self.loss_scale)
-        future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         x_d = tensor.detach().reshape(-1)
         if x_d.dtype == torch.float64 and self._hook is None:
             x_d = x_d.to(torch.float32)

@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each kind ({ROUNDS})")
+    parser.add_argument("--first", type=int, default=0, help="round, to share them out among processes (0)")
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--outage", type=float, default=60.0, help="seconds (60)")
     parser.add_argument("--timeout", type=float, default=120.0, help="transport.timeout_s (120)")
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = Kept(given.out / f"{NAME}.jsonl", digest([STEPS, LOSS, DELAY, given.outage, given.timeout]))
     with tempfile.TemporaryDirectory() as keys:
         keys_for(Path(keys), max(WORLDS))
-        for number in range(given.rounds):
+        for number in range(given.first, given.rounds):
             for kind in given.only:
                 world = WORLDS[number % len(WORLDS)]
                 if any((row["kind"], row["round"]) == (kind, number) for row in kept.rows):
