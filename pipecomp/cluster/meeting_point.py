@@ -16,7 +16,8 @@ import torch.distributed as dist
 from pipecomp.cluster.failure import bounded
 from pipecomp.errors import LinkError
 
-_CONNECT_S, _ANSWER_S = 5.0, 20.0
+_CONNECT_S, _ANSWER_S = 5.0, 10.0
+_END_S = 20.0  # torch looks at the clock only between its attempts
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
         socket.create_connection((host, port), _CONNECT_S).close()
     except OSError:
         return  # rank 0 may come later, and torch waits for it
-    limit = timedelta(seconds=_ANSWER_S / 2)
+    limit = timedelta(seconds=_ANSWER_S)
 
     def ask() -> None:
         store = dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
@@ -52,7 +53,7 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
 
     try:
         with _torch_says_nothing():
-            bounded(ask, _ANSWER_S)
+            bounded(ask, _END_S)
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one
             socket.create_connection((host, port), _CONNECT_S).close()
