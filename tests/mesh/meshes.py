@@ -20,7 +20,7 @@ from pipecomp.keys.stream import close
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh.mesh import Meeting, Mesh, meet
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def add_machine(authority: KeyFolder, path: Path, name: str, ranks: tuple[int, ...]) -> KeyFolder:

@@ -52,7 +52,8 @@ Found = dict[str, Any]
 class Series(NamedTuple):
     """Rounds of one kind.
 
-    aims: at which phases kills are aimed, how often. counted: the phases in which a kill counts.
+    aims: at which phases kills are aimed, how often. counted: the phases in which a kill counts. kills_of_a_run: the
+    most that do.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Series(NamedTuple):
     aims: dict[str, float]
     counted: tuple[str, ...]
     gradients: list[dict[str, Any]]
+    kills_of_a_run: int
 
     @property
     def world(self) -> int:
@@ -75,7 +77,14 @@ class Series(NamedTuple):
 
 
 PLAIN = Series(
-    "kill_rounds", 2, 1, 4, {"start": 0.3, "training": 0.35, "saving": 0.25, "closing": 0.1}, PHASES, gradients=[]
+    "kill_rounds",
+    2,
+    1,
+    4,
+    {"start": 0.3, "training": 0.35, "saving": 0.25, "closing": 0.1},
+    PHASES,
+    gradients=[],
+    kills_of_a_run=200,
 )
 _LOCAL = {"method": "double_squeeze", "bits": 1, "local_steps": 4}
 LOCAL = Series(
@@ -86,12 +95,13 @@ LOCAL = Series(
     {"outer": 1.0},
     ("outer",),
     gradients=[_LOCAL, {**_LOCAL, "fragments": 2, "overlap": 1}],
+    kills_of_a_run=8,
 )
 
 
 def settings(series: Series) -> list[Any]:
     """What finished runs depend on."""
-    return [series, EPOCHS, SLOW_S, SLOW_SHARE, ACTIVATIONS]
+    return [series[:-1], EPOCHS, SLOW_S, SLOW_SHARE, ACTIVATIONS]
 
 
 def one_start(
@@ -285,7 +295,8 @@ def kill_rounds(
     while (left := rounds - killed(series, runs)) > 0:
         number = len(runs) - SEEDS
         run = folder / f"run-{number}"
-        keep(disturbed(series, run, number, seed, reference, left, timeout_s, agreement=agreement))
+        kills = min(left, series.kills_of_a_run)
+        keep(disturbed(series, run, number, seed, reference, kills, timeout_s, agreement=agreement))
         shutil.rmtree(run)
         phases = [row["phase"] for row in runs[-1]["rounds"] if row["victim"] is not None]
         say(f"{killed(series, runs)} of {rounds} kills; run {number}: {', '.join(phases)}")

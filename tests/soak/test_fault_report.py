@@ -105,19 +105,23 @@ def test_verdict_on_kill_rounds():
         "dropped": 4,
         "late": [],
         "resumed": [4, True],
+        "steps": 6,
         "seconds": 1.0,
     }
     rounds = [row, {**row, "victim": None, "differ": 0}]
     run = {"seed": 0, "copies": True, "same": True, "losses": [1.0], "rounds": rounds}
     undisturbed = [{"seed": s, "losses": [1.0 + 0.1 * s]} for s in range(3)]
 
-    def verdict(**changes):
+    def verdict(end=None, **changes):
         changed = {**run, **{k: v for k, v in changes.items() if k in run}}
-        changed["rounds"] = [{**row, **{k: v for k, v in changes.items() if k in row}}, run["rounds"][1]]
+        last = {**run["rounds"][1], **(end or {})}
+        changed["rounds"] = [{**row, **{k: v for k, v in changes.items() if k in row}}, last]
         return kill_report.verdict(kill_report.summary(undisturbed, [changed], **kill_rounds.PLAIN._asdict(), epochs=3))
 
     assert verdict() == []
+    assert verdict(end={"differ": 1, "steps": 0}) == [], "what ends dropped leaves the disk with the next step"
     for change in (
+        {"end": {"differ": 1}},
         {"unopened": {"rank-0": "…"}},
         {"silent": 1},
         {"compared": [9, 1]},
