@@ -190,8 +190,9 @@ class _Packets:
     def seconds(self, made: Config) -> float:
         """Of a step with these settings."""
         links = range(len(self.now.network.forward))
-        forward = [self._forward(made, k) / self._forward(self.config, k) for k in links]
-        backward = [self._back(made, k) / self._back(self.config, k) for k in links]
+        own = self.now.mean_bits
+        forward = [self._forward(made, k) / self._forward(self.config, k, own[k][0]) for k in links]
+        backward = [self._back(made, k) / self._back(self.config, k, own[k][1]) for k in links]
         step = self.now.step
         scaled = replace(
             step,
@@ -200,16 +201,16 @@ class _Packets:
         )
         return play(scaled, self.now.network).seconds
 
-    def _forward(self, config: Config, link: int) -> float:
-        """Bytes of a packet, with the run's share of samples that are new."""
+    def _forward(self, config: Config, link: int, mean_bits: float | None = None) -> float:
+        """Bytes of a packet, with the run's share of samples that are new. mean_bits: see `activation_bytes`."""
         size = (self.counts[link], self.hidden, self.dtype)
         both = (self.config.activations.method, config.activations.method)
         new = self.now.new_share[link] if both == ("aqsgd", "aqsgd") else 0.0
         first = activation_bytes(config, link, *size, first_visit=True)
-        return new * first + (1 - new) * activation_bytes(config, link, *size)
+        return new * first + (1 - new) * activation_bytes(config, link, *size, mean_bits=mean_bits)
 
-    def _back(self, config: Config, link: int) -> float:
-        return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype)
+    def _back(self, config: Config, link: int, mean_bits: float | None = None) -> float:
+        return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype, mean_bits=mean_bits)
 
 
 def _faster(network: Network) -> Network:
