@@ -169,7 +169,9 @@ class Activations:
     def measured(self, key: str) -> bool:
         """Say whether bits are found when a run begins. key: "forward_bits" or "backward_bits"."""
         every = _each(getattr(self, key))
-        return any(bits == "auto" or (isinstance(bits, ConstantError) and bits.mbit_per_s is not None) for bits in every)
+        return any(
+            bits == "auto" or (isinstance(bits, ConstantError) and bits.mbit_per_s is not None) for bits in every
+        )
 
     def bits(self, link: int) -> tuple[int | ConstantError, int | ConstantError]:
         """Forward and backward, of one link. ConfigError while one of them is to be found, or a list is too short."""
@@ -247,7 +249,9 @@ def _of_links(key: str, given: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
     ]
     for link, bits in enumerate(found):
         rate = getattr(bits, "mbit_per_s", None)
-        require(not isinstance(rate, tuple), f"{key}[{link}].mbit_per_s", rate, "a number of Mbit/s above 0, of this link")
+        require(
+            not isinstance(rate, tuple), f"{key}[{link}].mbit_per_s", rate, "a number of Mbit/s above 0, of this link"
+        )
     return tuple(found)
 
 

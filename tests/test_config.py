@@ -66,7 +66,11 @@ BAD = [
     ({"activations": {"method": "aqsgd", "backward_top_k": 1.5}}, "activations.backward_top_k", "at most 1"),
     ({"activations": {"method": "aqsgd", "eval": "delta"}}, "activations.eval", "full"),
     ({"activations": {"method": "aqsgd", "rounding": "stochastic", "scale": "rms"}}, "activations.scale", "max"),
-    ({"activations": {"method": "aqsgd", "forward_bits": [4, {"error": 2}]}}, "activations.forward_bits[1].error", "below"),
+    (
+        {"activations": {"method": "aqsgd", "forward_bits": [4, {"error": 2}]}},
+        "activations.forward_bits[1].error",
+        "below",
+    ),
     *(
         (
             {"activations": {"method": "aqsgd", "backward_bits": {"error": 0.1, "mbit_per_s": rate}}},
@@ -76,7 +80,11 @@ BAD = [
         for rate in (0, -1, "100", True, 2e6, float("nan"), [], [100, 0])
     ),
     # settings that could not take effect
-    ({"activations": {"method": "aqsgd", "first_visit": RATED}}, "activations.first_visit.mbit_per_s", "only forward_bits"),
+    (
+        {"activations": {"method": "aqsgd", "first_visit": RATED}},
+        "activations.first_visit.mbit_per_s",
+        "only forward_bits",
+    ),
     (
         {"activations": {"method": "aqsgd", "backward_method": "delta", "backward_first_visit": RATED}},
         "activations.backward_first_visit.mbit_per_s",
@@ -92,7 +100,11 @@ BAD = [
         "activations.forward_bits.max",
         "more than 2",
     ),
-    ({"activations": {"method": "aqsgd", "backward_bits": {**RATED, "max": 4}}}, "activations.backward_bits.max", "more than 4"),
+    (
+        {"activations": {"method": "aqsgd", "backward_bits": {**RATED, "max": 4}}},
+        "activations.backward_bits.max",
+        "more than 4",
+    ),
     (
         {"activations": {"method": "aqsgd", "forward_bits": [{**RATED, "mbit_per_s": [1, 2]}]}},
         "activations.forward_bits[0].mbit_per_s",
@@ -167,7 +179,9 @@ def test_rates_of_links():
     assert Activations(**config.shared()["activations"]) == a
     # What a store holds does not depend on what its owner knows of the line; a run's settings do.
     assert config.link_settings(1)["forward_bits"] == {"error": 0.07, "min": 2, "max": 8}
-    assert config.digest() != Config.from_dict({"activations": {**section["activations"], "forward_bits": RATED}}).digest()
+    assert (
+        config.digest() != Config.from_dict({"activations": {**section["activations"], "forward_bits": RATED}}).digest()
+    )
     a.check_links(2)
     with pytest.raises(ConfigError, match=r"forward_bits\.mbit_per_s: got \[100, 2\.5\], allowed: one number, or 1: "):
         a.check_links(1)

@@ -1,8 +1,8 @@
 """Bits that are found when a run begins: what every rank measures, and the decision that rank 0 makes for all.
 
 "auto" becomes an error whose most bits are those that compute hides on links as they are measured; an error within a
-rate (`mbit_per_s`) keeps its error and gets the most bits that compute hides at that rate. Nothing is measured later: what
-a packet takes follows from its values alone.
+rate (`mbit_per_s`) keeps its error and gets the most bits that compute hides at that rate. Nothing is measured later:
+what a packet takes follows from its values alone.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def wants_measuring(config: Config) -> bool:
 def look(
     config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None, fewest: int
 ) -> Seen:
-    """Measure this rank's links, if "auto" asks for it, its stage, and what packets cost it; all ranks call it together."""
+    """Measure this rank's links, if "auto" asks for it, its stage, and what packets cost it; all ranks must call it."""
     unknown = "auto" in (config.activations.forward_bits, config.activations.backward_bits)
     link = measure_links(stage.index, to_previous, to_next) if unknown else None
     spent = time_stage(stage, batch.samples, batch.tokens)
@@ -203,7 +203,7 @@ def _reason(
     if known and plain_s <= PAYS * step_s:
         why = "links so fast that method 'none' would do as well"
     elif fits:
-        why = "at most what compute time hides"
+        why = "the most that compute time hides"
     else:
         why = "no more, as the slowest link is the limit"
     compared = f"at most {step_s:.3g} s per step predicted, {plain_s:.3g} s uncompressed"

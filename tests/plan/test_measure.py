@@ -144,7 +144,7 @@ class TestDecision:
     def test_a_link_that_compute_hides(self):
         found = self.decided(self.seen(21e6, 21e6))
         assert found[:2] == (replace(FORWARD, max=3), replace(BACKWARD, max=6))
-        said = "bits 'auto': 2 to 3 forward (error 0.07), 2 to 6 back (error 0.1): at most what compute time hides (at most"
+        said = "bits 'auto': 2 to 3 forward (error 0.07), 2 to 6 back (error 0.1): the most that compute time hides ("
         assert found.reason.startswith(said)
         assert "21 Mbit/s" in found.reason
 
@@ -178,7 +178,9 @@ class TestDecision:
         rated = {"error": 0.05, "min": 1, "mbit_per_s": rate}
         found = self.decided(self.unmeasured(), forward_bits=rated, backward_bits={"error": 0.2, "mbit_per_s": rate})
         assert found[:2] == (ConstantError(error=0.05, min=1, max=3), ConstantError(error=0.2, max=6))
-        assert found.reason.startswith("bits within the links' rates: 1 to 3 forward (error 0.05), 2 to 6 back (error 0.2)")
+        assert found.reason.startswith(
+            "bits within the links' rates: 1 to 3 forward (error 0.05), 2 to 6 back (error 0.2)"
+        )
         slow = {**rated, "mbit_per_s": 1}
         assert self.decided(self.unmeasured(), forward_bits=slow, backward_bits=slow)[:2] == (
             ConstantError(error=0.05, min=1, max=2),

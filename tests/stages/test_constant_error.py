@@ -271,7 +271,9 @@ def test_a_run_that_goes_on_takes_the_same_bits() -> None:
     assert again == [packets[2:] for packets in seen]
 
 
-@pytest.mark.parametrize("before", [DIRECT, {**CHANGES, "forward_bits": {"error": 0.07, "max": 8}}], ids=["direct", "changes"])
+@pytest.mark.parametrize(
+    "before", [DIRECT, {**CHANGES, "forward_bits": {"error": 0.07, "max": 8}}], ids=["direct", "changes"]
+)
 def test_both_ends_take_other_bits_between_two_packets(before: dict[str, Any]) -> None:
     """As a run does that goes on from a checkpoint: from there on all is as if the link had been made with them."""
     other = {"forward_bits": {"error": 0.01, "max": 4}, "backward_bits": [2]}
