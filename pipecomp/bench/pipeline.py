@@ -266,4 +266,4 @@ def _mean_bits(row: Row) -> str:
     """Write the bits of a value forward and back, the mean over a row's links; empty where none are quantized."""
     links = [link for rank in row["ranks"] if rank is not None for link in rank.get("bits", {}).values()]
     found = [[link[way] for link in links if link[way] is not None] for way in _WAYS]
-    return "/".join(f"{statistics.mean(bits):.3g}" for bits in found) if all(found) else ""
+    return "/".join(f"{statistics.mean(bits):.3g}" if bits else "–" for bits in found) if any(found) else ""
