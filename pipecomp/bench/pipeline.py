@@ -257,12 +257,12 @@ def pipeline_table(rows: Sequence[Row]) -> Table:
         share = f"{free[row['line']] / row['seconds']:.2f}" if row["line"] in free else ""
         ahead = "" if row["in_flight"] is None else str(row["in_flight"])
         times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most")]
-        cells.append((f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead, _mean_bits(row)))
+        cells.append((f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead, mean_bits(row)))
     headings = ("r", "Mbit/s", "line", "seconds", "least", "most", "× DeepSpeed", "of unthrottled", "in flight", "bits")
     return table(headings, cells, left=("line",), title="Seconds per training step")
 
 
-def _mean_bits(row: Row) -> str:
+def mean_bits(row: Row) -> str:
     """Write the bits of a value forward and back, the mean over a row's links; empty where none are quantized."""
     links = [link for rank in row["ranks"] if rank is not None for link in rank.get("bits", {}).values()]
     found = [[link[way] for link in links if link[way] is not None] for way in _WAYS]
