@@ -51,6 +51,7 @@ def prepare(
     data: Path,
     model: Path,
     *,
+    lr: float = LEARNING_RATE,
     dropout: float = 0.0,
     rival: Any = None,
 ) -> tuple[Any, Callable[[], dict[str, float]], int]:
@@ -75,7 +76,7 @@ def prepare(
     config = adamw(
         in_memory(activations, seed),
         samples=(BATCH, MICRO_BATCH),
-        lr=LEARNING_RATE,
+        lr=lr,
         steps=(steps, round(WARM_UP * steps)),
         fused=True,
     )

@@ -81,7 +81,7 @@ def methods() -> dict[str, dict[str, Setting]]:
             for f, _ in BITS
         },
         "AQ-SGD, constant error": {
-            f"{forward:g}/{backward:g}": _constant_error(forward, backward)
+            f"{forward:g}/{backward:g}": constant_error(forward, backward)
             for forward, backward in ((0.28, 0.4), (0.14, 0.2), (0.07, 0.1))
         },
         "TAH-Quant": _rival(lambda bits: Whole(TahQuant(bits, 0.7)), {f"fw{f - 1}/{f}": (f - 1, f) for f, _ in BITS}),
@@ -95,7 +95,7 @@ def methods() -> dict[str, dict[str, Setting]]:
     }
 
 
-def _constant_error(forward: float, backward: float) -> dict[str, Any]:
+def constant_error(forward: float, backward: float) -> dict[str, Any]:
     """Changes both ways, each packet with the fewest bits that keep these errors."""
     return {
         "method": "aqsgd",
@@ -109,6 +109,8 @@ def _constant_error(forward: float, backward: float) -> dict[str, Any]:
 
 # -- tasks: each makes a pipeline, what evaluates it, and the number of epochs
 
+# `given`: the section "activations", a rival in its place or None, dropout, and what the task's learning rate is
+# multiplied by.
 Prepared = tuple[Any, Callable[[], dict[str, float]], int]
 
 
@@ -122,6 +124,7 @@ def _language(given: dict[str, Any], stages: int, seed: int, folders: dict[str, 
         model, rate = pretrained_model(task, folders["cache"], seed)[0], convergence.LEARNING_RATE
         convergence.set_dropout(model, given["dropout"])
     method, epochs = Method("", given["activations"]), convergence.EPOCHS
+    rate *= given["rate"]
     pipeline, evaluate = convergence.prepare(method, model, task, stages, seed, epochs, lr=rate, rival=given["rival"])
     return pipeline, lambda: {"eval_loss": evaluate()}, epochs
 
@@ -144,6 +147,7 @@ def _classification(given: dict[str, Any], stages: int, seed: int, folders: dict
         seed,
         folders["data"],
         folders["model"],
+        lr=given["rate"] * classification.LEARNING_RATE,
         dropout=given["dropout"],
         rival=given["rival"],
     )
@@ -164,18 +168,27 @@ TASKS: dict[str, Callable[..., Prepared]] = {
 
 
 def train(task: str, dropout: str, stages: int, method: str, setting: str, seed: int, folders: dict[str, Path]) -> Row:
-    """One run. Loads what it needs, so that it can be a process of its own."""
-    import torch
-
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)  # of dropout
+    """One run."""
     chosen_setting = methods()[method][setting]
     rival = chosen_setting if callable(chosen_setting) else None
     given = {
         "activations": {"method": "none"} if callable(chosen_setting) else chosen_setting,
         "rival": rival,
         "dropout": DROPOUT[task] if dropout == "with" else 0.0,
+        "rate": 1.0,
     }
+    return {
+        **dict(zip(KEYS, (task, dropout, stages, method, setting, seed), strict=True)),
+        **trained_on(task, given, stages, seed, folders),
+    }
+
+
+def trained_on(task: str, given: dict[str, Any], stages: int, seed: int, folders: dict[str, Path]) -> Row:
+    """Train and judge. Loads what it needs, so that it can be a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)  # of dropout
     pipeline, evaluate, epochs = TASKS[task](given, stages, seed, folders)
     losses: list[float] = []
     began = time.process_time()
@@ -185,7 +198,6 @@ def train(task: str, dropout: str, stages: int, method: str, setting: str, seed:
     seconds = time.process_time() - began
     sent = [(count["forward_bytes_sent"], count["backward_bytes_sent"]) for count in counts]
     row = {
-        **dict(zip(KEYS, (task, dropout, stages, method, setting, seed), strict=True)),
         "train_loss": trained["train_loss"],
         **evaluate(),
         "losses": losses,

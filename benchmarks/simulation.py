@@ -46,6 +46,13 @@ METHODS = {
     "AQ-SGD fw4 bw8": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8},
     "AQ-SGD fw3 bw6": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
     "AQ-SGD fw2 bw4": {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4},
+    **{
+        f"AQ-SGD fw{b} bw{b}, changes back": {
+            **{"method": "aqsgd", "forward_bits": b, "backward_bits": b},
+            **{"backward_method": "delta", "first_visit": 8},
+        }
+        for b in (3, 2)
+    },
 }
 
 # arXiv:2206.01299, Table 2 (sequences a second, by Mbit/s) and Table 3 (seconds of a micro-batch on one of 8 stages).

@@ -43,6 +43,7 @@ from tests.soak.restarts import Start, stores_on_disk
 SEEDS = 3
 EPOCHS, TIMEOUT_S = 3, 30.0
 BEGIN_S, END_S = 120.0, 120.0  # on a busy machine: for a start to come to its first step, for the others to end
+OUTER_STEPS = 4  # of a run with local steps that is not killed
 SLOW_S, SLOW_SHARE = 0.3, 0.7  # for a step to be written by the late rank; how often that one is killed in training
 
 Found = dict[str, Any]
@@ -130,12 +131,16 @@ def one_start(
 def aimed(
     series: Series, draw: random.Random, starting_s: float, training_s: float, late: int | None, *, doubt: bool
 ) -> Callable[[Start], int]:
-    """A random instant of a random rank. late: the rank that writes late, if there is one. doubt: always that one,
-    in training."""
+    """A random instant of a random rank. late: the rank that writes late, if there is one, or that comes late to outer
+    steps. doubt: always that one, in training."""
     phase = draw.choices(list(series.aims), list(series.aims.values()))[0]
     victim, delay, saves = draw.randrange(series.world), draw.random(), draw.randrange(1, 3)
     phase = "training" if doubt else phase
-    if late is not None and phase == "training" and (doubt or draw.random() < SLOW_SHARE):
+    if phase == "outer":
+        # One of those who wait for each other, in any of the outer steps: a run ends if it does not come to that one.
+        victim = (late or 0) // series.replicas * series.replicas + draw.randrange(series.replicas)
+        saves = draw.randrange(1, OUTER_STEPS + 1)
+    elif late is not None and phase == "training" and (doubt or draw.random() < SLOW_SHARE):
         victim = late
 
     def wait(start: Start) -> int:
@@ -218,10 +223,10 @@ def disturbed(
     """A run from its beginning to its end with kills, `kills` at most."""
     draw = random.Random(f"{seed} {number}")
     run_seed, copies = number % SEEDS, agreement and (series.local or number % 2 == 0)
-    late = None if copies else number // 2 % series.world
+    late = number % series.world if series.local else None if copies else number // 2 % series.world
     slow: dict[str, Any] = {"slow_s": SLOW_S}
     if series.local:
-        slow["slow_replica"] = number % series.world
+        slow["late_in_outer_steps"] = late
     elif late is not None:
         slow["slow_rank"] = late
     new_run(series, folder, run_seed, copies=copies, timeout_s=timeout_s, agreement=agreement, **slow)

