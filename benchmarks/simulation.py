@@ -27,6 +27,7 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import RESULTS, arguments, read_rows
 from benchmarks.throughput import summaries
+from pipecomp.bench.pipeline import mean_bits
 from pipecomp.config import Config
 from pipecomp.files import write_whole
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
@@ -121,7 +122,8 @@ def compare(rows: Sequence[Row]) -> list[Row]:
         without = free.get((row["line"], row["stages"]))
         if row["bits_per_s"] is not None and without is not None and row.get("replicas", 1) == 1:
             predicted["free"] = play(step_of(row, without), network_of(row)).seconds
-        found.append({"line": row["line"], "bits_per_s": row["bits_per_s"], "seconds": row["seconds"], **predicted})
+        told = {key: row[key] for key in ("line", "bits_per_s", "seconds")}
+        found.append({**told, "bits": mean_bits(row), **predicted})
     return found
 
 
@@ -142,6 +144,7 @@ def measured_page(compared: Sequence[Row]) -> list[str]:
         "line": lambda row: row["line"],
         "Mbit/s": lambda row: "unlimited" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}",
         "measured s": lambda row: f"{row['seconds']:.2f}",
+        **({"bits": lambda row: row["bits"]} if any(row["bits"] for row in compared) else {}),  # older rows do not say
         "from its own counters": lambda row: beside(row, "own"),
         "from those without a slow link": lambda row: beside(row, "free"),
     }

@@ -1,6 +1,7 @@
 """The section "activations": what is sent between stages, with how many bits.
 
-A number of bits is given, measured ("auto"), or follows an error (`ConstantError`).
+A number of bits is given, or follows an error (`ConstantError`), whose most bits may be found when a run begins: for
+"auto", and within a line's rate.
 """
 
 from __future__ import annotations
@@ -12,31 +13,44 @@ from typing import Any, ClassVar
 
 from pipecomp.config_checks import is_number, require_choice, require_unset, values_of
 from pipecomp.errors import ConfigError, require
+from pipecomp.plain_objects import exchanged
 
 BITS = "a whole number from 1 to 8"
+FEWEST = {"forward_bits": 2, "backward_bits": 4}
+"""The fewest that the most bits of a packet are set to when a run begins; people may choose fewer."""
 _ERROR = "an object with 'error'"
+_RATES = "a number of Mbit/s above 0, at most a million, or a list with one for each link"
 
 
+@exchanged
 @dataclass(frozen=True, kw_only=True)
 class ConstantError:
     """The fewest bits, packet by packet, that keep an error (docs/algorithms.md, 1.2).
 
     error: the largest ‖sent − x‖ / ‖x‖ of a packet, above 0 and below 1; of a change too it is relative to the value x
     itself. min, max: the fewest and the most bits, 1 to 8; max is taken where even that does not keep the error.
+    mbit_per_s: what the line carries that way, in Mbit/s with all headers, of all links or of each: when a run begins,
+    max falls to the bits that compute hides there, not below FEWEST or min. None: max stays.
     """
 
     error: float
     min: int = 2
     max: int = 8
+    mbit_per_s: float | tuple[float, ...] | None = None
 
     def __str__(self) -> str:
-        return f"{self.min} to {self.max} (error {self.error:g})"
+        rates = self.mbit_per_s if isinstance(self.mbit_per_s, tuple) else (self.mbit_per_s,)
+        within = "" if self.mbit_per_s is None else f", within {'/'.join(f'{rate:g}' for rate in rates)} Mbit/s"
+        return f"{self.min} to {self.max} (error {self.error:g}{within})"
 
     @classmethod
     def of(cls, key: str, given: object) -> ConstantError:
         """Read a mapping of the configuration. ConfigError, with `key`, for anything that is not exactly right."""
         values = values_of(key, given, cls)
-        require("error" in values, key, values, "an object with 'error', and perhaps 'min' and 'max'")
+        require("error" in values, key, values, "an object with 'error', and perhaps 'min', 'max' and 'mbit_per_s'")
+        rates = values.get("mbit_per_s")
+        if isinstance(rates, list):  # as JSON has it
+            values["mbit_per_s"] = rates = tuple(rates)
         made = cls(**values)
         ok = is_number(made.error, 0, 1, (int, float)) and made.error not in (0, 1)
         require(ok, f"{key}.error", made.error, "a number above 0 and below 1")
@@ -44,10 +58,13 @@ class ConstantError:
             require(is_number(getattr(made, name), 1, 8), f"{key}.{name}", getattr(made, name), BITS)
         allowed = f"more than min, which is {made.min}: else a number of bits says it"
         require(made.min < made.max, f"{key}.max", made.max, allowed)
+        every = rates if isinstance(rates, tuple) else (rates,)
+        ok = every != () and all(is_number(rate, 0, 1e6, (int, float)) and rate > 0 for rate in every)
+        require(rates is None or ok, f"{key}.mbit_per_s", list(every) if every is rates else rates, _RATES)
         return made
 
 
-Bits = int | str | tuple[int, ...] | ConstantError
+Bits = int | str | tuple[int | ConstantError, ...] | ConstantError
 BITS_KEYS = ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")
 
 
@@ -57,9 +74,9 @@ class Activations:
 
     method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
     "aqsgd" quantizes its change since the sample's last visit.
-    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd"; a list has one number for each link; with
-    "auto" `pipecomp.initialize` measures and chooses; with a ConstantError (in JSON an object) every packet has the
-    fewest that keep its error.
+    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd", or a ConstantError (in JSON an object):
+    every packet has the fewest that keep its error. A list has one of them for each link. With "auto"
+    `pipecomp.initialize` measures and chooses a ConstantError for each.
     first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8, or a ConstantError,
     quantizes it too.
     rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
@@ -95,9 +112,9 @@ class Activations:
             got = getattr(self, key)
             if isinstance(got, (Mapping, ConstantError)):  # a mapping as JSON has it
                 object.__setattr__(self, key, ConstantError.of(f"activations.{key}", plain_bits(got)))
-        for key in ("forward_bits", "backward_bits"):
-            if isinstance(getattr(self, key), list):  # as JSON has it
-                object.__setattr__(self, key, tuple(getattr(self, key)))
+        for key in FEWEST:
+            if isinstance(getattr(self, key), (list, tuple)):
+                object.__setattr__(self, key, _of_links(f"activations.{key}", getattr(self, key)))
             if getattr(self, key) != "auto":
                 _require_bits(f"activations.{key}", getattr(self, key))
             elif self.method not in self.QUANTIZED:
@@ -129,35 +146,61 @@ class Activations:
 
     def _check_errors(self) -> None:
         """Refuse what a constant error does not go together with."""
-        both = (self.forward_bits, self.backward_bits)
-        for key, got in zip(("forward_bits", "backward_bits"), both, strict=True):
-            if isinstance(got, ConstantError):
-                allowed = f"{BITS}, a list, or 'auto' for both: 'auto' does not know how many bits an error takes"
-                require("auto" not in both, f"activations.{key}", str(got), allowed)
         allowed = f"{BITS}, a list or 'auto' with backward_top_k, whose error is in what it leaves out"
-        ok = self.backward_top_k is None or not isinstance(self.backward_bits, ConstantError)
-        require(ok, "activations.backward_bits", str(self.backward_bits), allowed)
+        errors = [bits for bits in _each(self.backward_bits) if isinstance(bits, ConstantError)]
+        ok = self.backward_top_k is None or not errors
+        require(ok, "activations.backward_bits", bits_text(self.backward_bits), allowed)
+        for key in BITS_KEYS:
+            for bits in _each(getattr(self, key)):
+                if isinstance(bits, ConstantError) and bits.mbit_per_s is not None:
+                    self._check_rate(key, bits)
+
+    def _check_rate(self, key: str, bits: ConstantError) -> None:
+        """Refuse a rate that could not take effect."""
+        where = f"activations.{key}"
+        allowed = "none: only forward_bits and backward_bits follow a rate"
+        require(key in FEWEST, f"{where}.mbit_per_s", bits.mbit_per_s, allowed)
+        allowed = f"only with method 'direct' or 'aqsgd', not {self.method!r}"
+        require(self.method in self.QUANTIZED, f"{where}.mbit_per_s", bits.mbit_per_s, allowed)
+        least = max(bits.min, FEWEST[key])
+        allowed = f"more than {least} with mbit_per_s, which leaves at least {least} bits as the most"
+        require(bits.max > least, f"{where}.max", bits.max, allowed)
+
+    def measured(self, key: str) -> bool:
+        """Say whether bits are found when a run begins. key: "forward_bits" or "backward_bits"."""
+        every = _each(getattr(self, key))
+        return any(
+            bits == "auto" or (isinstance(bits, ConstantError) and bits.mbit_per_s is not None) for bits in every
+        )
 
     def bits(self, link: int) -> tuple[int | ConstantError, int | ConstantError]:
-        """Forward and backward, of one link. ConfigError while one of them is "auto", or a list that is too short."""
+        """Forward and backward, of one link. ConfigError while one of them is to be found, or a list is too short."""
         return self._bits_of("forward_bits", link), self._bits_of("backward_bits", link)
 
     def _bits_of(self, key: str, link: int) -> int | ConstantError:
         got = getattr(self, key)
-        if got == "auto":
-            raise ConfigError(f"activations.{key}", "auto", f"{BITS}; only pipecomp.initialize settles 'auto'")
+        if self.measured(key):
+            allowed = f"{BITS} or {_ERROR}; only pipecomp.initialize settles 'auto' and mbit_per_s"
+            raise ConfigError(f"activations.{key}", bits_text(got), allowed)
         if isinstance(got, tuple):
             require(link < len(got), f"activations.{key}", list(got), f"a number for link {link} too")
         found = bits_of_link(got, link)
         return found if isinstance(found, ConstantError) else int(found)
 
     def check_links(self, links: int) -> None:
-        """ConfigError if a list of bits is not one for each of so many links."""
-        for key in ("forward_bits", "backward_bits"):
+        """ConfigError if a list of bits or of rates is not one for each of so many links."""
+        for key in FEWEST:
             got = getattr(self, key)
-            if isinstance(got, tuple):
-                allowed = f"one number, or {links}: one for each link between {links + 1} stages"
-                require(len(got) == links, f"activations.{key}", list(got), allowed)
+            rates = got.mbit_per_s if isinstance(got, ConstantError) else None
+            for name, found in ((key, got), (f"{key}.mbit_per_s", rates)):
+                if isinstance(found, tuple):
+                    allowed = f"one number, or {links}: one for each link between {links + 1} stages"
+                    require(len(found) == links, f"activations.{name}", list(found), allowed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {key: plain_bits(values[key]) for key in BITS_KEYS}
 
     def check_given(self, given: Mapping[str, object]) -> None:
         """Refuse the keys in `given` that `method` gives no effect."""
@@ -173,18 +216,43 @@ class Activations:
 
 
 def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
-    """Pick a link's bits: a number, "auto", or what keeps an error."""
-    return bits[link] if isinstance(bits, tuple) else bits
+    """Pick a link's bits: a number, "auto", or what keeps an error, with the rate of that link."""
+    found = bits[link] if isinstance(bits, tuple) else bits
+    if isinstance(found, ConstantError) and isinstance(found.mbit_per_s, tuple):
+        return dataclasses.replace(found, mbit_per_s=found.mbit_per_s[link])
+    return found
 
 
 def bits_text(bits: Bits) -> str:
     """For people: "4", "8/2/8" on links that differ, or "2 to 8 (error 0.07)"."""
-    return "/".join(map(str, bits)) if isinstance(bits, tuple) else str(bits)
+    return "/".join(map(str, _each(bits)))
 
 
 def plain_bits(bits: Any) -> Any:
-    """As JSON has it."""
-    return dataclasses.asdict(bits) if isinstance(bits, ConstantError) else bits
+    """As JSON has it; a rate only where there is one."""
+    if isinstance(bits, tuple):
+        return tuple(map(plain_bits, bits))
+    if not isinstance(bits, ConstantError):
+        return bits
+    return {key: value for key, value in dataclasses.asdict(bits).items() if value is not None}
+
+
+def _each(bits: Bits) -> tuple[Any, ...]:
+    return bits if isinstance(bits, tuple) else (bits,)
+
+
+def _of_links(key: str, given: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
+    """Read a list, one for each link, as JSON has it or as it is; each has one rate."""
+    found = [
+        ConstantError.of(f"{key}[{link}]", plain_bits(bits)) if isinstance(bits, (Mapping, ConstantError)) else bits
+        for link, bits in enumerate(given)
+    ]
+    for link, bits in enumerate(found):
+        rate = getattr(bits, "mbit_per_s", None)
+        require(
+            not isinstance(rate, tuple), f"{key}[{link}].mbit_per_s", rate, "a number of Mbit/s above 0, of this link"
+        )
+    return tuple(found)
 
 
 def _is_bits(value: object) -> bool:
@@ -192,7 +260,6 @@ def _is_bits(value: object) -> bool:
 
 
 def _require_bits(key: str, got: Any) -> None:
-    every = list(got) if isinstance(got, tuple) else [got]
-    ok = every != [] and all(is_number(bits, 1, 8) for bits in every)
-    allowed = f"{BITS}, a list with one for each link, 'auto', or {_ERROR}"
-    require(ok or isinstance(got, ConstantError), key, every if isinstance(got, tuple) else got, allowed)
+    every = _each(got)
+    allowed = f"{BITS}, {_ERROR}, a list of these with one for each link, or 'auto'"
+    require(every != () and all(map(_is_bits, every)), key, list(got) if isinstance(got, tuple) else got, allowed)

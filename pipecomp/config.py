@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipecomp.activation_config import Activations, bits_of_link, plain_bits
+from pipecomp.activation_config import Activations, ConstantError, bits_of_link, plain_bits
 from pipecomp.allreduce.options import Gradients
 from pipecomp.config_checks import is_number, require_choice, require_unset, values_of
 from pipecomp.errors import ConfigError, require
@@ -161,14 +161,14 @@ class Config:
         """List all that both ends of a link must agree on to hold the same cached activations."""
         a = self.activations
         gradients = {
-            "backward_bits": plain_bits(bits_of_link(a.backward_bits, link)),
+            "backward_bits": _without_rate(bits_of_link(a.backward_bits, link)),
             "backward_method": a.backward_method,
             "backward_first_visit": plain_bits(a.backward_first_visit),
         }
         return {
             **(gradients if a.backward_method == "delta" else {}),  # else a store holds none
             "method": a.method,
-            "forward_bits": plain_bits(bits_of_link(a.forward_bits, link)),
+            "forward_bits": _without_rate(bits_of_link(a.forward_bits, link)),
             "first_visit": plain_bits(a.first_visit),
             "rotation": a.rotation,
             "rounding": a.rounding,
@@ -186,12 +186,18 @@ class Config:
     def shared(self) -> dict[str, Any]:
         """All settings, with their defaults, that must be equal on all ranks."""
         values = dataclasses.asdict(self)
+        values["activations"] = self.activations.as_dict()
         values["gradients"] = self.gradients.as_dict()
         values["store"].pop("path")
         values["transport"].pop("keys")  # of this machine, as its network is
         values["transport"].pop("trusted_network")
         values.pop("kernels")  # all give the same bytes
         return values
+
+
+def _without_rate(bits: Any) -> Any:
+    """As JSON has it, without what the line carries: the next start may know that better, and use the same store."""
+    return plain_bits(dataclasses.replace(bits, mbit_per_s=None) if isinstance(bits, ConstantError) else bits)
 
 
 def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:

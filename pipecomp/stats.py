@@ -174,6 +174,21 @@ def code_bits(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
     return found
 
 
+class BitsMeter:
+    """Bits of a quantized value on average, over all links, each time since the last one."""
+
+    def __init__(self) -> None:
+        self._before = [0] * 4
+
+    def since_last(self, ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        """Return "forward_bits" and "backward_bits", each where something was quantized. ranks: as `Traffic.of`."""
+        now = [sum(counts) for counts in zip(*code_bits(ranks).values(), strict=True)] or [0] * 4
+        spent = [a - b for a, b in zip(now, self._before, strict=True)]
+        self._before = now
+        ways = zip(DIRECTIONS[:2], spent[::2], spent[1::2], strict=True)
+        return {f"{way}_bits": bits / values for way, bits, values in ways if values}
+
+
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:
     """Return (raw, sent) bytes of one direction, over several links' `as_dict`."""
     parts = [link[direction] for link in links]

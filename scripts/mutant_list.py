@@ -332,6 +332,22 @@ MUTANTS = (
         "a packet that was not made by this configuration is taken for one",
     ),
     Mutant(
+        "bits at the start: a rate is not looked at",
+        "pipecomp/plan/auto.py",
+        "line if rate is None else",
+        "line if True else",
+        ("tests/plan/test_measure.py::TestDecision::test_given_rates_count_as_measured_ones",),
+        "packets have more bits than their link hides",
+    ),
+    Mutant(
+        "bits at the start: a checkpoint's are not taken",
+        "pipecomp/engine/checkpointing.py",
+        "if saved is None or saved[0] !=",
+        "if saved is not None or saved[0] !=",
+        ("tests/dist/test_auto_bits.py::test_a_run_that_goes_on_takes_the_bits_of_its_checkpoint",),
+        "a run that goes on trains with other bits, and ends with another loss",
+    ),
+    Mutant(
         "a delta on any version",
         "stages/link/visits.py",
         "if cached is None or cached.version != sample.base:",

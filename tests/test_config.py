@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pipecomp.activation_config import bits_text
+from pipecomp.activation_config import ConstantError, bits_of_link, bits_text
 from pipecomp.config import Activations, Config
 from pipecomp.errors import ConfigError
 
@@ -43,6 +43,7 @@ def test_frozen():
         Config().seed = 1
 
 
+RATED = {"error": 0.07, "mbit_per_s": 100}
 BAD = [
     ({"activatons": {}}, "activatons", "activations"),
     ({"activations": {"methd": "none"}}, "activations.methd", "method"),
@@ -65,7 +66,50 @@ BAD = [
     ({"activations": {"method": "aqsgd", "backward_top_k": 1.5}}, "activations.backward_top_k", "at most 1"),
     ({"activations": {"method": "aqsgd", "eval": "delta"}}, "activations.eval", "full"),
     ({"activations": {"method": "aqsgd", "rounding": "stochastic", "scale": "rms"}}, "activations.scale", "max"),
+    (
+        {"activations": {"method": "aqsgd", "forward_bits": [4, {"error": 2}]}},
+        "activations.forward_bits[1].error",
+        "below",
+    ),
+    *(
+        (
+            {"activations": {"method": "aqsgd", "backward_bits": {"error": 0.1, "mbit_per_s": rate}}},
+            "activations.backward_bits.mbit_per_s",
+            "Mbit/s above 0",
+        )
+        for rate in (0, -1, "100", True, 2e6, float("nan"), [], [100, 0])
+    ),
     # settings that could not take effect
+    (
+        {"activations": {"method": "aqsgd", "first_visit": RATED}},
+        "activations.first_visit.mbit_per_s",
+        "only forward_bits",
+    ),
+    (
+        {"activations": {"method": "aqsgd", "backward_method": "delta", "backward_first_visit": RATED}},
+        "activations.backward_first_visit.mbit_per_s",
+        "only forward_bits",
+    ),
+    (
+        {"activations": {"method": "none", "eval": "direct", "forward_bits": RATED}},
+        "activations.forward_bits.mbit_per_s",
+        "only with method",
+    ),
+    (
+        {"activations": {"method": "aqsgd", "forward_bits": {**RATED, "min": 1, "max": 2}}},
+        "activations.forward_bits.max",
+        "more than 2",
+    ),
+    (
+        {"activations": {"method": "aqsgd", "backward_bits": {**RATED, "max": 4}}},
+        "activations.backward_bits.max",
+        "more than 4",
+    ),
+    (
+        {"activations": {"method": "aqsgd", "forward_bits": [{**RATED, "mbit_per_s": [1, 2]}]}},
+        "activations.forward_bits[0].mbit_per_s",
+        "of this link",
+    ),
     ({"activations": {"method": "none", "forward_bits": 4}}, "activations.forward_bits", "only with"),
     ({"activations": {"method": "fp16", "backward_bits": 8}}, "activations.backward_bits", "only with"),
     ({"activations": {"method": "direct", "first_visit": 8}}, "activations.first_visit", "only with"),
@@ -123,6 +167,36 @@ def test_bits_of_each_link():
         config.activations.bits(3)
     assert bits_text(config.activations.forward_bits) == "4/2/8"
     assert bits_text(config.activations.backward_bits) == "6"
+
+
+def test_rates_of_links():
+    section = {"activations": {"method": "aqsgd", "forward_bits": {**RATED, "mbit_per_s": [100, 2.5]}}}
+    config = Config.from_dict(section)
+    a = config.activations
+    assert (a.measured("forward_bits"), a.measured("backward_bits")) == (True, False)
+    assert bits_text(a.forward_bits) == "2 to 8 (error 0.07, within 100/2.5 Mbit/s)"
+    assert bits_of_link(a.forward_bits, 1) == ConstantError(error=0.07, mbit_per_s=2.5)
+    assert Activations(**config.shared()["activations"]) == a
+    # What a store holds does not depend on what its owner knows of the line; a run's settings do.
+    assert config.link_settings(1)["forward_bits"] == {"error": 0.07, "min": 2, "max": 8}
+    assert (
+        config.digest() != Config.from_dict({"activations": {**section["activations"], "forward_bits": RATED}}).digest()
+    )
+    a.check_links(2)
+    with pytest.raises(ConfigError, match=r"forward_bits\.mbit_per_s: got \[100, 2\.5\], allowed: one number, or 1: "):
+        a.check_links(1)
+    with pytest.raises(ConfigError, match="settles 'auto' and mbit_per_s"):
+        a.bits(0)
+
+
+def test_links_may_have_numbers_and_errors():
+    config = Config.from_dict({"activations": {"method": "direct", "backward_bits": [4, {"error": 0.1, "max": 6}]}})
+    a, second = config.activations, ConstantError(error=0.1, max=6)
+    assert [a.bits(link)[1] for link in (0, 1)] == [4, second]
+    assert not a.measured("backward_bits")
+    assert Activations(**config.shared()["activations"]) == a
+    assert dataclasses.replace(a, backward_bits=(second, 8)).bits(0)[1] == second
+    assert bits_text(a.backward_bits) == "4/2 to 6 (error 0.1)"
 
 
 def test_digest_differs_with_any_setting_but_the_stores_place():

@@ -75,7 +75,7 @@ class TestJson:
 
     def test_parts_of_a_section_are_taken(self):
         parts = [block.text for block in blocks() if block.text.startswith('"activations": ')]
-        assert len(parts) == 1
+        assert len(parts) == 2
         for text in parts:
             Config.from_dict(json.loads("{" + text + "}"))
 
@@ -98,6 +98,10 @@ class TestJson:
         links = {f"{d}_bytes_{kind}" for d in ("forward", "backward", "evaluation") for kind in ("raw", "sent")}
         assert all(set(counts) == links for counts in shown["links"].values())
         traffic = Traffic(shown["links"], shown["groups"])
+        mean = {way: shown.get(f"{way}_bits") for way in ("forward", "backward")}
+        codes = {
+            way: {"code_bits": 10 * (bits or 0), "values_quantized": 10 * bool(bits)} for way, bits in mean.items()
+        }
         with Report(str(tmp_path / "metrics.jsonl"), None, silent=False) as report:
             report.start(
                 SimpleNamespace(model="m"), SimpleNamespace(steps=99, micro_batch=1, accumulation=1, replicas=1),
@@ -111,6 +115,7 @@ class TestJson:
                 lr=shown.get("lr", 0.0),
                 per_s=shown.get("tokens_per_s", 1.0),
                 traffic=traffic,
+                stats=[{"replica": 0, "links": {"0->1": codes}}],
             )
             report.epoch(shown["step"], shown["epoch"], shown.get("eval", {"loss": 1.0}), traffic)
         step, epoch = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

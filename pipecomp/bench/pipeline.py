@@ -24,6 +24,7 @@ from pipecomp.netlab.lab import Lab
 from pipecomp.tables import table
 
 Row = dict[str, Any]
+_WAYS = ("forward", "backward")
 
 
 def bench_pipeline(
@@ -185,18 +186,24 @@ def _sent_bytes() -> int:
 def counted(first: Row, last: Row, steps: int) -> Row:
     """Tell what a rank's `comm_stats` have gained over `steps` steps, for each of them.
 
-    "stage", "in_flight", "seconds" by part, and "links": by name the bytes sent "forward" and "backward".
+    "stage", "in_flight", "seconds" by part, and "links": by name the bytes sent "forward" and "backward". "bits": by
+    name those of a quantized value each way, on average; None where there is none.
     """
 
-    def gain(name: str, way: str) -> float:
-        before, after = (stats["links"][name][way]["bytes_sent"] for stats in (first, last))
+    def gain(name: str, way: str, count: str = "bytes_sent") -> float:
+        before, after = (stats["links"][name][way][count] for stats in (first, last))
         return float(after - before) / steps
+
+    def bits(name: str, way: str) -> float | None:
+        values = gain(name, way, "values_quantized")
+        return gain(name, way, "code_bits") / values if values else None
 
     return {
         "stage": last["stage"],
         "in_flight": last["in_flight"],
         "seconds": {part: (last["seconds"][part] - first["seconds"][part]) / steps for part in last["seconds"]},
-        "links": {name: {way: gain(name, way) for way in ("forward", "backward")} for name in last["links"]},
+        "links": {name: {way: gain(name, way) for way in _WAYS} for name in last["links"]},
+        "bits": {name: {way: bits(name, way) for way in _WAYS} for name in last["links"]},
     }
 
 
@@ -250,6 +257,13 @@ def pipeline_table(rows: Sequence[Row]) -> Table:
         share = f"{free[row['line']] / row['seconds']:.2f}" if row["line"] in free else ""
         ahead = "" if row["in_flight"] is None else str(row["in_flight"])
         times = [f"{row[key]:.2f}" for key in ("seconds", "least", "most")]
-        cells.append((f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead))
-    headings = ("r", "Mbit/s", "line", "seconds", "least", "most", "× DeepSpeed", "of unthrottled", "in flight")
+        cells.append((f"{row['r']:g}", mbit, row["line"], *times, faster, share, ahead, mean_bits(row)))
+    headings = ("r", "Mbit/s", "line", "seconds", "least", "most", "× DeepSpeed", "of unthrottled", "in flight", "bits")
     return table(headings, cells, left=("line",), title="Seconds per training step")
+
+
+def mean_bits(row: Row) -> str:
+    """Write the bits of a value forward and back, the mean over a row's links; empty where none are quantized."""
+    links = [link for rank in row["ranks"] if rank is not None for link in rank.get("bits", {}).values()]
+    found = [[link[way] for link in links if link[way] is not None] for way in _WAYS]
+    return "/".join(f"{statistics.mean(bits):.3g}" if bits else "–" for bits in found) if any(found) else ""

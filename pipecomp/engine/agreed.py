@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from pipecomp.activation_config import FEWEST, bits_text
 from pipecomp.cluster.agreement import AllRanks, settings_of
 from pipecomp.cluster.closed import KEYS, check_network
 from pipecomp.config import Config, read_json_object
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.mesh.process_group import BACKEND
-from pipecomp.plan.auto import wants_auto
 from pipecomp.stages import plan
 from pipecomp.stages.partition.modules import Modules
 from pipecomp.stages.partition.planning import SplitPlan
@@ -77,12 +77,10 @@ def _check_transport(settings: Config) -> None:
 
 
 def _check_modules(settings: Config, own_loss: bool) -> None:
-    require(
-        not wants_auto(settings),
-        "activations",
-        "bits 'auto'",
-        "numbers for plain modules: only language models are measured",
-    )
+    a = settings.activations
+    for key in FEWEST:
+        allowed = "numbers, or errors without mbit_per_s, for plain modules: only language models are measured"
+        require(not a.measured(key), f"activations.{key}", bits_text(getattr(a, key)), allowed)
     require(own_loss, "loss_fn", None, "a function of what the last block returns and the labels")
 
 

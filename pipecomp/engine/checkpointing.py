@@ -15,19 +15,22 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 
+from pipecomp.activation_config import FEWEST, bits_text, plain_bits
 from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, NotingWriter, private, write_state
 from pipecomp.cluster.agreement import AllRanks
+from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, StoreError
 from pipecomp.files import write_whole
+from pipecomp.plan.auto import wants_measuring
 from pipecomp.stages.link.handshake import summarize
 
 _STATE_KEY = "pipecomp"
@@ -95,6 +98,8 @@ class Checkpoints:
         tag = str(tag or f"global_step{engine.global_steps}")
         folder = Path(save_dir) / tag
         own["pipeline"] = asdict(reshard_load.describe(engine))
+        if wants_measuring(engine.configured):
+            own["bits"] = [_bits(engine.configured), _bits(engine.pipecomp_config)]
         if engine.local is not None:
             own["local_steps"] = engine.local.outer.stats()
         state = {**(client_state or {}), _STATE_KEY: own}
@@ -172,6 +177,8 @@ class Checkpoints:
             _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
         self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])
         if own is not None:
+            if same:
+                self._take_bits(own.get("bits"), folder)
             self._go_on(own, folder, same)
         return path, state
 
@@ -184,6 +191,17 @@ class Checkpoints:
         elif saved is not None and saved["averaged_at"] < engine.global_steps and engine.global_rank == 0:
             step = saved["averaged_at"]
             _log.warning("%s has local steps, which are left behind: weights are those after step %d", folder, step)
+
+    def _take_bits(self, saved: list[dict[str, Any]] | None, folder: Path) -> None:
+        """Go on with the bits that the run found when it began, if it is asked for the same: losses depend on them."""
+        engine = self._engine
+        if saved is None or saved[0] != _bits(engine.configured) or saved[1] == _bits(engine.pipecomp_config):
+            return
+        a = replace(engine.pipecomp_config.activations, **saved[1])
+        engine.take_bits(replace(engine.pipecomp_config, activations=a))
+        if engine.global_rank == 0:
+            both = f"{bits_text(a.forward_bits)} forward, {bits_text(a.backward_bits)} back"
+            _log.warning("bits: %s, as %s has them, not what was measured now", both, folder)
 
     def _same_pipeline(self, pipeline: dict[str, Any]) -> bool:
         engine = self._engine
@@ -237,6 +255,11 @@ def _folder(load_dir: str, tag: Any) -> Path | None:
         tag = latest.read_text().strip()
     folder = Path(load_dir) / str(tag)
     return folder if folder.is_dir() else None
+
+
+def _bits(config: Config) -> dict[str, Any]:
+    """The bits of both directions, as JSON has them."""
+    return {key: plain_bits(getattr(config.activations, key)) for key in FEWEST}
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

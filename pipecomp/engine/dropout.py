@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from pipecomp.activation_config import Activations
+from pipecomp.activation_config import FEWEST, Activations, ConstantError
 
 FEWEST_BITS = 3  # forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default
 _SMALL = 0.01  # dropout that changes hardly anything
@@ -26,17 +26,24 @@ def dropout_of(module: nn.Module) -> float:
 def advice(dropout: float, activations: Activations) -> str | None:
     """Say what few bits cost with so much dropout, and what to do; None where it is little.
 
-    Bits that follow an error need no advice: they grow with the changes.
+    Bits that follow an error need no advice where they may grow with the changes: their most count.
     """
     given: Any = activations.forward_bits
-    bits = min(given) if isinstance(given, tuple) else given
-    if activations.method != "aqsgd" or not isinstance(bits, int) or bits >= FEWEST_BITS or dropout < _SMALL:
+    every = given if isinstance(given, tuple) else (given,)
+    bits = min(e.max if isinstance(e, ConstantError) else e for e in every)
+    if activations.method != "aqsgd" or bits >= FEWEST_BITS or dropout < _SMALL:
         return None
     return (
         f"this model trains with dropout {dropout:g}, which makes the changes that AQ-SGD sends larger: "
         f"activations.forward_bits {bits} may cost more than 1 % of the training loss. Use {FEWEST_BITS} or more, "
         '{"error": 0.07}, which takes as many as are needed, or no dropout (`--dropout 0` of a recipe)'
     )
+
+
+def fewest_bits(module: nn.Module, activations: Activations) -> int:
+    """Say how few bits forward "auto" may take for a model."""
+    changes = activations.method == "aqsgd" and dropout_of(module) >= _SMALL
+    return FEWEST_BITS if changes else FEWEST["forward_bits"]
 
 
 def warn_of_dropout(module: nn.Module, activations: Activations) -> None:

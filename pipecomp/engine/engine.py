@@ -62,6 +62,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     DeepSpeed's own signatures hold: see `deepspeed.runtime.pipe.engine.PipelineEngine`.
 
     Attributes:
+        pipecomp_config: The section "pipecomp", with what is measured in place of "auto" and of rates.
+        configured: The same as it was given.
         links: This rank's endpoints of its links.
         run: Whose cached activations these are; None where none are kept.
         resumed: How the run goes on, set by `load_checkpoint`; None before.
@@ -83,6 +85,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         that take local steps, None where they do not. ds: DeepSpeed's arguments.
         """
         self.pipecomp_config, self.plan = pipecomp_config, plan
+        self.configured = pipecomp_config
         self.links = Links()
         self.run: Run | None = None
         self.resumed: Resumed | None = None
@@ -119,6 +122,12 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             links.to_previous.arrivals.then = links.prefetch_arrived
         if links.to_next is not None and links.gradients and prefetching:
             links.to_next.arrivals.then = links.prefetch_arrived
+
+    def take_bits(self, settings: Config) -> None:
+        """Train with the bits of these settings from now on; every rank must call this, between two steps."""
+        self.pipecomp_config = settings
+        for end in self.links:
+            end.take_bits(settings)
 
     def set_loader(self, loader: TrainLoader) -> None:
         """Train on this loader's micro-batches."""

@@ -22,10 +22,11 @@ def run_facts(engine: Any) -> dict[str, Any]:
 
     Returns:
         "hidden": values of a token, None for plain modules. "network": of a network lab, as `plan.network.Network`,
-        with null where there is no limit; None elsewhere. "settings": the section "pipecomp". The other names say it.
+        with null where there is no limit; None elsewhere. "settings": the section "pipecomp", with bits that were
+        found when the run began. The other names say it.
     """
     weight = next(engine.stage.parameters(), None)
-    network = imposed_network(engine.grid)
+    network, settings = imposed_network(engine.grid), engine.pipecomp_config
     return {
         "model": engine.plan.model_class,
         "stages": engine.num_stages,
@@ -36,7 +37,7 @@ def run_facts(engine: Any) -> dict[str, Any]:
         "micro_batches": engine.micro_batches,
         "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
         "hidden": int(engine.stage.hidden_size) if isinstance(engine.stage, Stage) else None,
-        "settings": finite(asdict(engine.pipecomp_config)),
+        "settings": finite({**asdict(settings), "activations": settings.activations.as_dict()}),
         "network": None if network is None else finite(asdict(network)),
     }
 

@@ -27,12 +27,12 @@ from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import gradient_exchange, local_exchanges, pipeline_module, quantized_adam, trainable
 from pipecomp.engine.connect import match_tied, open_links, open_transports, tied_groups
-from pipecomp.engine.dropout import warn_of_dropout
+from pipecomp.engine.dropout import fewest_bits, warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch
 from pipecomp.mesh.process_group import current_mesh
-from pipecomp.plan.auto import Batch, sample_length, settle, wants_auto
+from pipecomp.plan.auto import Batch, sample_length, settle, wants_measuring
 from pipecomp.stages.partition.splitting import Stage
 
 
@@ -149,7 +149,7 @@ def _engine(
 
 
 def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ranks: AllRanks, heartbeat: Any) -> None:
-    """Open the engine's links, with bits that are measured where the configuration says "auto"."""
+    """Open the engine's links, with bits that are measured where the configuration says "auto" or names a rate."""
     settings = agreed.settings
     mesh = current_mesh()
     if mesh is not None:
@@ -157,11 +157,12 @@ def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ran
     transports = open_transports(engine, settings.transport.timeout_s)
     if engine.local is not None:
         engine.local.give_way(transports.values())
-    if wants_auto(settings):
+    if wants_measuring(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"
         tokens = sample_length(training_data, engine.stage)
         batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
-        engine.pipecomp_config = settle(settings, engine.stage, batch, **transports)
+        fewest = fewest_bits(engine.stage, settings.activations)
+        engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest)
     if engine.global_rank == 0:
         warn_of_dropout(engine.stage, engine.pipecomp_config.activations)
     engine.open_links(*open_links(engine, settings, transports, all_ranks), heartbeat)

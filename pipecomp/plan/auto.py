@@ -1,21 +1,28 @@
-"""Bits that are "auto": what every rank measures when a run begins, and the decision that rank 0 makes for all."""
+"""Bits that are found when a run begins: what every rank measures, and the decision that rank 0 makes for all.
+
+"auto" becomes an error whose most bits are those that compute hides on links as they are measured; an error within a
+rate (`mbit_per_s`) keeps its error and gets the most bits that compute hides at that rate. Nothing is measured later:
+what a packet takes follows from its values alone.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipecomp.activation_config import Bits, bits_text
+from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError, bits_of_link
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.network import Network
+from pipecomp.plan.network import TCP_SHARE, Line, Network
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.search import PAYS, choose_bits
@@ -25,6 +32,9 @@ from pipecomp.rates import bits_per_second
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.splitting import Stage
 
+ERRORS = {"forward_bits": 0.07, "backward_bits": 0.1}
+"""What "auto" keeps, of values themselves and of changes; benchmarks/constant_error.py trains with these errors."""
+_WAYS = ("forward", "back")
 _TOKENS = 512
 _LOOKED_AT = 32  # samples
 _log = logging.getLogger(__name__)
@@ -32,11 +42,16 @@ _log = logging.getLogger(__name__)
 
 @exchanged
 class Seen(NamedTuple):
-    """What one rank measured. link: to the next stage, None on the last one."""
+    """What one rank measured.
+
+    link: to the next stage; None on the last one, and where rates are given. fewest: bits forward that this stage's
+    dropout leaves, see `pipecomp.engine.dropout`.
+    """
 
     stage: int
     costs: StageCosts
     link: Measured | None
+    fewest: int = FEWEST["forward_bits"]
 
 
 class Batch(NamedTuple):
@@ -56,28 +71,41 @@ class Decision(NamedTuple):
     reason: str
 
 
-def wants_auto(config: Config) -> bool:
-    """Say whether bits are to be settled."""
-    return "auto" in (config.activations.forward_bits, config.activations.backward_bits)
+def wants_measuring(config: Config) -> bool:
+    """Say whether bits are to be found when the run begins."""
+    return any(config.activations.measured(key) for key in FEWEST)
 
 
-def look(config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None) -> Seen:
-    """Measure this rank's links, then its stage and what packets cost it; all ranks must call it together."""
-    link = measure_links(stage.index, to_previous, to_next)
+def look(
+    config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None, fewest: int
+) -> Seen:
+    """Measure this rank's links, if "auto" asks for it, its stage, and what packets cost it; all ranks must call it."""
+    unknown = "auto" in (config.activations.forward_bits, config.activations.backward_bits)
+    link = measure_links(stage.index, to_previous, to_next) if unknown else None
     spent = time_stage(stage, batch.samples, batch.tokens)
     parameter = next(stage.parameters())
+    most = [_found(config.activations, key, 8, 1) for key in FEWEST]
     encode_s, decode_s = time_link(
-        with_bits(config, 4, 8), batch.samples, batch.tokens, stage.hidden_size, parameter.dtype, parameter.device
+        with_bits(config, *most), batch.samples, batch.tokens, stage.hidden_size, parameter.dtype, parameter.device
     )
     costs = StageCosts(forward_s=spent.forward_s, backward_s=spent.backward_s, encode_s=encode_s, decode_s=decode_s)
-    return Seen(stage.index, costs, link)
+    return Seen(stage.index, costs, link, fewest)
 
 
 def settle(
-    config: Config, stage: Stage, batch: Batch, to_previous: Transport | None = None, to_next: Transport | None = None
+    config: Config,
+    stage: Stage,
+    batch: Batch,
+    to_previous: Transport | None = None,
+    to_next: Transport | None = None,
+    *,
+    fewest: int = FEWEST["forward_bits"],
 ) -> Config:
-    """Put numbers in place of "auto": all ranks measure, rank 0 decides for all and says so."""
-    seen = gathered(look(config, stage, batch, to_previous, to_next))
+    """Put what compute hides in place of "auto" and of rates: all ranks measure, rank 0 decides for all and says so.
+
+    fewest: bits forward that "auto" does not go below here, for the stage's dropout; of all stages the most count.
+    """
+    seen = gathered(look(config, stage, batch, to_previous, to_next, fewest))
     found = None
     if dist.get_rank() == 0:
         found = decide(config, seen, batch, stage.hidden_size, next(stage.parameters()).dtype)
@@ -95,10 +123,11 @@ def sample_length(data: Any, stage: Stage) -> int:
 
 
 def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtype: torch.dtype) -> Decision:
-    """Choose bits for what all ranks have seen; of replicas the slowest counts. Bits that are numbers stay."""
+    """Choose bits for what all ranks have seen; of replicas the slowest counts. Bits that are settled stay."""
     K = 1 + max(s.stage for s in seen)
     by_stage = [[s for s in seen if s.stage == k] for k in range(K)]
-    network = network_of([[s.link for s in by_stage[k] if s.link is not None] for k in range(K - 1)])
+    a = config.activations
+    network = _network(a, [[s.link for s in by_stage[k] if s.link is not None] for k in range(K - 1)])
     stages = [
         StageCosts(
             forward_s=max(s.costs.forward_s for s in found),
@@ -119,18 +148,71 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
         )
         return best_in_flight(step, network, config.in_flight)[1].seconds
 
-    a = config.activations
-    f, b, fits = choose_bits(lambda f, b: predicted(with_bits(config, f, b)), network, a.forward_bits, a.backward_bits)
-    return Decision(f, b, _reason(f, b, fits, predicted(with_bits(config, f, b)), predicted(Config()), network))
+    fewest = max(s.fewest for s in seen)
+    *most, fits = choose_bits(
+        lambda f, b: predicted(with_bits(config, f, b)), network, a.forward_bits, a.backward_bits, fewest
+    )
+    f, b = (_found(a, key, bits, K - 1, fewest) for key, bits in zip(FEWEST, most, strict=True))
+    reason = _reason(a, (f, b), fits, predicted(with_bits(config, f, b)), predicted(Config()), network)
+    return Decision(f, b, reason)
 
 
-def _reason(f: Bits, b: Bits, fits: bool, step_s: float, plain_s: float, network: Network) -> str:
-    compared = f"predicted {step_s:.3g} s per step, {plain_s:.3g} s uncompressed"
-    slowest = bits_per_second(network.slowest)
-    if plain_s <= PAYS * step_s:
+def _network(a: Activations, links: Sequence[Sequence[Measured]]) -> Network:
+    """The links as they were measured, at the rates that are given; what is neither does not limit."""
+    free = (Line(),) * len(links)
+    found = network_of(links) if all(links) else Network(forward=free, backward=free)
+
+    def lines(key: str, measured: Sequence[Line]) -> tuple[Line, ...]:
+        rates = [getattr(bits_of_link(getattr(a, key), k), "mbit_per_s", None) for k in range(len(measured))]
+        return tuple(
+            line if rate is None else replace(line, bits_per_s=1e6 * rate * TCP_SHARE)
+            for rate, line in zip(rates, measured, strict=True)
+        )
+
+    return Network(forward=lines("forward_bits", found.forward), backward=lines("backward_bits", found.backward))
+
+
+def _found(a: Activations, key: str, most: Bits, links: int, fewest: int = FEWEST["forward_bits"]) -> Bits:
+    """Put the most bits of each link, which were found, into a direction's setting. fewest: of "auto" forward."""
+    given = getattr(a, key)
+    if not a.measured(key):
+        return given
+    if given == "auto":
+        if key == "backward_bits" and a.backward_top_k is not None:
+            return most  # its error is in what it leaves out
+        least = fewest if key == "forward_bits" else ConstantError.min
+        given = ConstantError(error=ERRORS[key], min=least)
+    found = tuple(_within(bits_of_link(given, k), bits_of_link(most, k)) for k in range(links))
+    return found[0] if len(set(found)) == 1 else found
+
+
+def _within(given: Any, most: Any) -> int | ConstantError:
+    """Limit an error to so many bits; a number where that leaves only one, and numbers stay."""
+    if not isinstance(given, ConstantError):
+        return int(given)
+    made = replace(given, max=min(most, given.max), mbit_per_s=None)
+    return made.min if made.max <= made.min else made
+
+
+def _reason(
+    a: Activations, found: tuple[Bits, Bits], fits: bool, step_s: float, plain_s: float, network: Network
+) -> str:
+    head = "bits 'auto'" if "auto" in (a.forward_bits, a.backward_bits) else "bits within the links' rates"
+    both = ", ".join(_said(bits, way) for bits, way in zip(found, _WAYS, strict=True))
+    known = all(line.bits_per_s < math.inf for line in (*network.forward, *network.backward))
+    if known and plain_s <= PAYS * step_s:
         why = "links so fast that method 'none' would do as well"
     elif fits:
         why = "the most that compute time hides"
     else:
-        why = "the fewest that 'auto' takes: the slowest link is the limit"
-    return f"bits 'auto': {bits_text(f)} forward, {bits_text(b)} back ({why}; {compared}; slowest link {slowest})"
+        why = "no more, as the slowest link is the limit"
+    compared = f"at most {step_s:.3g} s per step predicted, {plain_s:.3g} s uncompressed"
+    return f"{head}: {both}: {why} ({compared}; slowest link {bits_per_second(network.slowest)})"
+
+
+def _said(bits: Bits, way: str) -> str:
+    """Write "2 to 4 forward (error 0.07)", "2 to 4/2 to 8 back (error 0.1)" or "3 forward"."""
+    every = bits if isinstance(bits, tuple) else (bits,)
+    counts = "/".join(f"{e.min} to {e.max}" if isinstance(e, ConstantError) else str(e) for e in every)
+    errors = "/".join(dict.fromkeys(f"{e.error:g}" for e in every if isinstance(e, ConstantError)))
+    return f"{counts} {way}" + (f" (error {errors})" if errors else "")

@@ -1,6 +1,7 @@
 """Bytes of the packets between two stages, from the codecs and the wire format that send them.
 
-T real tokens of a micro-batch, H hidden size.
+Packets whose bits follow an error are counted with the most that they may have, unless it is known what they have on
+average. T real tokens of a micro-batch, H hidden size.
 """
 
 from __future__ import annotations
@@ -12,33 +13,51 @@ import torch
 
 from pipecomp.activation_config import Bits
 from pipecomp.config import Config
-from pipecomp.messages.codecs import Codec
+from pipecomp.messages.codecs import Codec, Quantized
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import packet_bytes
 
 
 def activation_bytes(
-    config: Config, link: int, counts: Sequence[int], hidden: int, dtype: torch.dtype, *, first_visit: bool = False
+    config: Config,
+    link: int,
+    counts: Sequence[int],
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    first_visit: bool = False,
+    mean_bits: float | None = None,
 ) -> int:
     """Of one micro-batch's activations on a link. counts: real tokens of each sample. dtype: the training dtype.
 
     first_visit: whether all of its samples are new to the link ("aqsgd" only; the others send the same every time).
+    mean_bits: of its values, where bits follow an error; None for the most.
     """
     codecs = LinkCodecs(config.activations, link)
     first_visit = first_visit and config.activations.method == "aqsgd"
     codec = codecs.activations.first_visit(dtype) if first_visit else codecs.activation(dtype)
-    return _size(codec, counts, hidden)
+    return _size(codec, counts, hidden, mean_bits)
 
 
 def gradient_bytes(
-    config: Config, link: int, counts: Sequence[int], hidden: int, dtype: torch.dtype, *, first_visit: bool = False
+    config: Config,
+    link: int,
+    counts: Sequence[int],
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    first_visit: bool = False,
+    mean_bits: float | None = None,
 ) -> int:
-    """Of one micro-batch's gradients, on their way back. first_visit: as of activations, with gradients as changes."""
+    """Of one micro-batch's gradients, on their way back.
+
+    first_visit: as of activations, with gradients as changes. mean_bits: as of activations.
+    """
     codecs = LinkCodecs(config.activations, link)
     if codecs.gradients is None:
-        return _size(codecs.gradient(dtype), counts, hidden)
+        return _size(codecs.gradient(dtype), counts, hidden, mean_bits)
     codec = codecs.gradients.first_visit(dtype) if first_visit else codecs.gradients.change
-    return _size(codec, counts, hidden) + codecs.gradients.head_bytes(sum(counts))
+    return _size(codec, counts, hidden, mean_bits) + codecs.gradients.head_bytes(sum(counts))
 
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
@@ -46,5 +65,9 @@ def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
     return replace(config, activations=replace(config.activations, forward_bits=forward, backward_bits=backward))
 
 
-def _size(codec: Codec, counts: Sequence[int], hidden: int) -> int:
+def _size(codec: Codec, counts: Sequence[int], hidden: int, mean_bits: float | None = None) -> int:
+    if mean_bits is not None and isinstance(codec, Quantized) and codec.error is not None:
+        low = min(int(mean_bits), codec.bits - 1)  # between two numbers of bits the bytes are too
+        fewer, more = (_size(codec.of_packet(bits), counts, hidden) for bits in (low, low + 1))
+        return round(fewer + (mean_bits - low) * (more - fewer))
     return packet_bytes(len(counts), sum(codec.payload_bytes(count, hidden) for count in counts))

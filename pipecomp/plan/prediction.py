@@ -138,7 +138,10 @@ def packet_sizes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Prediction:
-    """Play a step of this job under a configuration. ConfigError for what does not fit together."""
+    """Play a step of this job under a configuration. ConfigError for what does not fit together.
+
+    Where bits follow an error every packet counts with the most, so that a step takes at most as long.
+    """
     speeds = speeds or Speeds()
     values = job.samples * job.profile.tokens * job.profile.hidden
     links = job.plan.num_stages - 1

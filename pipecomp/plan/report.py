@@ -85,6 +85,10 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
                 f"Take {bits}: {p.step_s:.3g} s per step instead of {plain.step_s:.3g} s ({gain:.2f}×), "
                 f"{p.samples_per_s:.3g} samples/s; the limit is {limit}."
             )
+            said.append(
+                'With "auto" instead these are about the most bits that a packet has: one that keeps its error with '
+                "fewer has fewer, and a step takes at most as long."
+            )
         if p.store_s >= p.step_s:
             said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step; store.bits 8 helps.")
     if averages:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipecomp.activation_config import Bits, bits_of_link
+from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_of_link
 from pipecomp.config import Config
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
@@ -49,51 +49,96 @@ class Choice:
 
 
 def choose_bits(
-    predicted: Callable[[Bits, Bits], float], network: Network, forward: Bits = "auto", backward: Bits = "auto"
+    predicted: Callable[[Bits, Bits], float],
+    network: Network,
+    forward: Bits = "auto",
+    backward: Bits = "auto",
+    fewest: int = FEWEST["forward_bits"],
 ) -> tuple[Bits, Bits, bool]:
     """Choose the most bits whose step takes hardly longer than with the fewest, and tell if those hide behind compute.
 
-    The same bits on all links first; then fast ones get as many as cost nothing. predicted(forward, backward): seconds
-    of a step. forward, backward: anything but "auto" is settled. The third value is False if the slowest link is the
-    limit even with the fewest bits: more than 2 bits forward there would be slower.
+    The same bits on all links first; then fast ones get as many as cost nothing, and lines that are fast one way only
+    that way.
+
+    Args:
+        predicted: Called as predicted(forward, backward), with numbers; returns seconds of a step.
+        network: The links.
+        forward: "auto", or an error within a rate, of which the most bits are chosen. Anything else is settled, an
+            error counts as its most bits.
+        backward: The same, of gradients.
+        fewest: Bits forward that "auto" does not go below; else FEWEST, and an error's own `min`.
+
+    Returns:
+        Numbers of bits, forward and backward. The third value is False if the slowest link is the limit even with the
+        fewest: more bits there would be slower.
     """
     links = max(1, len(network.forward))
-    options = [_pairs(bits_of_link(forward, k), bits_of_link(backward, k)) for k in range(links)]
+    spans = [
+        (
+            _span(bits_of_link(forward, k), FEWEST["forward_bits"], fewest),
+            _span(bits_of_link(backward, k), FEWEST["backward_bits"], FEWEST["backward_bits"]),
+        )
+        for k in range(links)
+    ]
+    options = [_ladder(*both) for both in spans]
 
-    def bits(places: Sequence[int]) -> tuple[Bits, Bits]:
-        chosen = [options[k][place] for k, place in enumerate(places)]
-        return _one_for_all([f for f, _ in chosen]), _one_for_all([b for _, b in chosen])
+    def step_s(chosen: Sequence[tuple[int, int]]) -> float:
+        return predicted(*_by_way(chosen))
 
-    last = len(options[0]) - 1
-    least = predicted(*bits([last] * links))
-    common = next(p for p in range(last + 1) if predicted(*bits([p] * links)) <= ALMOST * least)
-    places = [common] * links
-    limit = FREE * predicted(*bits(places))
-    for k in _fast(network):
-        tried = ([*places[:k], p, *places[k + 1 :]] for p in range(common + 1))
-        places = next(found for found in tried if predicted(*bits(found)) <= limit)
-    return *bits(places), common != last
+    def common(place: int) -> list[tuple[int, int]]:
+        return [ladder[min(place, len(ladder) - 1)] for ladder in options]
+
+    last = max(map(len, options)) - 1
+    least = step_s(common(last))
+    place = next(p for p in range(last + 1) if step_s(common(p)) <= ALMOST * least)
+    chosen = common(place)
+    limit = FREE * step_s(chosen)
+    for k, ways in _fast(network):
+        f, b = chosen[k]
+        if ways == (True, True):
+            more = options[k][: place + 1]
+        elif ways[0]:
+            more = [(n, b) for n in range(spans[k][0][0], f, -1)]
+        else:
+            more = [(f, n) for n in range(spans[k][1][0], b, -1)]
+        tried = ([*chosen[:k], pair, *chosen[k + 1 :]] for pair in more)
+        chosen = next((found for found in tried if step_s(found) <= limit), chosen)
+    return *_by_way(chosen), place != last
 
 
-def _fast(network: Network) -> list[int]:
-    """Links that have much more than the slowest line's rate, both ways."""
-    both = zip(network.forward, network.backward, strict=True)
-    return [k for k, (out, back) in enumerate(both) if min(out.bits_per_s, back.bits_per_s) >= FASTER * network.slowest]
+def _fast(network: Network) -> list[tuple[int, tuple[bool, bool]]]:
+    """Links that have much more than the slowest line's rate, and which ways."""
+    lines = zip(network.forward, network.backward, strict=True)
+    rates = [(out.bits_per_s, back.bits_per_s) for out, back in lines]
+    limit = FASTER * network.slowest
+    return [(k, (out >= limit, back >= limit)) for k, (out, back) in enumerate(rates) if max(out, back) >= limit]
 
 
-def _one_for_all(bits: list[int]) -> Bits:
-    return bits[0] if len(set(bits)) == 1 else tuple(bits)
+def _by_way(chosen: Sequence[tuple[int, int]]) -> tuple[Bits, Bits]:
+    """Forward bits and backward bits: one number, or one for each link."""
+    ways = [tuple(pair[way] for pair in chosen) for way in (0, 1)]
+    forward, backward = (bits[0] if len(set(bits)) == 1 else bits for bits in ways)
+    return forward, backward
 
 
-def _pairs(forward: object, backward: object) -> list[tuple[int, int]]:
-    """List what a link can have, the gentlest first."""
-    if isinstance(forward, int) and isinstance(backward, int):
-        return [(forward, backward)]
-    if isinstance(forward, int):
-        return [(forward, b) for b in (8, 7, 6, 5, 4)]
-    if isinstance(backward, int):
-        return [(f, backward) for f in (8, 7, 6, 5, 4, 3, 2)]
-    return list(PAIRS)
+def _span(bits: int | str | ConstantError, least: int, least_auto: int) -> tuple[int, int]:
+    """Say the most and the fewest bits that may be chosen."""
+    if isinstance(bits, int):
+        return bits, bits
+    if not isinstance(bits, ConstantError):
+        return 8, least_auto
+    return bits.max, bits.max if bits.mbit_per_s is None else max(bits.min, least)
+
+
+def _ladder(forward: tuple[int, int], backward: tuple[int, int]) -> list[tuple[int, int]]:
+    """List what a link can have, the gentlest first. forward, backward: as of `_span`."""
+    (most_f, least_f), (most_b, least_b) = forward, backward
+    if most_f == least_f:
+        return [(most_f, b) for b in range(most_b, least_b - 1, -1)]
+    if most_b == least_b:
+        return [(f, most_b) for f in range(most_f, least_f - 1, -1)]
+    within = ((min(most_f, max(least_f, f)), min(most_b, max(least_b, b))) for f, b in PAIRS)
+    return list(dict.fromkeys(within))
 
 
 def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Choice:

@@ -22,7 +22,7 @@ from pipecomp.json_tree import finite
 from pipecomp.report.live import LinkMeter, in_words
 from pipecomp.report.record import lines_until
 from pipecomp.report.text import size
-from pipecomp.stats import DIRECTIONS, Traffic
+from pipecomp.stats import DIRECTIONS, BitsMeter, Traffic
 
 PLAIN_EVERY_S = 10.0
 LINKS_EVERY_S = 2.0  # in a terminal
@@ -63,6 +63,7 @@ class Report:
         self._epoch_losses: list[float] = []
         self._metrics = self._board = None
         self._before = Traffic({}, {})
+        self._bits = BitsMeter()
         self._refused: str | None = None
         if silent:
             return
@@ -147,15 +148,18 @@ class Report:
             lr: The learning rate that it used.
             per_s: Tokens or images per second.
             traffic: Since the start of the run.
-            stats: `engine.gather_comm_stats()`, for what the links do.
+            stats: `engine.gather_comm_stats()`, for what the links do: the step's line has "forward_bits" and
+                "backward_bits", on average over its quantized values, where there are any.
         """
         if self._silent:
             return
         traffic = self._before.plus(traffic)
         self._count(epoch, loss)
         record = {"step": step, self._period: epoch, "loss": loss, "lr": lr, f"{self._unit}_per_s": round(per_s, 1)}
+        bits = self._bits.since_last(stats)
+        record |= {way: round(mean, 4) for way, mean in bits.items()}
         self._write({**record, "links": traffic.links, "groups": traffic.groups})
-        self._curves(step, "train", {"loss": loss, "lr": lr, f"{self._unit}_per_s": per_s})
+        self._curves(step, "train", {"loss": loss, "lr": lr, f"{self._unit}_per_s": per_s, **bits})
         for part in (traffic.links, traffic.groups):
             for name, counts in part.items():
                 self._curves(step, f"traffic {name}", counts)

@@ -99,7 +99,7 @@ def _bits(run: Run, now: Simulated) -> Iterator[_Tried]:
     if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
         why = "the fewest that training was measured with; the loss may end higher"
         yield _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why, _FASTER
-    if isinstance(f, ConstantError) or isinstance(b, ConstantError):
+    if any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
         yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE
         return
     pair = _chosen(packets, config)
@@ -190,8 +190,9 @@ class _Packets:
     def seconds(self, made: Config) -> float:
         """Of a step with these settings."""
         links = range(len(self.now.network.forward))
-        forward = [self._forward(made, k) / self._forward(self.config, k) for k in links]
-        backward = [self._back(made, k) / self._back(self.config, k) for k in links]
+        own = self.now.mean_bits
+        forward = [self._forward(made, k, own[k][0]) / self._forward(self.config, k, own[k][0]) for k in links]
+        backward = [self._back(made, k, own[k][1]) / self._back(self.config, k, own[k][1]) for k in links]
         step = self.now.step
         scaled = replace(
             step,
@@ -200,16 +201,16 @@ class _Packets:
         )
         return play(scaled, self.now.network).seconds
 
-    def _forward(self, config: Config, link: int) -> float:
-        """Bytes of a packet, with the run's share of samples that are new."""
+    def _forward(self, config: Config, link: int, mean_bits: float | None) -> float:
+        """Bytes of a packet, with the run's share of samples that are new. mean_bits: the run's own."""
         size = (self.counts[link], self.hidden, self.dtype)
         both = (self.config.activations.method, config.activations.method)
         new = self.now.new_share[link] if both == ("aqsgd", "aqsgd") else 0.0
         first = activation_bytes(config, link, *size, first_visit=True)
-        return new * first + (1 - new) * activation_bytes(config, link, *size)
+        return new * first + (1 - new) * activation_bytes(config, link, *size, mean_bits=mean_bits)
 
-    def _back(self, config: Config, link: int) -> float:
-        return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype)
+    def _back(self, config: Config, link: int, mean_bits: float | None) -> float:
+        return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype, mean_bits=mean_bits)
 
 
 def _faster(network: Network) -> Network:
@@ -228,7 +229,6 @@ def _in_words(pair: tuple[Bits, Bits]) -> str:
     return f"{bits_text(pair[0])} bits forward, {bits_text(pair[1])} back"
 
 
-def _sum(pair: tuple[Bits, Bits]) -> float:
+def _sum(pair: tuple[Any, Any]) -> float:
     """How gentle they are: their mean over the links, both ways."""
-    numbers = [bits for bits in pair if not isinstance(bits, ConstantError)]
-    return sum(bits if isinstance(bits, int) else mean(map(int, bits)) for bits in numbers)
+    return sum(bits if isinstance(bits, int) else mean(bits) for bits in pair)

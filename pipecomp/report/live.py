@@ -8,7 +8,7 @@ from typing import Any
 
 from pipecomp.report.record import waits
 from pipecomp.report.text import percent, size, times
-from pipecomp.stats import Traffic
+from pipecomp.stats import BitsMeter, Traffic
 
 _WAYS = ("forward", "backward")
 
@@ -24,6 +24,7 @@ class LinkMeter:
         self._now, self._at = now, now()
         self._bytes = dict.fromkeys((*_WAYS, "raw"), 0)
         self._waits: dict[str, float] = {}
+        self._bits = BitsMeter()
 
     def since_last(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return figures by name; none without traffic.
@@ -33,8 +34,8 @@ class LinkMeter:
 
         Returns:
             "forward_mb_per_s", "backward_mb_per_s": megabytes sent a second, evaluations not counted. "compression":
-            bytes in the training dtype by bytes sent. "slowest_link", "slowest_wait": the link whose stage waited
-            longest for packets, and the share of the time.
+            bytes in the training dtype by bytes sent. "forward_bits", "backward_bits": of a quantized value, if any.
+            "slowest_link", "slowest_wait": the link whose stage waited longest for packets, and the share of the time.
         """
         now = self._now()
         spent, self._at = now - self._at, now
@@ -44,6 +45,7 @@ class LinkMeter:
         moved = {key: count - self._bytes[key] for key, count in counted.items()}
         waited = waits(stats)
         since = {name: seconds - self._waits.get(name, 0.0) for name, seconds in waited.items()}
+        bits = self._bits.since_last(stats)
         self._bytes, self._waits = counted, waited
         sent = moved["forward"] + moved["backward"]
         if not sent or spent <= 0:
@@ -52,6 +54,7 @@ class LinkMeter:
         return {
             **{f"{way}_mb_per_s": moved[way] / spent / 1e6 for way in _WAYS},
             "compression": moved["raw"] / sent,
+            **bits,
             "slowest_link": slowest,
             "slowest_wait": min(1.0, since[slowest] / spent),
         }

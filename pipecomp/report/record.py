@@ -30,7 +30,7 @@ RUN, METRICS, RANKS, TRACE, PLAN, PAGE = (
 )
 FILES = {
     RUN: "what was run: model, stages, settings, links",
-    METRICS: "a line for each step: loss, seconds, bytes of each link since the start",
+    METRICS: "a line for each step: loss, seconds, bytes and bits of codes of each link since the start",
     RANKS: "where each rank's time went: half way, and at the end",
     TRACE: "what every rank did in the last step, in Chrome's trace format",
     PLAN: "what was predicted before: of `pipecomp train`, or put there by `pipecomp plan --json`",

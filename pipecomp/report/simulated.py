@@ -30,6 +30,7 @@ class Simulated:
         seconds: Of the simulated step.
         raw_bytes: Of a micro-batch's activations in the training dtype on each link.
         new_share: Of the samples on each link, how many are sent without reference to a cached activation.
+        mean_bits: Of a quantized value on each link, forward and back; None where there is none.
     """
 
     step: Step
@@ -39,6 +40,7 @@ class Simulated:
     seconds: float
     raw_bytes: list[float]
     new_share: list[float]
+    mean_bits: list[tuple[float | None, float | None]]
 
     @property
     def limited(self) -> bool:
@@ -90,6 +92,7 @@ def simulate(run: Run) -> Simulated | str:
         seconds=play(step, network).seconds,
         raw_bytes=[link["raw"] for link in links],
         new_share=[link["new"] for link in links],
+        mean_bits=[(link.get("forward_bits"), link.get("backward_bits")) for link in links],
     )
 
 
@@ -121,6 +124,9 @@ def _link(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     for way in ("forward", "backward"):
         messages = sum(end[way]["messages"] for end in ends)
         found[way] = sum(end[way]["bytes_sent"] for end in ends) / max(1, messages)
+        values = sum(end[way].get("values_quantized", 0) for end in ends)  # older versions count none
+        if values:
+            found[f"{way}_bits"] = sum(end[way]["code_bits"] for end in ends) / values
         if way == "forward":
             found["messages"] = messages
             found["raw"] = sum(end[way]["bytes_raw"] for end in ends) / max(1, messages)

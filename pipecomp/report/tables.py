@@ -168,7 +168,9 @@ def _activations(facts: dict[str, Any]) -> str:
 
 
 def _bits(value: Any) -> str:
-    """Of a packet: a number, or the range within which they keep an error."""
+    """Of a packet: a number, or the range within which they keep an error; of links that differ one of these each."""
+    if isinstance(value, list):
+        return "/".join(map(_bits, value))
     if isinstance(value, dict):
         return f"{value.get('min')} to {value.get('max')} (error {value.get('error')})"
     return str(value)

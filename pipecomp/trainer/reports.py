@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.stats import Traffic, code_bits
+from pipecomp.stats import BitsMeter, Traffic
 
 _TRAINING = ("forward", "backward")
 
@@ -37,6 +37,7 @@ class TrafficMeter:
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
+        self._bits = BitsMeter()
 
     def since_last(self, ranks: list[dict[str, Any]]) -> dict[str, float]:
         """Return log values of what happened since the last call.
@@ -59,9 +60,7 @@ class TrafficMeter:
         if change["sent"]:
             out["link_compression"] = change["raw"] / change["sent"]
             out["link_wait_seconds"] = change["wait"] / len(ranks)
-        for way in _TRAINING:
-            if change[f"{way}_values"]:
-                out[f"{way}_bits"] = change[f"{way}_code_bits"] / change[f"{way}_values"]
+        out |= self._bits.since_last(ranks)
         if change["full"] or change["delta"]:
             out["store_hit_rate"] = change["delta"] / (change["full"] + change["delta"])
         if change["group_sent"] != change["group_raw"]:
@@ -71,14 +70,12 @@ class TrafficMeter:
 
 def _totals(ranks: list[dict[str, Any]]) -> dict[str, float]:
     traffic = Traffic.of(ranks)
-    codes = [sum(counts) for counts in zip(*code_bits(ranks).values(), strict=True)] or [0] * 4
     ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
     return {
         "raw": float(sum(link[f"{d}_bytes_raw"] for link in traffic.links.values() for d in _TRAINING)),
         "sent": float(sum(link[f"{d}_bytes_sent"] for link in traffic.links.values() for d in _TRAINING)),
         "group_raw": float(sum(group["bytes_raw"] for group in traffic.groups.values())),
         "group_sent": float(sum(group["bytes_sent"] for group in traffic.groups.values())),
-        **dict(zip((f"{way}_{what}" for way in _TRAINING for what in ("code_bits", "values")), codes, strict=True)),
         "wait": sum(link["wait_seconds"] for rank in ranks for link in rank["links"].values()),
         "full": float(sum(link["full_samples"] for link in ends.values())),
         "delta": float(sum(link["delta_samples"] for link in ends.values())),

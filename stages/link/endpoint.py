@@ -127,6 +127,7 @@ class Endpoint:
         self.canvas = canvas
         self.stats = LinkStats()
         self.bounds: Bounds | None = None
+        self._bounded_dtype = torch.float32
         self.changed: set[int] = set()  # entries put since the last drift check, where `compares`
         self.compares = config.store.drift_check is not None
         self.drifted = False  # whether that found a difference
@@ -141,8 +142,19 @@ class Endpoint:
 
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
         """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
-        self.bounds = bounds
+        self.bounds, self._bounded_dtype = bounds, dtype
         self.transport.limit(bounds.most_bytes(self._codecs, dtype))
+
+    def take_bits(self, config: Config) -> None:
+        """Go on with this configuration's bits; both ends must do so between the same two packets."""
+        self._config, self._codecs = config, LinkCodecs(config.activations, self.index)
+        self.code_visits()
+        if self.bounds is not None:
+            self.limit(self.bounds, self._bounded_dtype)
+
+    def code_visits(self) -> None:
+        """Make what codes samples that are sent as changes, by `_codecs`."""
+        raise NotImplementedError
 
     # -- sending and receiving packets
 

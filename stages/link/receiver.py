@@ -12,7 +12,7 @@ from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
 from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Packet, Position, plain_samples
-from pipecomp.stages.link.visits import Visits
+from pipecomp.stages.link.visits import Visits, visits_of
 
 
 class LinkReceiver(Endpoint):
@@ -20,12 +20,14 @@ class LinkReceiver(Endpoint):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._activations = Visits(self, Kind.ACTIVATION, self._codecs.activations)
-        gradients = self._codecs.gradients
-        self._gradients = None if gradients is None else Visits(self, Kind.GRADIENT, gradients)
+        self.code_visits()
         self._versions: dict[
             Position, list[int]
         ] = {}  # of micro-batches whose gradients are to come, where these count
+
+    def code_visits(self) -> None:
+        """See Endpoint."""
+        self._activations, self._gradients = visits_of(self, self._codecs)
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.

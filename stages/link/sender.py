@@ -12,7 +12,7 @@ from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
 from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Packet, Position, plain_samples
-from pipecomp.stages.link.visits import Visits
+from pipecomp.stages.link.visits import Visits, visits_of
 
 
 class LinkSender(Endpoint):
@@ -21,9 +21,11 @@ class LinkSender(Endpoint):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.next_version = 1  # of a cached activation; above the highest that either end still holds
-        self._activations = Visits(self, Kind.ACTIVATION, self._codecs.activations)
-        gradients = self._codecs.gradients
-        self._gradients = None if gradients is None else Visits(self, Kind.GRADIENT, gradients)
+        self.code_visits()
+
+    def code_visits(self) -> None:
+        """See Endpoint."""
+        self._activations, self._gradients = visits_of(self, self._codecs)
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of x [B, S, H]; returns once the packet is queued.

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipecomp.buffers.base import CachedActivation
 from pipecomp.errors import BaseMismatchError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.messages.link_codecs import VisitCodecs
+from pipecomp.messages.link_codecs import LinkCodecs, VisitCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
@@ -248,6 +248,13 @@ class Visits:
         if canvas is None:
             return count, hidden
         return canvas.canvas_lines, hidden // canvas.columns * canvas.canvas_columns
+
+
+def visits_of(end: Endpoint, codecs: LinkCodecs) -> tuple[Visits, Visits | None]:
+    """Of an end's activations, and of its gradients where these are sent as changes too."""
+    gradients = codecs.gradients
+    back = None if gradients is None else Visits(end, Kind.GRADIENT, gradients)
+    return Visits(end, Kind.ACTIVATION, codecs.activations), back
 
 
 def _places(codecs: VisitCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:

@@ -41,7 +41,13 @@ def test_steps_are_predicted_from_counters():
     assert found[1]["own"] > found[1]["free"] > found[0]["own"] + 2
     text = "\n".join(simulation.measured_page(found))
     assert "of 2 within 10 %" in text
-    assert "| FP32 | unlimited | 10.00 |" in text
+    assert "| FP32 | unlimited | 10.00 | 1" in text
+    errors = row()
+    for rank in errors["ranks"]:
+        rank["bits"] = {"0->1": {"forward": 3.25, "backward": 5.0}}
+    assert "| FP32 | unlimited | 10.00 | 3.25/5 | 1" in "\n".join(
+        simulation.measured_page(simulation.compare([errors]))
+    )
 
 
 def test_rounds_are_put_together_and_compared_with_what_was_to_be_shown():

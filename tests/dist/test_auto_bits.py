@@ -1,31 +1,41 @@
-"""Bits "auto" over processes: measured once, the same on every rank, and training goes on with them."""
+"""Bits that are found when a run begins, over processes: the same on every rank, and a run goes on with them."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
+from pipecomp.activation_config import ConstantError
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
+RATED = {"error": 0.001, "mbit_per_s": 1}
 
 
-def trained(rank, world, note, folder, forward, backward, with_data):
+def sentences():
+    """What rank 0 says of bits, from here on."""
     import logging
-
-    import pipecomp
 
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("pipecomp.plan.auto").addHandler(handler)
+    for name in ("pipecomp.plan.auto", "pipecomp.engine.checkpointing"):
+        logging.getLogger(name).addHandler(handler)
+    return said
+
+
+def trained(rank, world, note, folder, forward, backward, with_data):
+    import pipecomp
+
+    said, found = sentences(), []
     section = {
         "activations": {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward},
         "store": {"path": f"{folder}/messages", "run": "twice"},
     }
-    found = []
     for _ in range(2):  # the second one goes on with the first one's messages
         engine = pipecomp.initialize(
             gpt2(), num_stages=2, config=ds_config(section), training_data=samples() if with_data else None
@@ -44,13 +54,80 @@ def test_every_rank_takes_the_same_bits(forward, backward, with_data, tmp_path):
     (first, said), (second, silent) = ranks[0], ranks[1]
     assert first == second
     for (f, b), _ in first:
-        assert f == 3 or forward == "auto"
-        assert 2 <= f <= 8
-        assert 4 <= b <= 8
+        assert f in ((3,) if forward == 3 else (2, *(ConstantError(error=0.07, max=n) for n in range(3, 9))))
+        assert b in [ConstantError(error=0.1, max=n) for n in range(4, 9)]
     assert len(said) == 2
     assert "bits 'auto': " in said[0]
     assert "uncompressed" in said[0]
     assert silent == []
+
+
+def resumed(rank, world, note, folder):
+    """Computing seems long when the run begins, and no time at all when it goes on."""
+    import pipecomp
+    from pipecomp.plan import auto
+    from pipecomp.plan.timing import StageTime
+
+    said, found = sentences(), {}
+    auto.measure_links = None  # rates are given
+    section = {
+        "activations": {"method": "aqsgd", "forward_bits": RATED, "backward_bits": RATED},
+        "store": {"path": f"{folder}/messages", "in_checkpoints": True, "drift_check": 1},
+    }
+    for name, compute_s in (("begun", 10.0), ("goes on", 1e-9)):
+        auto.time_stage = lambda *_, s=compute_s: StageTime(forward_s=s, backward_s=s, kept_bytes=0)
+        engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(section), training_data=samples())
+        bits = [engine.pipecomp_config.activations.bits(0)]
+        if name == "begun":
+            [engine.train_batch() for _ in range(5)]
+            engine.save_checkpoint(f"{folder}/checkpoint")
+        else:
+            engine.load_checkpoint(f"{folder}/checkpoint")
+            assert engine.resumed.exact
+        bits.append(engine.pipecomp_config.activations.bits(0))
+        losses = [float(engine.train_batch()) for _ in range(3)]
+        link = engine.comm_stats()["links"]["0->1"]
+        found[name] = bits, losses, (link["forward"]["mean_bits"], link["backward"]["mean_bits"])
+        facts = engine.describe()["settings"]["activations"]
+        assert facts["forward_bits"] == {k: v for k, v in asdict(bits[1][0]).items() if v is not None}
+        engine.close()
+    return found, said
+
+
+def test_a_run_that_goes_on_takes_the_bits_of_its_checkpoint(tmp_path):
+    ranks = run_ranks(2, resumed, str(tmp_path), timeout_s=HANG_S)
+    (first, said), (second, silent) = ranks[0], ranks[1]
+    assert first == second
+    most = (ConstantError(error=0.001), ConstantError(error=0.001))
+    assert first["begun"][0] == [most, most]
+    measured, taken = first["goes on"][0]
+    assert measured == (2, ConstantError(error=0.001, max=4))
+    assert taken == most
+    assert first["goes on"][1] == first["begun"][1], "bit for bit"
+    assert min(first["goes on"][2]) > 6
+    assert [sentence.split(":")[0] for sentence in said] == ["bits within the links' rates"] * 2 + ["bits"]
+    assert "not what was measured now" in said[2]
+    assert silent == []
+
+
+def limited(rank, world, note, error):
+    """Three stages; the second link is so slow that nothing hides its packets."""
+    import pipecomp
+
+    rated = {**error, "mbit_per_s": [1e6, 0.001]}
+    section = {"activations": {"method": "direct", "forward_bits": rated, "backward_bits": rated}}
+    engine = pipecomp.initialize(gpt2(), num_stages=3, config=ds_config(section), training_data=samples())
+    engine.train_batch()
+    links = engine.comm_stats()["links"]
+    engine.close()
+    return {name: [link[way]["mean_bits"] for way in ("forward", "backward")] for name, link in links.items()}
+
+
+def test_no_packet_has_more_bits_than_its_link_hides():
+    ranks = run_ranks(3, limited, {"error": 0.001}, timeout_s=HANG_S)
+    assert ranks[0] == {"0->1": [8, 8]}
+    assert ranks[1] == {"0->1": [8, 8], "1->2": [2, 4]}
+    assert ranks[2] == {"1->2": [2, 4]}
 
 
 def refused(rank, world, note):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from pipecomp.bench.configurations import LINES, TWICE, Model, lines_of, local_lines, message_bytes, rates_of
-from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
+from pipecomp.bench.pipeline import bench_pipeline, counted, pipeline_table
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
 
@@ -35,12 +35,30 @@ def test_lines_train_alike_over_a_slow_link():
         assert row["least"] <= row["seconds"] <= row["most"]
     assert pipeline_table(rows).row_count == 3
     assert stock["ranks"] == [None, None]
+    assert plain["ranks"][0]["bits"] == {"0->1": {"forward": None, "backward": None}}
+    assert small["ranks"][1]["bits"] == {"0->1": {"forward": 3, "backward": 6}}
     for row in (plain, small):
         for rank in row["ranks"]:
             sent = sum(rank["links"]["0->1"].values())
             assert set(rank["seconds"]) == {"forward", "backward", "encode", "decode", "wait", "reduce", "update"}
             assert sum(rank["seconds"].values()) < row["most"]
             assert 0 < sent < row["bytes"]
+
+
+def test_a_row_has_the_bits_of_its_own_steps():
+    def stats(codes, values):
+        ways = {"forward": {"bytes_sent": codes // 8, "code_bits": codes, "values_quantized": values}}
+        ways["backward"] = {"bytes_sent": 0, "code_bits": 0, "values_quantized": 0}
+        return {"stage": 0, "in_flight": 1, "seconds": {"wait": 1.0}, "links": {"0->1": ways}}
+
+    found = counted(stats(800, 100), stats(1120, 200), 2)
+    assert found["bits"] == {"0->1": {"forward": 3.2, "backward": None}}
+    assert found["links"] == {"0->1": {"forward": 20.0, "backward": 0.0}}
+    row = {"r": 0, "line": "errors", "bits_per_s": None, "replicas": 1, "in_flight": 2, "ranks": [found, None]}
+    row |= {"seconds": 1.0, "least": 1.0, "most": 1.0}
+    assert list(pipeline_table([row]).columns[-1].cells) == ["3.2/–"]
+    found["bits"]["0->1"]["forward"] = None
+    assert list(pipeline_table([row]).columns[-1].cells) == [""]
 
 
 @pytest.mark.soak

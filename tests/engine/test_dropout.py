@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from pipecomp.activation_config import Activations
-from pipecomp.engine.dropout import FEWEST_BITS, advice, dropout_of, warn_of_dropout
+from pipecomp.engine.dropout import FEWEST_BITS, advice, dropout_of, fewest_bits, warn_of_dropout
 
 AQSGD: dict[str, Any] = {"method": "aqsgd", "backward_bits": 8}
 
@@ -18,7 +18,10 @@ def test_the_largest_share_counts():
     assert dropout_of(nn.Linear(2, 2)) == 0.0
 
 
-@pytest.mark.parametrize("bits", [FEWEST_BITS - 1, (8, FEWEST_BITS - 1)])
+FEW = {"error": 0.07, "min": 1, "max": FEWEST_BITS - 1}
+
+
+@pytest.mark.parametrize("bits", [FEWEST_BITS - 1, (8, FEWEST_BITS - 1), FEW, (8, FEW)])
 def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
     activations = Activations(**AQSGD, forward_bits=bits)
     text = advice(0.1, activations)
@@ -44,3 +47,10 @@ def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, se
     assert advice(dropout, activations) is None
     warn_of_dropout(nn.Dropout(dropout), activations)
     assert not caplog.messages
+
+
+def test_auto_takes_more_bits_of_changes_with_dropout():
+    auto = Activations(**AQSGD, forward_bits="auto")
+    assert fewest_bits(nn.Dropout(0.1), auto) == FEWEST_BITS
+    assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
+    assert fewest_bits(nn.Dropout(0.1), Activations(method="direct", forward_bits="auto")) == 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pipecomp.activation_config import ConstantError
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
@@ -62,6 +63,23 @@ def test_bytes_are_those_that_links_send(section, dtype):
     assert activation_bytes(config, 0, counts, H, dtype, first_visit=True) == first
     assert activation_bytes(config, 0, counts, H, dtype) == both - first
     assert gradient_bytes(config, 0, counts, H, dtype) == gradient
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_packets_that_keep_an_error_count_with_the_most_bits_or_their_mean(way, delta):
+    error = {"error": 0.1, "min": 2, "max": 6}
+    section = {"method": "aqsgd", "backward_method": "delta"} if delta else {"method": "direct"}
+    size = activation_bytes if way == "forward" else gradient_bytes
+
+    def count(bits, **more):
+        made = Config.from_dict({"activations": {**section, f"{way}_bits": bits}})
+        return size(made, 0, (7, 3), 64, torch.float32, **more)
+
+    assert count(error) == count(6)
+    assert [count(error, mean_bits=bits) for bits in (2.0, 3, 6.0)] == [count(bits) for bits in (2, 3, 6)]
+    assert count(error, mean_bits=3.25) == count(3) + (count(4) - count(3)) / 4
+    assert count(5, mean_bits=3.25) == count(5), "a number stays"
 
 
 def llama(layers=4, width=64, tied=False):
@@ -264,6 +282,32 @@ class TestChoices:
         assert choose_bits(predicted, network) == ((2, 2, 8), (4, 4, 8), False)
         assert choose_bits(predicted, network, 2) == (2, (4, 4, 8), False)
         assert choose_bits(predicted, network, (5, 4, 4), "auto") == ((5, 4, 4), (4, 4, 8), False)
+
+    def test_errors_within_a_rate_have_bits_chosen_and_others_count_with_the_most(self):
+        def predicted(limit):
+            return lambda f, b: max(1.0, (f + b) / limit)
+
+        alike, rated = uniform(2, 1e6), ConstantError(error=0.1, min=3, max=7, mbit_per_s=1)
+        assert choose_bits(predicted(16), alike, rated, rated) == (7, 7, True)
+        assert choose_bits(predicted(9), alike, rated, rated) == (3, 6, True)
+        assert choose_bits(predicted(1), alike, rated, rated) == (3, 4, False)
+        assert choose_bits(predicted(1), alike, replace(rated, min=1), "auto")[:2] == (2, 4)
+        assert choose_bits(predicted(13), alike, "auto", replace(rated, mbit_per_s=None)) == (6, 7, True)
+        assert choose_bits(predicted(1), alike, "auto", "auto", 3) == (3, 4, False)
+        both = uniform(3, 1e6)
+        assert choose_bits(lambda f, b: sum(f) + b, both, (8, rated), 5) == ((8, 3), 5, False)
+
+    @pytest.mark.parametrize("way", [0, 1])
+    def test_a_line_that_is_fast_one_way_gets_more_that_way(self, way):
+        """The slow way takes as long as all others together; the fast one ten times less than it."""
+        fast, slow = (Line(bits_per_s=1e7),), (Line(bits_per_s=1e6),)
+        network = Network(forward=slow, backward=fast) if way else Network(forward=fast, backward=slow)
+
+        def predicted(f, b):
+            return max((f, b)[1 - way] / 1, (f, b)[way] / 3, 0.1)
+
+        # A third of the slow way's 2 or 4 bits: 6 back, 8 forward.
+        assert choose_bits(predicted, network) == ((2, 6, False) if way else (8, 4, False))
 
     def test_a_fast_link_needs_no_compression(self):
         found = choose(job(), AQSGD, uniform(2, 1e12))

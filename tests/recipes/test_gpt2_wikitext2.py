@@ -131,6 +131,8 @@ def test_metrics_have_every_step_and_every_epoch(work: Path, metrics: list[dict]
     assert [line["epoch"] for line in trained] == [(s * ACCUMULATION) // per_epoch + 1 for s in range(steps)]
     assert trained[-1]["loss"] < trained[0]["loss"] - 0.5
     assert all(line["tokens_per_s"] > 0 for line in trained)
+    assert [trained[i].get("forward_bits") for i in (0, -1)] == [None, BITS]  # a first visit is whole
+    assert {line["backward_bits"] for line in trained} == {8}
     rates = [line["lr"] for line in trained]
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])

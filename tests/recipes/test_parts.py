@@ -456,6 +456,28 @@ class TestReport:
         assert "forward 7 B for 70 B, 10.0 times less" in said
         assert "model saved in folder" in said
 
+    def test_lines_have_each_steps_bits(self, tmp_path: Path) -> None:
+        """Of the step, over both links; nothing where nothing is quantized, as gradients here."""
+
+        def counted(bits: int, values: int) -> list[dict[str, Any]]:
+            ways = {"forward": (bits, values), "backward": (0, 0), "evaluation": (9, 9)}
+            found = [self.rank(0, ["0->1", "1->2"], sent=1)]
+            for link in found[0]["links"].values():
+                link["wait_seconds"] = 0.0
+                for way, (spent, of) in ways.items():
+                    link[way] |= {"code_bits": spent, "values_quantized": of}
+            return found
+
+        report = Report(str(tmp_path / "m.jsonl"), None, silent=False)
+        plan = steps.Plan(steps=9, per_epoch=9, micro_batch=1, accumulation=1, replicas=1)
+        with report:
+            report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
+            for step, stats in enumerate((counted(0, 0), counted(80, 10), counted(100, 20)), 1):
+                report.step(step, 1, loss=2.0, lr=0.1, per_s=9.96, traffic=Traffic.of(stats), stats=stats)
+        lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+        assert [line.get("forward_bits") for line in lines] == [None, 8.0, 2.0]
+        assert not any("backward_bits" in line for line in lines)
+
     def test_silent_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.report(Report(str(tmp_path / "m.jsonl"), str(tmp_path / "board"), silent=True))
         assert list(tmp_path.iterdir()) == []

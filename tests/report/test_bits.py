@@ -13,7 +13,7 @@ from pipecomp.report.advice import changes
 from pipecomp.report.command import write_report
 from pipecomp.report.measures import bits
 from pipecomp.report.read import read_runs
-from pipecomp.report.record import METRICS
+from pipecomp.report.record import METRICS, RANKS, RUN
 from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.words import told
 from pipecomp.stats import code_bits
@@ -63,6 +63,29 @@ def test_bits_that_never_change_have_no_chart(tmp_path: Path) -> None:
     (run,) = read_runs([tmp_path])
     assert set(bits(run)[1][0]) == {4.0}
     assert figures.bits([told(run)]) is None
+
+
+def test_advice_counts_the_bits_that_packets_had(tmp_path: Path) -> None:
+    """The run's packets had 3 and 6 bits: what "method none" takes does not depend on whether an error made them so."""
+    seconds = {}
+    for name, settings in (("numbers", AQSGD), ("errors", {**AQSGD, "forward_bits": ERROR, "backward_bits": ERROR})):
+        folder = tmp_path / name
+        make_run(folder, AQSGD, network=slow(), told=True)
+        facts = json.loads((folder / RUN).read_text())
+        facts["settings"]["activations"] |= settings
+        (folder / RUN).write_text(json.dumps(facts))
+        ranks = json.loads((folder / RANKS).read_text())
+        for rank in (*ranks["halfway"], *ranks["end"]):
+            for link in rank["links"].values():
+                link["forward"]["code_bits"] = 3 * link["forward"]["values_quantized"]
+                link["backward"]["code_bits"] = 6 * link["backward"]["values_quantized"]
+        (folder / RANKS).write_text(json.dumps(ranks))
+        (run,) = read_runs([folder])
+        now = simulate(run)
+        assert isinstance(now, Simulated)
+        assert now.mean_bits == [(3.0, 6.0)]
+        seconds[name] = {change.what: change.step_s for change in changes(run, now)}
+    assert seconds["errors"]["method none"] == pytest.approx(seconds["numbers"]["method none"])
 
 
 def test_a_page_says_the_error_and_advises_no_number_instead(folder: Path) -> None:

@@ -271,6 +271,24 @@ def test_a_run_that_goes_on_takes_the_same_bits() -> None:
     assert again == [packets[2:] for packets in seen]
 
 
+@pytest.mark.parametrize(
+    "before", [DIRECT, {**CHANGES, "forward_bits": {"error": 0.07, "max": 8}}], ids=["direct", "changes"]
+)
+def test_both_ends_take_other_bits_between_two_packets(before: dict[str, Any]) -> None:
+    """As a run does that goes on from a checkpoint: from there on all is as if the link had been made with them."""
+    other = {"forward_bits": {"error": 0.01, "max": 4}, "backward_bits": [2]}
+    changed, made = link(before), link({**before, **other})
+    for end in changed:
+        end.take_bits(Config.from_dict({"activations": {**before, **other}}))
+    seen = [headers(end) for end in (*changed, *made)]
+    for step in range(3):
+        sent = moving(step, 2, 0.3), moving(step + 9, 2, 0.3)
+        both = [there_and_back(ends, *sent, layout((1, 2)), step) for ends in (changed, made)]
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+    assert seen[:2] == seen[2:]
+    assert [packets[-1].bits for packets in seen[:2]] == [4, 2]
+
+
 def test_evaluation_keeps_the_error_too() -> None:
     up, down = link({"method": "none", "forward_bits": FORWARD, "eval": "direct"})
     x_BSH, seen = moving(0, 2, 0.1), headers(up)
@@ -343,10 +361,9 @@ def test_first_visits_out_of_range_are_refused(bits: int, way: int) -> None:
         ({**DIRECT, "backward_bits": {"error": 0.1, "max": 9}}, "backward_bits.max"),
         ({**DIRECT, "backward_bits": {"error": 0.1, "min": 4, "max": 4}}, "backward_bits.max"),
         ({**DIRECT, "backward_bits": {"error": 0.1, "min": 5, "max": 4}}, "backward_bits.max"),
-        ({**DIRECT, "backward_bits": [{"error": 0.1}]}, "backward_bits"),
-        ({**DIRECT, "backward_bits": "auto"}, "forward_bits"),
-        ({**DIRECT, "forward_bits": "auto"}, "backward_bits"),
+        ({**DIRECT, "backward_bits": [{"error": 0.1}, {"error": 1}]}, "backward_bits[1].error"),
         ({**DIRECT, "backward_top_k": 0.2}, "backward_bits"),
+        ({**DIRECT, "backward_bits": [8, {"error": 0.1}], "backward_top_k": 0.2}, "backward_bits"),
         ({"method": "fp16", "forward_bits": FORWARD}, "forward_bits"),
         ({**DIRECT, "first_visit": {"error": 0.1}}, "first_visit"),
         ({**CHANGES, "first_visit": {"error": 2}}, "first_visit.error"),
@@ -367,6 +384,7 @@ def test_a_configuration_says_it_as_it_is_written() -> None:
     assert Config.from_dict({"activations": config.shared()["activations"]}).activations == a
     assert dataclasses.replace(a, forward_bits=a.backward_bits).bits(3) == (a.backward_bits, a.backward_bits)
     assert config.link_settings(0)["first_visit"] == {"error": 0.05, "min": 3, "max": 8}
+    assert config.shared()["activations"]["forward_bits"] == FORWARD, "as checkpoints and stores know it"
     assert bits_text(a.forward_bits) == "1 to 7 (error 0.07)"
     with pytest.raises(ConfigError, match=r"activations\.forward_bits\.error"):
         dataclasses.replace(a, forward_bits=ConstantError(error=3.0))
