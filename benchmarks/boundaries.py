@@ -33,6 +33,9 @@ class Boundary(Protocol):
     def backward(self, g_BSH: Tensor, layout: Layout, at: Position) -> Tensor:
         """What the earlier stage gets of the gradient of what `forward` returned."""
 
+    def end_step(self) -> None:
+        """Keep what a step has changed."""
+
     def same_messages(self) -> bool:
         """Whether both ends remember the same."""
 
@@ -56,6 +59,11 @@ class Packets:
         """See Boundary."""
         self.receiver.send_gradient(g_BSH, layout, at)
         return self.sender.recv_gradient(layout, at)
+
+    def end_step(self) -> None:
+        """See Boundary."""
+        self.sender.end_step()
+        self.receiver.end_step()
 
     def same_messages(self) -> bool:
         """See Boundary."""
@@ -113,6 +121,9 @@ class Coded:
         payload = self._far.gradients.encode(g_TH, layout)
         self.stats.backward.add(g_TH.numel() * g_TH.element_size(), packet_bytes(len(layout.ids), payload.numel()))
         return scatter(self._near.gradients.decode(payload, layout, g_TH.shape[1]).to(g_TH.dtype), layout)
+
+    def end_step(self) -> None:
+        """See Boundary: it is kept already."""
 
     def same_messages(self) -> bool:
         """See Boundary."""

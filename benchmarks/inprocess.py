@@ -251,6 +251,8 @@ class InProcessPipeline:
             loss = self._train_micro_batch(next(self._batches), Position(self.global_steps, micro_batch))
             total = torch.zeros_like(loss) + loss if total is None else total + loss
         self._step()
+        for link in self.links:
+            link.end_step()
         for environment in self._environments:
             environment.commit()
         self.global_steps += 1

@@ -214,6 +214,13 @@ class Activations:
         if self.method != "aqsgd":
             require_unset("activations", "first_visit", given, f"only with method 'aqsgd', not {self.method!r}")
 
+    def check_clusters(self, given: Mapping[str, object]) -> None:
+        """Refuse the settings in `given` that say how samples come back, where `store.clusters` keeps none of them."""
+        allowed = "not with store.clusters, where no sample has a first visit"
+        require_unset("activations", "first_visit", given, allowed)
+        allowed = "'direct' with store.clusters, which keeps nothing of a sample that its next gradient could change"
+        require(self.backward_method == "direct", "activations.backward_method", self.backward_method, allowed)
+
 
 def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
     """Pick a link's bits: a number, "auto", or what keeps an error, with the rate of that link."""

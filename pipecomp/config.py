@@ -22,6 +22,7 @@ from pipecomp.allreduce.options import Gradients
 from pipecomp.config_checks import is_number, require_choice, require_unset, values_of
 from pipecomp.errors import ConfigError, require
 
+MAX_CLUSTERS = 1 << 16
 _TRUE = "true or false"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -51,6 +52,7 @@ class Store:
     run: str | None = None
     on_write_error: str = "stop"
     pinned_bytes: int | None = None
+    clusters: int | None = None
 
     def __post_init__(self) -> None:
         require_choice("store.backend", self.backend, ("lmdb", "memory"))
@@ -69,13 +71,27 @@ class Store:
         require(isinstance(self.in_checkpoints, bool), "store.in_checkpoints", self.in_checkpoints, "true or false")
         ok = self.run is None or (isinstance(self.run, str) and RUN_NAME.fullmatch(self.run) is not None)
         require(ok, "store.run", self.run, "null or a name of letters, digits, '.', '_' and '-', at most 64")
+        c = self.clusters
+        ok = c is None or (is_number(c, 2, MAX_CLUSTERS) and c.bit_count() == 1)
+        allowed = f"null or a power of two from 2 to {MAX_CLUSTERS}: a token's center is named in whole bits"
+        require(ok, "store.clusters", c, allowed)
 
     def check_given(self, given: Mapping[str, object]) -> None:
-        """Refuse what only files have for the memory backend."""
+        """Refuse what only files have for the memory backend, and what only samples have where centers are kept."""
         if self.backend == "memory":
             for key in ("path", "run", "in_checkpoints", "on_write_error"):
                 if given.get(key) is not False:
                     require_unset("store", key, given, "only with backend 'lmdb', not 'memory'")
+        if self.clusters is None:
+            return
+        require(self.bits == 32, "store.bits", self.bits, "32 with store.clusters, whose centers are few")
+        for key, why in (
+            ("max_bytes", "whose number of centers says what is kept"),
+            ("prefetch", "whose centers are in memory"),
+        ):
+            require_unset("store", key, given, f"not with store.clusters, {why}")
+        allowed = "'stop' with store.clusters, whose centers move with every packet"
+        require(self.on_write_error == "stop", "store.on_write_error", self.on_write_error, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +171,8 @@ class Config:
         if config.activations.backward_method == "delta" and config.store.on_write_error == "continue":
             allowed = "'stop' with activations.backward_method 'delta'"
             raise ConfigError("store.on_write_error", "continue", allowed)
+        if config.store.clusters is not None:
+            config.activations.check_clusters(given.get("activations", {}))
         return config
 
     def link_settings(self, link: int) -> dict[str, Any]:
@@ -167,6 +185,7 @@ class Config:
         }
         return {
             **(gradients if a.backward_method == "delta" else {}),  # else a store holds none
+            **({} if self.store.clusters is None else {"clusters": self.store.clusters}),
             "method": a.method,
             "forward_bits": _without_rate(bits_of_link(a.forward_bits, link)),
             "first_visit": plain_bits(a.first_visit),
@@ -189,6 +208,8 @@ class Config:
         values["activations"] = self.activations.as_dict()
         values["gradients"] = self.gradients.as_dict()
         values["store"].pop("path")
+        if self.store.clusters is None:  # as before there were any, so that earlier runs can go on
+            values["store"].pop("clusters")
         values["transport"].pop("keys")  # of this machine, as its network is
         values["transport"].pop("trusted_network")
         values.pop("kernels")  # all give the same bytes

@@ -52,7 +52,7 @@ class LinkStats:
         backward: Their gradients.
         evaluation: Activations of evaluations.
         full_samples: Samples that were sent without reference to a cached activation.
-        delta_samples: Samples that were sent as a change of a cached activation.
+        delta_samples: Samples that were sent as a change of a cached activation, or of cluster centers.
         unstored_samples: First visits, among `full_samples`, that no endpoint keeps because a disk refused writes.
         full_gradients: Samples whose gradient was sent without reference to an earlier one, where some are changes.
         delta_gradients: Samples whose gradient was sent as a change of the last one.

@@ -43,6 +43,7 @@ def test_frozen():
         Config().seed = 1
 
 
+FIRST_VISIT = ("activations.first_visit", "not with store.clusters")
 RATED = {"error": 0.07, "mbit_per_s": 100}
 BAD = [
     ({"activatons": {}}, "activatons", "activations"),
@@ -122,6 +123,26 @@ BAD = [
     ({"activations": {"method": "aqsgd"}, "store": {"prefetch": -1}}, "store.prefetch", "0 to 64"),
     ({"activations": {"method": "aqsgd"}, "store": {"path": ""}}, "store.path", "folder"),
     ({"activations": {"method": "aqsgd"}, "store": {"path": "a\0b"}}, "store.path", "zero bytes"),
+    *(
+        ({"activations": {"method": "aqsgd"}, "store": {"clusters": got}}, "store.clusters", "a power of two from 2")
+        for got in (0, 1, 3, 1000, 2**17, True, "auto", 4.0)
+    ),
+    ({"activations": {"method": "direct"}, "store": {"clusters": 8}}, "store", "aqsgd"),
+    ({"activations": {"method": "aqsgd", "first_visit": 8}, "store": {"clusters": 8}}, *FIRST_VISIT),
+    ({"activations": {"method": "aqsgd", "first_visit": "full"}, "store": {"clusters": 8}}, *FIRST_VISIT),
+    (
+        {"activations": {"method": "aqsgd", "backward_method": "delta"}, "store": {"clusters": 8}},
+        "activations.backward_method",
+        "'direct' with store.clusters",
+    ),
+    ({"activations": {"method": "aqsgd"}, "store": {"clusters": 8, "bits": 8}}, "store.bits", "32 with"),
+    ({"activations": {"method": "aqsgd"}, "store": {"clusters": 8, "max_bytes": 9}}, "store.max_bytes", "not with"),
+    ({"activations": {"method": "aqsgd"}, "store": {"clusters": 8, "prefetch": 2}}, "store.prefetch", "not with"),
+    (
+        {"activations": {"method": "aqsgd"}, "store": {"clusters": 8, "on_write_error": "continue"}},
+        "store.on_write_error",
+        "'stop' with store.clusters",
+    ),
     ({"activations": {"method": "aqsgd", "group_size": 2**32}}, "activations.group_size", "below 2**32"),
     ({"gradients": {"method": "magic"}}, "gradients.method", "none"),
     ({"gradients": {"method": []}}, "gradients.method", "none"),
@@ -142,6 +163,17 @@ def test_refusals_name_key_value_and_allowed(section, key, allowed):
     assert caught.value.key == key
     assert str(caught.value).startswith(f"{key}: got {caught.value.got!r}, allowed: ")
     assert allowed in str(caught.value)
+
+
+def test_clusters_belong_to_what_is_compared_and_stored_where_they_are_set():
+    """Where they are not set nothing is said of them, as before there were any: earlier runs go on."""
+    plain, clustered = (
+        Config.from_dict({"activations": {"method": "aqsgd"}, "store": store}) for store in ({}, {"clusters": 256})
+    )
+    assert "clusters" not in plain.link_settings(0)
+    assert "clusters" not in plain.shared()["store"]
+    assert clustered.link_settings(0) == {**plain.link_settings(0), "clusters": 256}
+    assert clustered.shared()["store"]["clusters"] == 256
 
 
 def test_a_value_too_large_to_show():

@@ -19,6 +19,7 @@ from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.link.bounds import Bounds
+from pipecomp.stages.link.codebook import BLOCK
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.receiver import LinkReceiver
@@ -171,7 +172,10 @@ def _bounds(engine: PipelineEngine, crossing: Any) -> Bounds | None:
         rows = 2 * positions  # where positions are relative, a model may be given more than it was made for
     else:
         return None
-    changed = engine.micro_batch_size * engine.micro_batches * (engine.pipecomp_config.store.drift_check or 0)
+    store = engine.pipecomp_config.store
+    changed = engine.micro_batch_size * engine.micro_batches * (store.drift_check or 0)
+    if store.clusters is not None:
+        changed = -(-store.clusters // BLOCK)
     return Bounds(engine.micro_batch_size, rows, crossing.width, changed)
 
 
@@ -184,7 +188,7 @@ def _environment(settings: Config, rank: int, staging: Staging) -> StoreEnvironm
         bits=store.bits,
         group_size=settings.activations.group_size,
         max_bytes=store.max_bytes,
-        prefetch=store.prefetch,
+        prefetch=store.prefetch if store.clusters is None else 0,  # cluster centers are in memory
         on_write_error=store.on_write_error,
         staging=staging,
     )

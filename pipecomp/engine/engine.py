@@ -173,6 +173,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
                 self.local.end_step()
             if data_iter is None:
                 self.progress.batches_taken += self.micro_batches
+            self.links.end_step()
             every = self.pipecomp_config.store.drift_check
             if self.run is not None and every is not None and self.global_steps % every == 0:
                 self.links.check_drift(step)

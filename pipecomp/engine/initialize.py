@@ -163,7 +163,7 @@ def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ran
         batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
         fewest = fewest_bits(engine.stage, settings.activations)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest)
-    if engine.global_rank == 0:
+    if engine.global_rank == 0 and settings.store.clusters is None:  # else masks are not what changes are made of
         warn_of_dropout(engine.stage, engine.pipecomp_config.activations)
     engine.open_links(*open_links(engine, settings, transports, all_ranks), heartbeat)
 

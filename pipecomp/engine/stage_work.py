@@ -85,7 +85,8 @@ class StageWork:
             raise DataError(f"the data ended before micro-batch {micro_batch} of this step") from None
         if batch is None:
             raise DataError("no data: give training_data to initialize, or data_iter to this call")
-        known = engine.module.training and engine.pipecomp_config.activations.method == "aqsgd"
+        config = engine.pipecomp_config
+        known = engine.module.training and config.activations.method == "aqsgd" and config.store.clusters is None
         return as_micro_batch(batch, number_from=None if known else micro_batch << 32)
 
     def forward(self, buffer_id: int, micro_batch: int) -> None:

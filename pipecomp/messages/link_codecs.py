@@ -8,6 +8,7 @@ from torch import Tensor
 from pipecomp.activation_config import ConstantError
 from pipecomp.config import Activations
 from pipecomp.kernels import ops
+from pipecomp.messages.clustered import Clustered
 from pipecomp.messages.codecs import Cast, Codec, Quantized, TopK
 from pipecomp.messages.rotation import Rotated
 
@@ -80,33 +81,35 @@ class VisitCodecs:
         return decoded_nH if self.first is None else self.first.after(decoded_nH)
 
     def smaller(self, change_nH: Tensor, x_nH: Tensor) -> Tensor:
-        """Which rows lose less as changes than as they are, bool [n]: the squared scales of all their groups are less.
+        """Which rows lose less as changes than as they are, bool [n]."""
+        return self.squared_scales(change_nH) < self.squared_scales(x_nH)
+
+    def squared_scales(self, x_nH: Tensor) -> Tensor:
+        """Sum up the squared scales of each row's groups, times their values: float64 [n].
 
         That is what the error of a number of bits is proportional to (docs/algorithms.md, 1.2).
         """
-        return self._squared_scales(change_nH) < self._squared_scales(x_nH)
-
-    def _squared_scales(self, x_nH: Tensor) -> Tensor:
-        x_nH = x_nH.double()
         if self.change.scale != "max":
-            return x_nH.square().sum(1)
+            return x_nH.double().square().sum(1)
         n, hidden = x_nH.shape
         size = self.change.group_size or hidden
-        padded = torch.nn.functional.pad(x_nH.abs(), (0, -hidden % size))
-        widths = torch.full((padded.shape[1] // size,), size, dtype=torch.float64, device=x_nH.device)
-        widths[-1] -= padded.shape[1] - hidden
-        return (padded.view(n, -1, size).amax(2).square() * widths).sum(1)
+        groups, short = -(-hidden // size), -hidden % size  # groups, and what the last one lacks
+        padded = torch.nn.functional.pad(x_nH.abs(), (0, short)) if short else x_nH.abs()
+        widths = torch.full((groups,), size, dtype=torch.float64, device=x_nH.device)
+        widths[-1] -= short
+        return (padded.view(n, groups, size).amax(2).double().square() * widths).sum(1)
 
 
 class LinkCodecs:
     """The codecs of one link.
 
     forward: of activations themselves with "direct", of their changes with "aqsgd". activations: of changes and first
-    visits. backward: of gradients themselves, where they are quantized. gradients: of their changes and first visits,
-    None where gradients are sent as they are.
+    visits. clustered: of changes from cluster centers, in the place of both; None where there are none. backward: of
+    gradients themselves, where they are quantized. gradients: of their changes and first visits, None where gradients
+    are sent as they are.
     """
 
-    def __init__(self, a: Activations, link: int) -> None:
+    def __init__(self, a: Activations, link: int, clusters: int | None = None) -> None:
         self._method, self._eval = a.method, "none" if a.eval == "full" else a.eval
         how = (a.rounding, a.scale, a.group_size)
         forward, backward = (_bits_and_error(bits) for bits in a.bits(link))
@@ -118,6 +121,7 @@ class LinkCodecs:
             first = of_themselves(bits, *how, error)
         self.activations = VisitCodecs(self.forward, first)
         self.first_bits = self.activations.first_bits
+        self.clustered = None if clusters is None else Clustered(self.forward, clusters)
         of_gradients = Quantized(backward[0], *how, backward[1])
         self.backward: Codec = of_gradients
         self.gradients: VisitCodecs | None = None

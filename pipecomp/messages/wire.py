@@ -48,6 +48,7 @@ class Method(enum.IntEnum):
     QUANTIZED = 2  # scales, then packed codes
     TOP_K = 3  # positions, scales, then packed codes of the kept values
     TABLE = 4  # an inventory
+    CLUSTERED = 5  # numbers of cluster centers, then as quantized: the changes from them
 
 
 class Form(enum.IntEnum):
@@ -55,7 +56,7 @@ class Form(enum.IntEnum):
 
     PLAIN = 0  # no message store behind it
     FULL = 1  # a first visit: sets m
-    DELTA = 2  # added to the cached activation of version `base`
+    DELTA = 2  # added to the cached activation, or to cluster centers, of version `base`
     NOT_KEPT = 3  # a first visit that its sender does not keep; in a gradient: one that this end did not keep
 
 
@@ -99,7 +100,7 @@ class Header:
 
     def quantized(self) -> tuple[int, int]:
         """Count the values that are quantized to as many bits as the header says, and all bits of their codes."""
-        if self.method is not Method.QUANTIZED:
+        if self.method not in (Method.QUANTIZED, Method.CLUSTERED):
             return 0, 0
         values = total = 0
         for s in self.samples:

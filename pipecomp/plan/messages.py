@@ -33,7 +33,9 @@ def activation_bytes(
     first_visit: whether all of its samples are new to the link ("aqsgd" only; the others send the same every time).
     mean_bits: of its values, where bits follow an error; None for the most.
     """
-    codecs = LinkCodecs(config.activations, link)
+    codecs = LinkCodecs(config.activations, link, config.store.clusters)
+    if codecs.clustered is not None:
+        return _size(codecs.clustered.change, counts, hidden, mean_bits) + codecs.clustered.head_bytes(sum(counts))
     first_visit = first_visit and config.activations.method == "aqsgd"
     codec = codecs.activations.first_visit(dtype) if first_visit else codecs.activation(dtype)
     return _size(codec, counts, hidden, mean_bits)

@@ -163,7 +163,10 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     if config.activations.method == "aqsgd" and links:
         ends = 2 if links > 1 else 1  # a middle stage keeps both its links' activations
         held = 2 if config.activations.backward_method == "delta" else 1  # of a sample: its gradient too
-        store_s = held * ends * job.micro_batches * values * config.store.bits / 8 / speeds.disk_bytes_s
+        written = held * job.micro_batches * values * config.store.bits / 8
+        if config.store.clusters is not None:
+            written = 4 * config.store.clusters * job.profile.hidden  # at most: all centers, whoever moves them
+        store_s = ends * written / speeds.disk_bytes_s
     first_epoch_s = played.seconds
     first_backward = _first_gradients(job, config)
     if (first, first_backward) != (forward, backward):

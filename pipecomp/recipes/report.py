@@ -112,7 +112,7 @@ class Report:
         self._say(f"data      {samples:,} training samples, {held_out:,} held out")
         self._say(f"training  {plan.steps:,} steps of {batch} samples, {plan.micro_batch} to a micro-batch")
         if stages > 1:
-            self._say(f"links     {_in_words(settings.activations)}")
+            self._say(f"links     {_in_words(settings)}")
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"),
@@ -287,14 +287,17 @@ class Report:
                 self._board.add_scalar(f"{group}/{name}", value, step)
 
 
-def _in_words(activations: Activations) -> str:
+def _in_words(settings: Config) -> str:
+    activations, clusters = settings.activations, settings.store.clusters
     if activations.method not in Activations.QUANTIZED:
         return "not compressed" if activations.method == "none" else activations.method
     forward, backward = (bits_text(bits) for bits in (activations.forward_bits, activations.backward_bits))
     words = f"{activations.method}, {forward} bits forward, {backward} bits backward"
     if activations.backward_method == "delta":
         words += " as changes"
-    if activations.method == "aqsgd":
+    if clusters is not None:
+        words += f", from {clusters} cluster centers"
+    elif activations.method == "aqsgd":
         visit = activations.first_visit
         words += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")
     return words

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipecomp.activation_config import Bits, ConstantError, bits_text
-from pipecomp.config import Activations, Config
+from pipecomp.config import Activations, Config, Store
 from pipecomp.errors import PipecompError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network
@@ -152,7 +152,7 @@ def _others(run: Run, now: Simulated) -> Iterator[_Tried]:
 
 def _first_visits(packets: _Packets, now: Simulated) -> Iterator[_Tried]:
     a = packets.config.activations
-    if a.first_visit == "full" and max(now.new_share) > 0.02:
+    if a.first_visit == "full" and packets.config.store.clusters is None and max(now.new_share) > 0.02:
         made = replace(packets.config, activations=replace(a, first_visit=FIRST_VISIT))
         seconds = packets.seconds(made)
         yield (
@@ -181,8 +181,10 @@ class _Packets:
         if not isinstance(hidden, int) or hidden < 1 or dtype is None or not isinstance(samples, int) or samples < 1:
             return None
         try:
-            config = Config(activations=Activations(**run.facts["settings"]["activations"]))
-        except (PipecompError, KeyError, TypeError):
+            settings = run.facts["settings"]
+            store = Store(clusters=settings.get("store", {}).get("clusters"))
+            config = Config(activations=Activations(**settings["activations"]), store=store)
+        except (PipecompError, AttributeError, KeyError, TypeError):
             return None
         tokens = [max(1, round(raw / hidden / dtype.itemsize / samples)) for raw in now.raw_bytes]
         return cls(config=config, counts=[[n] * samples for n in tokens], hidden=hidden, dtype=dtype, now=now)

@@ -164,6 +164,9 @@ def _activations(facts: dict[str, Any]) -> str:
         return str(a["method"])
     forward, back, first = (_bits(a.get(key)) for key in ("forward_bits", "backward_bits", "first_visit"))
     words_ = f"{a['method']}, {forward} bits forward, {back} back"
+    clusters = facts["settings"].get("store", {}).get("clusters")
+    if clusters is not None:
+        return f"{words_}, from {clusters} cluster centers"
     return words_ + (f", first visit {first}" if a["method"] == "aqsgd" else "")
 
 

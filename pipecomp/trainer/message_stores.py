@@ -56,6 +56,7 @@ def drop(engine: Any) -> None:
     """Drop all cached activations that an engine holds."""
     for end in engine.links:
         end.store.drop([held.sample for held in end.store.inventory()])
+        end.reload()
     engine.links.environment.commit()
 
 

@@ -55,6 +55,8 @@ class Bounds(NamedTuple):
         if codecs.gradients is not None:
             every.append(codecs.gradients.first_visit(dtype))
             head = codecs.gradients.head_bytes(samples * self.rows)
+        if codecs.clustered is not None:
+            head = codecs.clustered.head_bytes(samples * self.rows)
         # An overflow in FP16 sends plain values where quantized ones are usual.
         payload = head + samples * max(
             self.rows * self.width * dtype.itemsize, *(self._bytes(codec) for codec in every)

@@ -50,15 +50,18 @@ def check_drift(end: LinkSender | LinkReceiver, step: int) -> list[int]:
     shown = ", ".join(map(entry_name, samples[:_SHOWN])) + (
         f" and {len(samples) - _SHOWN} more" if samples[_SHOWN:] else ""
     )
+    what = "samples" if end.keeps_samples else "blocks of cluster centers"
     where = f"link {end.index}, step {step}"
     found = f"{where}: this end and rank {end.transport.peer} hold different cached activations of {shown}"
     if end.drifted:
         raise DriftError(
-            f"{found} (samples), as they did at the last check: memory, a disk or a kernel is failing at one of them. "
+            f"{found} ({what}), as they did at the last check: memory, a disk or a kernel is failing at one of them. "
             "`pipecomp doctor` checks kernels, `pipecomp store verify` the store"
         )
-    _log.warning("%s (samples): both forget them, and send them uncompressed on their next visit", found)
+    next_time = "send them uncompressed on their next visit" if end.keeps_samples else "make them anew"
+    _log.warning("%s (%s): both forget them, and %s", found, what, next_time)
     end.store.drop(samples)
+    end.reload()
     end.drifted = True
     end.stats.drifts += 1
     end.stats.drift_samples += len(samples)

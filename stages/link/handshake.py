@@ -40,6 +40,7 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
     settings: what must be equal at both ends, JSON values. Raises LinkError if it is not.
     """
     store = end.store
+    end.reload()  # what is held may be another checkpoint's, and what differs will go
     table = as_table(store.inventory() if store is not None else [])
     described = json.dumps(settings, sort_keys=True).encode()
     mine = (*_summary(table), hashlib.sha256(described).digest())

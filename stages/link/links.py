@@ -61,6 +61,11 @@ class Links:
         """Make all ends hold the same as their peers; every rank must call it. Samples dropped here."""
         return sum(agree(end, self.described[end.index]) for end in self)
 
+    def end_step(self) -> None:
+        """Keep what a step has changed; before `check_drift` and the environment's `commit`."""
+        for end in self:
+            end.end_step()
+
     def check_drift(self, step: int) -> None:
         """Compare all ends with their peers after a step; see `drift.check_drift`. Every rank must call it."""
         for end in self:

@@ -11,6 +11,7 @@ from pipecomp.errors import NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.clusters import clusters_of
 from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Packet, Position, plain_samples
 from pipecomp.stages.link.visits import Visits, visits_of
 
@@ -28,6 +29,7 @@ class LinkReceiver(Endpoint):
     def code_visits(self) -> None:
         """See Endpoint."""
         self._activations, self._gradients = visits_of(self, self._codecs)
+        self._clusters = clusters_of(self, self._codecs, self._clusters)
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
@@ -37,7 +39,9 @@ class LinkReceiver(Endpoint):
         header, payload, size = self._recv(Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION, at)
         layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
-        if training and self.store is not None:
+        if training and self._clusters is not None:
+            x_TH = self._clusters.decode(header, payload, at).to(dtype)
+        elif training and self.store is not None:
             self._codec_of(header, self._codecs.forward)
             x_TH = self._decode_visits(header, payload, layout, at).to(dtype)
         else:

@@ -11,6 +11,7 @@ from pipecomp.errors import LinkError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.clusters import Clusters, clusters_of
 from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Packet, Position, plain_samples
 from pipecomp.stages.link.visits import Visits, visits_of
 
@@ -26,6 +27,7 @@ class LinkSender(Endpoint):
     def code_visits(self) -> None:
         """See Endpoint."""
         self._activations, self._gradients = visits_of(self, self._codecs)
+        self._clusters = clusters_of(self, self._codecs, self._clusters)
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of x [B, S, H]; returns once the packet is queued.
@@ -34,7 +36,9 @@ class LinkSender(Endpoint):
         call does.
         """
         x_TH = gather(x_BSH.detach(), layout).contiguous()
-        if training and self.store is not None:
+        if training and self._clusters is not None:
+            packet = self._encode_clustered(self._clusters, x_TH, layout, at)
+        elif training and self.store is not None:
             packet = self._encode_visits(x_TH, layout, at)
         else:
             codec = self._codecs.activation(x_TH.dtype) if training else self._codecs.evaluation(x_TH.dtype)
@@ -58,6 +62,13 @@ class LinkSender(Endpoint):
             self._unsettled[at] = {s.id for s in samples if s.form is Form.FULL}
         return packet
 
+    def _encode_clustered(self, clusters: Clusters, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
+        packet, seen_TH = clusters.encode(x_TH, layout, at, self.next_version)
+        self.next_version += 1
+        if at.micro_batch == 0:
+            self._sample_errors([x_TH[rows] for rows in layout.rows()], [seen_TH[rows] for rows in layout.rows()])
+        return packet
+
     def _sample_errors(self, x: list[Tensor], seen: list[Tensor]) -> None:
         """Count how far off is what the other end computes with; on a GPU the numbers are read a step later."""
         pairs = [(x_nH.float(), m_nH) for x_nH, m_nH in zip(x, seen, strict=True) if x_nH.numel()]
@@ -79,7 +90,7 @@ class LinkSender(Endpoint):
         if Layout.of_header(header, self.canvas) != layout:
             raise LinkError(self.where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
         first_visits = self._unsettled.pop(at, set())
-        if self.store is not None:
+        if self.store is not None and self._clusters is None:
             not_kept = {s.id for s in header.samples if s.form is Form.NOT_KEPT}
             self.stats.unstored_samples += len(not_kept & first_visits)
             self.store.drop(not_kept)

@@ -21,7 +21,7 @@ from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpac
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.messages import wire
-from pipecomp.stages.link import endpoint
+from pipecomp.stages.link import clusters, endpoint
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
@@ -38,7 +38,9 @@ SETTINGS = {
         "backward_method": "delta",
         **{key: {"error": 0.1} for key in ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")},
     },
+    "clusters": {"method": "aqsgd"},
 }
+STORES = {"clusters": {"clusters": 16}}
 ENDS = ("none", "direct", "aqsgd", *SETTINGS)
 
 
@@ -93,7 +95,8 @@ def _decode(message: np.ndarray) -> wire.Header | None:
 
 def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
     """Give a decoded message to the end of a link that would expect its place."""
-    config = Config.from_dict({"activations": SETTINGS.get(name, {"method": name})})
+    stores = {"store": STORES[name]} if name in STORES else {}
+    config = Config.from_dict({"activations": SETTINGS.get(name, {"method": name}), **stores})
     there, here = loopback_pair(timeout_s=0.01)
     at = Position(header.step, header.micro_batch)
     store = MemoryStore() if config.activations.method == "aqsgd" else None
@@ -103,21 +106,23 @@ def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
             upstream = LinkSender(header.link, config, here, store)
             upstream.recv_gradient(Layout.of_header(header), at)
         else:
-            if store is not None:
+            if store is not None and name not in STORES:
                 for sample in header.samples[:4]:
                     held = torch.zeros(min(sample.count, 64), min(max(header.hidden, 1), 64))
                     store.put(sample.id, sample.base, held)
             downstream = LinkReceiver(header.link, config, here, store)
             downstream.recv_activation(at, training=header.kind is wire.Kind.ACTIVATION)
+            downstream.end_step()
 
 
 @contextlib.contextmanager
 def _tensor_limit() -> Iterator[None]:
-    before, endpoint.MAX_TENSOR_BYTES = endpoint.MAX_TENSOR_BYTES, MAX_TENSOR_BYTES
+    before = endpoint.MAX_TENSOR_BYTES
+    endpoint.MAX_TENSOR_BYTES = clusters.MAX_TENSOR_BYTES = MAX_TENSOR_BYTES
     try:
         yield
     finally:
-        endpoint.MAX_TENSOR_BYTES = before
+        endpoint.MAX_TENSOR_BYTES = clusters.MAX_TENSOR_BYTES = before
 
 
 def _repaired_message(data: bytes) -> bytes:
@@ -128,9 +133,9 @@ def _repaired_message(data: bytes) -> bytes:
     body = bytearray(b"PCMP" + struct.pack("<H", wire.VERSION) + data[:45].ljust(45, b"\0"))
     rest = data[45:]
     count = min(body[27], len(rest) // sample)
-    body[6] = 1 + body[6] % 4
+    body[6] = 1 + (body[6] - 1) % len(wire.Kind)
     body[7] &= 1
-    body[8] = 1 + body[8] % 4
+    body[8] = 1 + (body[8] - 1) % len(wire.Method)
     body[11], body[12] = body[11] % 3, body[12] % 3
     struct.pack_into("<I", body, 27, count)
     struct.pack_into("<Q", body, fixed - 8, len(rest) - count * sample)

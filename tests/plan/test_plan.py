@@ -226,6 +226,16 @@ class TestPrediction:
         eight = replace(with_bits(AQSGD, 2, 4), store=replace(AQSGD.store, bits=8))
         assert predict(job(M=8), eight, uniform(2, 1e9), Speeds(disk_bytes_s=1e5)).store_s == found.store_s / 4
 
+    def test_cluster_centers_have_no_first_epoch_and_are_written_once_a_step(self):
+        section = {"activations": {"method": "aqsgd", "forward_bits": 2}, "store": {"clusters": 256}}
+        found = predict(job(M=8), Config.from_dict(section), uniform(2, 1e9), Speeds(disk_bytes_s=1e5))
+        assert found.store_s == pytest.approx(256 * 1000 * 4 / 1e5)
+        assert found.first_epoch_s == found.step_s
+        assert found.first_visit_bytes == found.forward_bytes
+        direct = {"activations": {"method": "direct", "forward_bits": 2}}
+        plain = predict(job(M=8), Config.from_dict(direct), uniform(2, 1e9))
+        assert [a - b for a, b in zip(found.forward_bytes, plain.forward_bytes, strict=True)] == [64]
+
     def test_replicas_average_and_tied_weights_are_shared(self):
         alone, pair = job(K=1), job(K=1, replicas=2)
         found = predict(pair, Config(), uniform(1, 1e6))
