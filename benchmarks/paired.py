@@ -21,11 +21,44 @@ from typing import Any
 from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.configurations import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, STOCK, UNTHROTTLED, Model, rate_for
+from pipecomp.bench.configurations import (
+    COARSE,
+    EIGHT,
+    LINES,
+    MEMORY,
+    SIXTEEN,
+    STOCK,
+    UNTHROTTLED,
+    Line,
+    Model,
+    aqsgd,
+    rate_for,
+)
 from pipecomp.bench.pipeline import reference_compute, start_engine
 
 MODEL = Model()
-BY_NAME = {line.name: line for line in LINES}
+DIRECT, FEW = "DirectQ fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw2, 16 micro-batches"
+CHANGES_BACK = f"{FEW}, changes back"
+
+
+def _few(**more: Any) -> dict[str, Any]:
+    section = aqsgd(2, 2)
+    return {**section, "activations": {**section["activations"], "first_visit": 8, **more}}
+
+
+BY_NAME = {
+    line.name: line
+    for line in (
+        *LINES,
+        Line(
+            name=DIRECT,
+            micro_batches=16,
+            section={"activations": {"method": "direct", "forward_bits": 3, "backward_bits": 6}},
+        ),
+        Line(name=FEW, micro_batches=16, section=_few()),
+        Line(name=CHANGES_BACK, micro_batches=16, section=_few(backward_method="delta")),
+    )
+}
 STAGES, REFERENCES = 2, 5  # runs from which a stage's seconds for a micro-batch come, which r counts in
 WARM_UP = 8  # steps of an engine that do not count: samples go uncompressed, the number in flight is found
 NO_LIMIT = "10gbit"  # where the other engine's link is slow
@@ -66,6 +99,11 @@ COMPARISONS = (
     Comparison("slower link", Side(COARSE, 12.0), Side(COARSE), 1 / 0.9),
     Comparison("delay, slow link", Side(SIXTEEN, 5.8, delayed=True), Side(SIXTEEN, 5.8), 1.05),
     Comparison("delay, slower link", Side(COARSE, 12.0, delayed=True), Side(COARSE, 12.0), 1.05),
+    Comparison("changes back, stock", Side(CHANGES_BACK), Side(STOCK), 1.03),
+    Comparison("changes back, stock, r = 18", Side(CHANGES_BACK, 18.0), Side(STOCK, 18.0), 1 / 15, pairs=3),
+    Comparison("changes back, r = 18", Side(CHANGES_BACK, 18.0), Side(CHANGES_BACK), 1 / 0.9),
+    Comparison("changes back, store", Side(CHANGES_BACK), Side(FEW), 1.02),
+    Comparison("AQ-SGD, DirectQ", Side(SIXTEEN), Side(DIRECT), 1.05),
 )
 BY_COMPARISON = {comparison.name: comparison for comparison in COMPARISONS}
 
@@ -92,7 +130,13 @@ def run(name: str, compute_s: float, pairs: int) -> Row:
 
         ranks = lab.run(one_rank, name, pairs, limited, folder, on_note=set_rate, timeout_s=3600)
     steps = [[max(end) for end in zip(*both, strict=True)] for both in zip(*ranks.values(), strict=True)]
-    return {"name": name, "pairs": steps, "compute_s": compute_s, "rates": rates if limited else None}
+    return {
+        "name": name,
+        "sides": [str(side) for side in both],
+        "pairs": steps,
+        "compute_s": compute_s,
+        "rates": rates if limited else None,
+    }
 
 
 def _set(folder: str) -> Path:
@@ -186,8 +230,9 @@ def _line(row: Row) -> str:
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "only", pairs=(8, "of steps"))
-    setup = digest([asdict(MODEL), [asdict(line) for line in LINES], [asdict(c) for c in COMPARISONS], WARM_UP])
-    runs = Runs(given, "paired", setup, ("name",))
+    setup = digest([asdict(MODEL), [asdict(line) for line in LINES], WARM_UP])
+    sides = {c.name: [str(c.one), str(c.other)] for c in COMPARISONS}
+    runs = Runs(given, "paired", setup, ("name",), current=lambda row: row["sides"] == sides.get(row["name"]))
     cases = [(name,) for name in chosen(BY_COMPARISON, given.only)]
     compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0
     if not compute_s and runs.missing(cases):
