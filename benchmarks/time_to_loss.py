@@ -6,7 +6,7 @@
 A GPT-2 that was pre-trained on WikiText-2's training text is fine-tuned on articles of its validation text over two
 stages in two network namespaces (root needed), one thread each. The link's rate is such that the float32 activations
 and gradients of a micro-batch, both ways, take r times what a stage computes on it, measured first without a limit.
-Draws a picture too.
+Draws a picture too. Pages of other links than those with r = 5.8 have r in their name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page
+from benchmarks.constant_error import BACKWARD_ERROR, FORWARD_ERROR
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
+from benchmarks.shootout import constant_error
 from benchmarks.training import adamw, in_order
 from benchmarks.wikitext import PRETRAINING, VOCABULARY
 from pipecomp.demo.results import epoch_means as means_over_epochs
 
 STAGES, BATCH, MICRO_BATCH = 2, 16, 1
+USUAL_R = 5.8
 TRAINING, LENGTH, WIDTH = 256, 128, 256
 LEARNING_RATE, WITHIN = 3e-4, 0.005
 BITS = {"forward_bits": 3, "backward_bits": 6}
@@ -37,6 +40,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "AQ-SGD fw3 bw6, full first visit": {"method": "aqsgd", **BITS},
     "AQ-SGD fw3 bw6, 8-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 8},
     "AQ-SGD fw3 bw6, 4-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 4, "rotation": True},
+    "AQ-SGD fw2 bw2, changes back, 8-bit first visit": {
+        **{"method": "aqsgd", "forward_bits": 2, "backward_bits": 2},
+        **{"first_visit": 8, "backward_method": "delta"},
+    },
+    "AQ-SGD, constant error": constant_error(FORWARD_ERROR, BACKWARD_ERROR),
 }
 
 
@@ -145,15 +153,16 @@ def seconds_to(run: Row, loss: float) -> float | None:
 def results(rows: list[Row], r: float, picture: Path) -> list[str]:
     """The page, and its picture beside it."""
     rows = in_order(rows, METHODS, "epochs", "method")
+    asked = "" if r == USUAL_R else f" --r {r:g}"
     text = f"""
         # Time to the loss of FP32 over a slow link
 
-        `python -m benchmarks time_to_loss`, on {page.machine(rows)}. Link: {rows[0]["rate"] / 1e6:.1f} Mbit/s,
+        `python -m benchmarks time_to_loss{asked}`, on {page.machine(rows)}. Link: {rows[0]["rate"] / 1e6:.1f} Mbit/s,
         r = {r:g}.
 
         Trainings from their first epoch on, without start and evaluation. Loss: the training loss, mean over an epoch's
         steps. Seconds to FP32's loss: until the mean over the last epoch's number of steps is at most {100 * WITHIN:g}
-        % above what {REFERENCE} ends with. MB: on the nodes' interfaces. ![loss over time](time_to_loss.png)
+        % above what {REFERENCE} ends with. MB: on the nodes' interfaces. ![loss over time]({picture.name})
     """
     lengths = page.grouped(rows, "epochs")
     with page.picture(picture, across=len(lengths), size=(6 * len(lengths), 4.5)) as axes:
@@ -196,11 +205,12 @@ def _section(rows: list[Row]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    r = (5.8, "the link: float32 transfer over compute of a micro-batch")
+    r = (USUAL_R, "the link: float32 transfer over compute of a micro-batch")
     epochs = ([3, 10], "lengths of training")
     given = arguments(argv, __doc__, "only", "data", "cache", r=r, epochs=epochs)
     setup = digest([BATCH, MICRO_BATCH, TRAINING, LENGTH, WIDTH, LEARNING_RATE, PRETRAINING, VOCABULARY, given.r])
-    runs = Runs(given, "time_to_loss", setup, ("method", "epochs"))
+    name = "time_to_loss" if given.r == USUAL_R else f"time_to_loss_r{given.r:g}"
+    runs = Runs(given, name, setup, ("method", "epochs"))
     cases = [(name, epochs) for epochs in given.epochs for name in chosen(METHODS, given.only)]
     rate = runs.rows[0]["rate"] if runs.rows else None
     if rate is None and runs.missing(cases):
@@ -212,5 +222,5 @@ def main(argv: Sequence[str]) -> None:
         given.data,
         given.cache,
         line=lambda row: f"{row['seconds'][-1]:.0f} s  loss {row['losses'][-1]:.4f}",
-        page=lambda rows: results(rows, given.r, given.out / "time_to_loss.png"),
+        page=lambda rows: results(rows, given.r, given.out / f"{name}.png"),
     )
