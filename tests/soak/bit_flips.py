@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "aqsgd 4, groups": {"method": "aqsgd", "forward_bits": 4, "group_size": 5, "rounding": "stochastic"},
     "aqsgd 8, top k": {"method": "aqsgd", "forward_bits": 8, "first_visit": 8, "backward_top_k": 0.2, "eval": "direct"},
 }
+CLUSTERS = {"method": "aqsgd", "forward_bits": 4}  # with `store.clusters`
 WIDTHS = ((2, None), (4, None), (8, 5), (16, None), (32, None))
 
 
@@ -60,6 +61,8 @@ def recorded_messages(hidden: int) -> dict[str, np.ndarray]:
     for name, section in SECTIONS.items():
         for what, message in _exchange(section, hidden):
             found[f"{name}: {what}"] = message
+    for what, message in _exchange(CLUSTERS, hidden, {"clusters": 16})[:3]:
+        found[f"16 clusters: {what.replace('visit', 'packet')}"] = message
     return found
 
 
@@ -101,8 +104,10 @@ def _flip(name: str, data: np.ndarray, decode: Callable[[np.ndarray], object]) -
     return Flips(name, data.size, 8 * data.size, tuple(missed))
 
 
-def _exchange(section: dict[str, Any], hidden: int) -> list[tuple[str, np.ndarray]]:
-    """Every message of two training steps and one evaluation over a link, with what it is."""
+def _exchange(
+    section: dict[str, Any], hidden: int, store: dict[str, Any] | None = None
+) -> list[tuple[str, np.ndarray]]:
+    """Every message of two training steps and one evaluation over a link, with what it is. store: its section."""
     sent: list[np.ndarray] = []
 
     def record(transport: LoopbackTransport) -> LoopbackTransport:
@@ -115,7 +120,7 @@ def _exchange(section: dict[str, Any], hidden: int) -> list[tuple[str, np.ndarra
         transport.send = recording  # type: ignore[method-assign]
         return transport
 
-    config = Config.from_dict({"activations": section})
+    config = Config.from_dict({"activations": section, **({"store": store} if store else {})})
     a, b = map(record, loopback_pair())
     stores = [MemoryStore(group_size=section.get("group_size")) if section["method"] == "aqsgd" else None for _ in "ab"]
     up, down = LinkSender(0, config, a, stores[0]), LinkReceiver(0, config, b, stores[1])
@@ -130,7 +135,7 @@ def _exchange(section: dict[str, Any], hidden: int) -> list[tuple[str, np.ndarra
     up.send_activation(torch.randn(2, 5, hidden, generator=generator), layout, Position(2, 0), training=False)
     down.recv_activation(Position(2, 0), training=False)
     names = ["first visit", "gradient", "later visit", "gradient again", "evaluation"]
-    if stores[0] is not None:
+    if stores[0] is not None and not store:
         stores[0].keeps_new = lambda: False  # type: ignore[method-assign]
         layout, at = replace(layout, ids=(4, 5)), Position(3, 0)
         up.send_activation(torch.randn(2, 5, hidden, generator=generator), layout, at)
