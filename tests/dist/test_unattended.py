@@ -8,6 +8,7 @@ import os
 import random
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,9 +43,27 @@ def fill(disk: Path, *, leave: int = 0) -> Path:
     """Write a file until the disk is full, but for `leave` bytes."""
     free = os.statvfs(disk)
     filler = disk / "filler"
-    with contextlib.suppress(OSError):  # a run may write there at the same time
-        filler.write_bytes(bytes(free.f_bavail * free.f_bsize - leave))
+    with contextlib.suppress(OSError), filler.open("ab") as file:  # a run may write there at the same time
+        file.write(bytes(max(0, free.f_bavail * free.f_bsize - leave)))
     return filler
+
+
+@contextlib.contextmanager
+def kept_full(disk: Path) -> Iterator[None]:
+    """Fill the disk again when a run has deleted an old checkpoint there."""
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(0.01):
+            fill(disk)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def flip(file: Path, count: int, seed: int) -> None:
@@ -114,16 +133,17 @@ def test_a_damaged_store_and_a_full_checkpoint_disk_end_no_supervised_run(tmp_pa
     (disk / "checkpoints").mkdir()
     steps = 60  # so many that a fast machine has not ended when the disk is full
     process = start(work, "run", "--max-steps", str(steps), "--epochs", "20")
-    try:
-        deadline = time.monotonic() + HANG_S
-        while not any(line["step"] >= 7 for line in lines(work, "run")):
-            assert time.monotonic() < deadline, "no step in time"
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
-        flip(run / "messages" / "rank-1" / "data.mdb", FLIPS, seed=1)
-        fill(disk)
-    finally:
-        output = finish(process)
+    with contextlib.ExitStack() as until_it_ends:
+        try:
+            deadline = time.monotonic() + HANG_S
+            while not any(line["step"] >= 7 for line in lines(work, "run")):
+                assert time.monotonic() < deadline, "no step in time"
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.02)
+            flip(run / "messages" / "rank-1" / "data.mdb", FLIPS, seed=1)
+            until_it_ends.enter_context(kept_full(disk))
+        finally:
+            output = finish(process)
     assert "No space left on device" in output
     assert [line["step"] for line in lines(work, "run")] == list(range(1, steps + 1)), output
     for rank in (0, 1):
