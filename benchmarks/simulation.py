@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import page
+from benchmarks.convergence import BACK, CHANGES_BACK, quantized
 from benchmarks.page import Row, prose
 from benchmarks.runner import RESULTS, arguments, read_rows
 from benchmarks.throughput import summaries
@@ -46,13 +47,7 @@ METHODS = {
     "AQ-SGD fw4 bw8": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8},
     "AQ-SGD fw3 bw6": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6},
     "AQ-SGD fw2 bw4": {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4},
-    **{
-        f"AQ-SGD fw{b} bw{b}, changes back": {
-            **{"method": "aqsgd", "forward_bits": b, "backward_bits": b},
-            **{"backward_method": "delta", "first_visit": 8},
-        }
-        for b in (3, 2)
-    },
+    **{f"AQ-SGD fw{b} bw{b}{BACK}": quantized("aqsgd", b, b) | CHANGES_BACK for b in (3, 2)},
 }
 
 # arXiv:2206.01299, Table 2 (sequences a second, by Mbit/s) and Table 3 (seconds of a micro-batch on one of 8 stages).

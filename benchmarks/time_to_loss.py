@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import page
 from benchmarks.constant_error import BACKWARD_ERROR, FORWARD_ERROR
+from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.shootout import constant_error
@@ -40,10 +41,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "AQ-SGD fw3 bw6, full first visit": {"method": "aqsgd", **BITS},
     "AQ-SGD fw3 bw6, 8-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 8},
     "AQ-SGD fw3 bw6, 4-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 4, "rotation": True},
-    "AQ-SGD fw2 bw2, changes back, 8-bit first visit": {
-        **{"method": "aqsgd", "forward_bits": 2, "backward_bits": 2},
-        **{"first_visit": 8, "backward_method": "delta"},
-    },
+    "AQ-SGD fw2 bw2, changes back, 8-bit first visit": quantized("aqsgd", 2, 2) | CHANGES_BACK,
     "AQ-SGD, constant error": constant_error(FORWARD_ERROR, BACKWARD_ERROR),
 }
 

@@ -39,8 +39,8 @@ class ConstantError:
     mbit_per_s: float | tuple[float, ...] | None = None
 
     def __str__(self) -> str:
-        rates = self.mbit_per_s if isinstance(self.mbit_per_s, tuple) else (self.mbit_per_s,)
-        within = "" if self.mbit_per_s is None else f", within {'/'.join(f'{rate:g}' for rate in rates)} Mbit/s"
+        rates = "/".join(f"{rate:g}" for rate in each_link(self.mbit_per_s) if rate is not None)
+        within = f", within {rates} Mbit/s" if rates else ""
         return f"{self.min} to {self.max} (error {self.error:g}{within})"
 
     @classmethod
@@ -58,7 +58,7 @@ class ConstantError:
             require(is_number(getattr(made, name), 1, 8), f"{key}.{name}", getattr(made, name), BITS)
         allowed = f"more than min, which is {made.min}: else a number of bits says it"
         require(made.min < made.max, f"{key}.max", made.max, allowed)
-        every = rates if isinstance(rates, tuple) else (rates,)
+        every = each_link(rates)
         ok = every != () and all(is_number(rate, 0, 1e6, (int, float)) and rate > 0 for rate in every)
         require(rates is None or ok, f"{key}.mbit_per_s", list(every) if every is rates else rates, _RATES)
         return made
@@ -147,11 +147,11 @@ class Activations:
     def _check_errors(self) -> None:
         """Refuse what a constant error does not go together with."""
         allowed = f"{BITS}, a list or 'auto' with backward_top_k, whose error is in what it leaves out"
-        errors = [bits for bits in _each(self.backward_bits) if isinstance(bits, ConstantError)]
+        errors = [bits for bits in each_link(self.backward_bits) if isinstance(bits, ConstantError)]
         ok = self.backward_top_k is None or not errors
         require(ok, "activations.backward_bits", bits_text(self.backward_bits), allowed)
         for key in BITS_KEYS:
-            for bits in _each(getattr(self, key)):
+            for bits in each_link(getattr(self, key)):
                 if isinstance(bits, ConstantError) and bits.mbit_per_s is not None:
                     self._check_rate(key, bits)
 
@@ -168,7 +168,7 @@ class Activations:
 
     def measured(self, key: str) -> bool:
         """Say whether bits are found when a run begins. key: "forward_bits" or "backward_bits"."""
-        every = _each(getattr(self, key))
+        every = each_link(getattr(self, key))
         return any(
             bits == "auto" or (isinstance(bits, ConstantError) and bits.mbit_per_s is not None) for bits in every
         )
@@ -222,6 +222,11 @@ class Activations:
         require(self.backward_method == "direct", "activations.backward_method", self.backward_method, allowed)
 
 
+def each_link(setting: Any) -> tuple[Any, ...]:
+    """All that a setting has: one for each link, or the one of all."""
+    return setting if isinstance(setting, tuple) else (setting,)
+
+
 def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
     """Pick a link's bits: a number, "auto", or what keeps an error, with the rate of that link."""
     found = bits[link] if isinstance(bits, tuple) else bits
@@ -232,7 +237,7 @@ def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
 
 def bits_text(bits: Bits) -> str:
     """For people: "4", "8/2/8" on links that differ, or "2 to 8 (error 0.07)"."""
-    return "/".join(map(str, _each(bits)))
+    return "/".join(map(str, each_link(bits)))
 
 
 def plain_bits(bits: Any) -> Any:
@@ -242,10 +247,6 @@ def plain_bits(bits: Any) -> Any:
     if not isinstance(bits, ConstantError):
         return bits
     return {key: value for key, value in dataclasses.asdict(bits).items() if value is not None}
-
-
-def _each(bits: Bits) -> tuple[Any, ...]:
-    return bits if isinstance(bits, tuple) else (bits,)
 
 
 def _of_links(key: str, given: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
@@ -267,6 +268,6 @@ def _is_bits(value: object) -> bool:
 
 
 def _require_bits(key: str, got: Any) -> None:
-    every = _each(got)
+    every = each_link(got)
     allowed = f"{BITS}, {_ERROR}, a list of these with one for each link, or 'auto'"
     require(every != () and all(map(_is_bits, every)), key, list(got) if isinstance(got, tuple) else got, allowed)

@@ -7,11 +7,10 @@ error of the same number of bits. What that costs is measured: benchmarks/result
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from torch import nn
 
-from pipecomp.activation_config import FEWEST, Activations, ConstantError
+from pipecomp.activation_config import FEWEST, Activations, ConstantError, each_link
 
 FEWEST_BITS = 3  # forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default
 _SMALL = 0.01  # dropout that changes hardly anything
@@ -28,8 +27,7 @@ def advice(dropout: float, activations: Activations) -> str | None:
 
     Bits that follow an error need no advice where they may grow with the changes: their most count.
     """
-    given: Any = activations.forward_bits
-    every = given if isinstance(given, tuple) else (given,)
+    every = each_link(activations.forward_bits)
     bits = min(e.max if isinstance(e, ConstantError) else e for e in every)
     if activations.method != "aqsgd" or bits >= FEWEST_BITS or dropout < _SMALL:
         return None

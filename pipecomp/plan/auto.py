@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError, bits_of_link
+from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
@@ -212,7 +212,7 @@ def _reason(
 
 def _said(bits: Bits, way: str) -> str:
     """Write "2 to 4 forward (error 0.07)", "2 to 4/2 to 8 back (error 0.1)" or "3 forward"."""
-    every = bits if isinstance(bits, tuple) else (bits,)
+    every = each_link(bits)
     counts = "/".join(f"{e.min} to {e.max}" if isinstance(e, ConstantError) else str(e) for e in every)
     errors = "/".join(dict.fromkeys(f"{e.error:g}" for e in every if isinstance(e, ConstantError)))
     return f"{counts} {way}" + (f" (error {errors})" if errors else "")

@@ -1,17 +1,17 @@
-"""One link: codec, message store and transport joined, and what its two ends share.
+"""One link: codec, message store and transport joined, and packets as both ends make, check and read them.
 
 The upstream end (stage k, sender.py) sends activations and receives their gradients, the downstream end (stage k + 1,
-receiver.py) the other way round. With "aqsgd" both hold, for every sample they have seen, the same cached activation m
-(arXiv:2206.01299, Algorithm 1):
+receiver.py) the other way round; link_end.py is what they share of samples that come back. With "aqsgd" both hold, for
+every sample they have seen, the same cached activation m (arXiv:2206.01299, Algorithm 1):
 
     first visit   m ← a                     sent uncompressed, or quantized if `first_visit` says so
     later         m ← m + deq(Q(a − m))     sent as Q(a − m)
 
 and with `backward_method: "delta"` the same of its gradient (visits.py). The sender's store decides which it is. With
-`store.clusters` both hold cluster centers of token rows in place of that (clusters.py). Every
-packet says what it is, which version of m it builds on and which it makes, so a delta can never be applied to another
-base. Nothing is changed at either end before a packet is checked. An end whose disk refuses writes does not keep new
-samples, and says so in its next packet about them: the other end then does not keep them either.
+`store.clusters` both hold cluster centers of token rows in place of that (clusters.py). Every packet says what it is,
+which version of m it builds on and which it makes, so a delta can never be applied to another base. Nothing is changed
+at either end before a packet is checked. An end whose disk refuses writes does not keep new samples, and says so in its
+next packet about them: the other end then does not keep them either.
 
 Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micro-batch, n of one sample.
 """
@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -43,9 +42,6 @@ from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
-
-if TYPE_CHECKING:
-    from pipecomp.stages.link.clusters import Clusters
 
 FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
 MAX_TENSOR_BYTES = 1 << 34  # of a decoded packet, padding included
@@ -104,7 +100,7 @@ class Packet:
 
 
 class Endpoint:
-    """What both ends share.
+    """Packets of one end of a link.
 
     index: the link's number, counted from the first stage. replica: which pipeline. canvas: where the cached
     activations of images that crops move lie; None where they are just what was sent. staging: between the device that
@@ -146,39 +142,12 @@ class Endpoint:
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
         self._codecs = LinkCodecs(a, index, clusters)
-        self._clusters: Clusters | None = None  # in the place of samples' cached activations
         self._measured: deque[Copy] = deque()  # norms of sampled activations and of what is left out of them
 
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
         """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
         self.bounds, self._bounded_dtype = bounds, dtype
         self.transport.limit(bounds.most_bytes(self._codecs, dtype))
-
-    @property
-    def keeps_samples(self) -> bool:
-        """Whether entries of the store are samples', and not blocks of cluster centers."""
-        return self._clusters is None
-
-    def end_step(self) -> None:
-        """Keep what a step has changed beside samples; before its end is committed, or compared with the peer."""
-        if self._clusters is not None:
-            self._clusters.end_step()
-
-    def reload(self) -> None:
-        """Go on with what the store holds, which has changed otherwise than by packets."""
-        if self._clusters is not None:
-            self._clusters.reload()
-
-    def take_bits(self, config: Config) -> None:
-        """Go on with this configuration's bits; both ends must do so between the same two packets."""
-        self._config, self._codecs = config, LinkCodecs(config.activations, self.index, config.store.clusters)
-        self.code_visits()
-        if self.bounds is not None:
-            self.limit(self.bounds, self._bounded_dtype)
-
-    def code_visits(self) -> None:
-        """Make what codes samples that are sent as changes, by `_codecs`."""
-        raise NotImplementedError
 
     # -- sending and receiving packets
 

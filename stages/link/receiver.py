@@ -11,25 +11,19 @@ from pipecomp.errors import NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.clusters import clusters_of
-from pipecomp.stages.link.endpoint import BACKWARD, Endpoint, Packet, Position, plain_samples
-from pipecomp.stages.link.visits import Visits, visits_of
+from pipecomp.stages.link.endpoint import BACKWARD, Packet, Position, plain_samples
+from pipecomp.stages.link.link_end import LinkEnd
+from pipecomp.stages.link.visits import Visits
 
 
-class LinkReceiver(Endpoint):
+class LinkReceiver(LinkEnd):
     """Stage k + 1's end of the link from stage k."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.code_visits()
         self._versions: dict[
             Position, list[int]
         ] = {}  # of micro-batches whose gradients are to come, where these count
-
-    def code_visits(self) -> None:
-        """See Endpoint."""
-        self._activations, self._gradients = visits_of(self, self._codecs)
-        self._clusters = clusters_of(self, self._codecs, self._clusters)
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.

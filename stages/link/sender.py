@@ -11,23 +11,18 @@ from pipecomp.errors import LinkError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
 from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.clusters import Clusters, clusters_of
-from pipecomp.stages.link.endpoint import FORWARD, Endpoint, Packet, Position, plain_samples
-from pipecomp.stages.link.visits import Visits, visits_of
+from pipecomp.stages.link.clusters import Clusters
+from pipecomp.stages.link.endpoint import FORWARD, Packet, Position, plain_samples
+from pipecomp.stages.link.link_end import LinkEnd
+from pipecomp.stages.link.visits import Visits
 
 
-class LinkSender(Endpoint):
+class LinkSender(LinkEnd):
     """Stage k's end of the link to stage k + 1."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.next_version = 1  # of a cached activation; above the highest that either end still holds
-        self.code_visits()
-
-    def code_visits(self) -> None:
-        """See Endpoint."""
-        self._activations, self._gradients = visits_of(self, self._codecs)
-        self._clusters = clusters_of(self, self._codecs, self._clusters)
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of x [B, S, H]; returns once the packet is queued.
