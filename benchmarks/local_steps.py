@@ -237,6 +237,8 @@ def _table(rows: list[Row]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
+    from pipecomp.cluster.local_ranks import preload_large_packages
+
     given = arguments(
         argv,
         __doc__,
@@ -246,6 +248,7 @@ def main(argv: Sequence[str]) -> None:
         steps=([1, 4, 8, 16, 32], "values of H, steps between averages"),
         data=(SHARED, "folder with wikitext-2/ and qnli/"),
     )
+    preload_large_packages()
     folders = {"data": str(given.data), "cache": str(given.cache), "model": str(given.model)}
     Runs(given, "local_steps", SETUP, KEYS, current=lambda row: row["method"] in LINES).complete(
         train,
