@@ -140,7 +140,8 @@ def one_rank(
 
     torch.set_num_threads(1)
     made, epochs = TASKS[task](seed, folders), EPOCHS[task]
-    steps, micro_batch = epochs * (len(made.training) // BATCH), max(1, BATCH // replicas // 2)
+    stages = world // replicas
+    steps, micro_batch = epochs * (len(made.training) // BATCH), BATCH // replicas // stages
     config = adamw(
         section(task, name, local_steps, seed, store),
         samples=(BATCH, micro_batch),
@@ -150,7 +151,7 @@ def one_rank(
     )
     engine = pipecomp.initialize(
         made.model,
-        num_stages=world // replicas,
+        num_stages=stages,
         config=config,
         training_data=made.training,
         collate_fn=made.collate_fn,
