@@ -30,8 +30,9 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     PLAIN: {"method": "none"},
     **{f"{bits} bits": {"method": "double_squeeze", "bits": bits} for bits in (8, 4, 2, 1)},
 }
-STREAMED, POST_LOCAL, PIPELINE = "4 bits, 2 fragments overlapped", "post-local SGD", "4 bits, AQ-SGD between 2 stages"
-LINES = (*GRADIENTS, STREAMED, POST_LOCAL, PIPELINE)
+STREAMED, PIPELINE = "4 bits, 2 fragments overlapped", "4 bits, AQ-SGD between 2 stages"
+POST_LOCAL, DILOCO = "FP32, post-local SGD", "FP32, Nesterov 0.7, 0.9"
+LINES = (*GRADIENTS, STREAMED, PIPELINE, POST_LOCAL, DILOCO)
 WARM_UP = {"GPT-2": convergence.WARM_UP, "QNLI": 18}  # steps
 EPOCHS = {"GPT-2": convergence.EPOCHS, "QNLI": classification.EPOCHS}
 KEYS = ("task", "method", "local_steps", "replicas", "seed")
@@ -52,13 +53,15 @@ class Task:
 def section(task: str, name: str, local_steps: int, seed: int, store: str) -> dict[str, Any]:
     """The section "pipecomp" of a line."""
     found: dict[str, Any] = {"seed": seed}
-    gradients = dict(GRADIENTS["4 bits" if name in (STREAMED, PIPELINE) else PLAIN if name == POST_LOCAL else name])
+    gradients = dict(GRADIENTS[name.split(",")[0]])
     if local_steps > 1:
         gradients["local_steps"] = local_steps
         if name == STREAMED:
             gradients |= {"fragments": 2, "overlap": max(1, local_steps // 4)}
         if name == POST_LOCAL:
-            gradients |= {"outer": {"optimizer": "sgd"}, "local_steps_warmup": WARM_UP[task]}
+            gradients |= {"outer": {"lr": 1.0}, "local_steps_warmup": WARM_UP[task]}
+        if name == DILOCO:
+            gradients |= {"outer": {"optimizer": "nesterov"}}
     if name == PIPELINE:
         found |= {"activations": AQSGD, "store": {"path": store}}
     return {**found, "gradients": gradients}
@@ -180,7 +183,7 @@ def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
         for replicas in given.replicas
         for name in names
         for h in given.steps
-        if h > 1 or name not in (STREAMED, POST_LOCAL)
+        if h > 1 or name not in (STREAMED, POST_LOCAL, DILOCO)
     ]
 
 
@@ -193,9 +196,9 @@ def results(rows: list[Row]) -> list[str]:
 
         The pre-trained GPT-2 of [convergence.md](convergence.md), {EPOCHS["GPT-2"]} epochs, and the MiniLM of
         [classification.md](classification.md) on QNLI, {EPOCHS["QNLI"]} epochs, with their settings, on the same
-        samples in every line. Outer steps are Nesterov's with lr 0.7 and momentum 0.9
+        samples in every line. Outer steps are the default's, SGD with a rate of R^0.75 for R replicas
         ([algorithm](../../docs/algorithms.md#212-local-steps)); of post-local SGD plain averages of weights, after a
-        warm-up with growing intervals. Training loss: mean over the last epoch and over replicas, each of its own
+        warm-up with growing intervals; in the last lines DiLoCo's. Training loss: mean over the last epoch and over replicas, each of its own
         weights, ± over seeds; above FP32: mean of the differences to FP32 averaged in every step, with the same seed
         and number of replicas. Held-out samples are judged with the common weights. Sent: all ranks' bytes for
         averaging, and how many times less than float32 gradients in every step.

@@ -23,12 +23,13 @@ MIXING = 0.5  # arXiv:2501.18512, section 2.4
 class Outer:
     """The optimizer of outer steps: SGD on how far the replicas have moved, on the average.
 
-    optimizer: "nesterov", or "sgd" with or without heavy-ball momentum. lr: 1 and no momentum is plain averaging.
+    optimizer: "nesterov" (DiLoCo's), or "sgd" with or without heavy-ball momentum. lr: 1 and no momentum is plain
+    averaging; None for what the number of replicas asks for, see `rate`. momentum: of the outer gradients.
     """
 
-    optimizer: str = "nesterov"
-    lr: float = 0.7
-    momentum: float = 0.9
+    optimizer: str = "sgd"
+    lr: float | None = None
+    momentum: float = 0.0
 
     @classmethod
     def checked(cls, given: object) -> Outer:
@@ -41,19 +42,35 @@ class Outer:
             raise ConfigError(key, given, allowed)
         for name, value in given.items():
             require(name in ("optimizer", "lr", "momentum"), f"{key}.{name}", value, "no such key; " + allowed)
-        optimizer = given.get("optimizer", "nesterov")
+        optimizer = given.get("optimizer", "sgd")
         require(optimizer in OPTIMIZERS, f"{key}.optimizer", optimizer, ", ".join(map(repr, OPTIMIZERS)))
-        plain = cls() if optimizer == "nesterov" else cls(optimizer="sgd", lr=1.0, momentum=0.0)
+        plain = NESTEROV if optimizer == "nesterov" else cls()
         lr, momentum = given.get("lr", plain.lr), given.get("momentum", plain.momentum)
-        require(_number(lr) and 0 < lr < math.inf, f"{key}.lr", lr, "a number above 0")
         require(_number(momentum) and 0 <= momentum < 1, f"{key}.momentum", momentum, "a number from 0 to below 1")
         require(optimizer == "sgd" or momentum > 0, f"{key}.momentum", momentum, "a number above 0 with 'nesterov'")
-        return cls(optimizer=optimizer, lr=float(lr), momentum=float(momentum))
+        if lr is None:
+            require(optimizer == "sgd" and momentum == 0, f"{key}.lr", lr, "a number above 0 with momentum")
+        else:
+            require(_number(lr) and 0 < lr < math.inf, f"{key}.lr", lr, "a number above 0")
+            lr = float(lr)
+        return cls(optimizer=optimizer, lr=lr, momentum=float(momentum))
+
+    def rate(self, replicas: int) -> float:
+        """Tell the learning rate: `lr`, or R^0.75 for R replicas.
+
+        Where gradients are mostly noise, Adam moves a replica by as much in each step whatever its batch, but by 1/√R
+        of it towards less loss with a batch of 1/R; what one replica alone learns, of rare tokens, averaging divides by
+        R. R^0.75, between the two, kept the losses of averaging in every step best (benchmarks/local_steps.py).
+        """
+        return float(replicas**0.75) if self.lr is None else self.lr
 
     @property
-    def averages(self) -> bool:
-        """Whether an outer step leaves the replicas' mean as it is."""
-        return self.lr == 1 and self.momentum == 0
+    def averages_alike(self) -> bool:
+        """Whether an outer step leaves the weights as they are where all replicas have the same ones."""
+        return self.lr in (None, 1) and self.momentum == 0
+
+
+NESTEROV = Outer(optimizer="nesterov", lr=0.7, momentum=0.9)  # arXiv:2311.08105, for pre-training
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from pipecomp.kernels.staging import Staging
 from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.stats import ring_bytes
 
+_FAILED_S = 10.0  # for what is under way when other ranks may be gone, and when the interpreter ends
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -290,10 +291,16 @@ class State:
         if (kept := self._kept()) is not None and kept.saved_as in state:
             kept.load_state_dict(state[kept.saved_as], torch.device(device))
 
-    def close(self) -> None:
-        """Finish what is under way and end the thread; safe to call twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """Finish what is under way and end the thread; safe to call twice.
+
+        Args:
+            failed: whether other ranks may not take part any more: then it is waited for a few seconds only. Without,
+                for as long as it takes, or until a rank has been silent for `timeout_s`: a thread that is left within
+                torch when the interpreter ends would abort the process.
+        """
         if self._thread is not None:
-            _stop(self._jobs, self._thread)
+            _stop(self._jobs, self._thread, _FAILED_S if failed else None)
             self._thread = None
 
 
@@ -311,10 +318,10 @@ def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_Job | None]) -
         del state, job
 
 
-def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread, wait_s: float | None = _FAILED_S) -> None:
     if thread.is_alive():
         jobs.put(None)
-        thread.join(timeout=10)
+        thread.join(wait_s)
 
 
 def ddp_hook(state: State, bucket: Any) -> torch.futures.Future[Tensor]:

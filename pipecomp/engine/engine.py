@@ -294,9 +294,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             save_pretrained(self.stage, folder, owners=owners)
 
     def close(self) -> None:
-        """Finish the stores and end the connections in order; safe to call twice. Runs at exit by itself."""
+        """Finish stores and averages and end the connections in order; safe to call twice. Runs at exit by itself."""
         self.guard.close()
-        self.gradients.close()
+        self.gradients.close(failed=self.guard.failed)
 
     # -- what it tells
 

@@ -18,6 +18,9 @@ class FailureGuard:
     """Wraps what all ranks do together, so that the failure of one is known to all.
 
     rank: this one. `watch` gives it links and heartbeat once they are there; before that it tells by the store alone.
+
+    Attributes:
+        failed: Whether training has ended by an error, here or on another rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -26,6 +29,7 @@ class FailureGuard:
         self._heartbeat: Heartbeat | None = None
         self._engine = 0  # this engine's number there
         self._depth = 0
+        self.failed = False
 
     def missed(self, rank: int) -> PipecompError | None:
         """Why a rank will not answer, as far as the heartbeat knows."""
@@ -61,6 +65,7 @@ class FailureGuard:
 
     def _tell(self, error: Exception) -> Exception:
         """Tell all ranks that this one's training ends; returns what to raise."""
+        self.failed = True
         if self._heartbeat is not None:
             self._heartbeat.leave()  # what follows takes its time, but does not hang
         report_stopped(f"{type(error).__name__}: {error}")

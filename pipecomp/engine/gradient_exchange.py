@@ -164,10 +164,10 @@ class GradientExchange:
         found = {name: state.stats() for name, state in self.states()}
         return {name: {**stats, "wait_seconds": stats["seconds"]["wait"]} for name, stats in found.items()}
 
-    def close(self) -> None:
-        """End the threads; safe to call twice."""
+    def close(self, *, failed: bool) -> None:
+        """End the threads, see `State.close`; safe to call twice."""
         for _, state in self.states():
-            state.close()
+            state.close(failed=failed)
 
 
 class ReplicaAdam(QuantizedAdam):

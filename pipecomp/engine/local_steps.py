@@ -49,7 +49,7 @@ class LocalTraining:
         weights = {names[own]: p for own, p in engine.stage.named_parameters() if p.requires_grad}
         options = engine.pipecomp_config.gradients.local
         tied = set(engine.stage.tied_parameters()) & set(weights)
-        self.outer = OuterSteps(options, weights, tied, exchanges.outer)
+        self.outer = OuterSteps(options, weights, tied, exchanges.outer, engine.grid.data_parallel_size)
         self.synchronous = self.outer.synchronous
         self._precedence = Precedence(())
 
@@ -96,11 +96,11 @@ class LocalTraining:
             found |= {} if exchange is None else exchange.stats()
         return found
 
-    def close(self) -> None:
-        """End the threads; safe to call twice."""
+    def close(self, *, failed: bool) -> None:
+        """End the threads, see `State.close`; safe to call twice."""
         for exchange in self.exchanges:
             if exchange is not None:
-                exchange.close()
+                exchange.close(failed=failed)
 
     # -- checkpoints
 

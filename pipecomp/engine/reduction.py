@@ -156,9 +156,9 @@ class GradientReduction:
         groups |= {} if self._over_replicas is None else self._over_replicas.stats()
         return groups if self._local is None else groups | self._local.traffic()
 
-    def close(self) -> None:
-        """End the threads that exchange; safe to call twice."""
+    def close(self, *, failed: bool) -> None:
+        """End the threads that exchange, see `State.close`; safe to call twice."""
         if self._over_replicas is not None:
-            self._over_replicas.close()
+            self._over_replicas.close(failed=failed)
         if self._local is not None:
-            self._local.close()
+            self._local.close(failed=failed)

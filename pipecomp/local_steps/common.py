@@ -22,16 +22,17 @@ class CommonWeights:
     Args:
         weights: The replica's own weights, by name.
         outer: The outer optimizer.
+        replicas: How many there are.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], outer: Outer) -> None:
-        self._weights, self._averages = weights, outer.averages
+    def __init__(self, weights: Mapping[str, Tensor], outer: Outer, replicas: int) -> None:
+        self._weights, self._averages = weights, outer.averages_alike
         self._common = {
             name: w.detach().to(torch.float32 if w.dtype in _HALF else w.dtype, copy=True)
             for name, w in weights.items()
         }
-        nesterov = outer.optimizer == "nesterov"
-        self._sgd = torch.optim.SGD(self._common.values(), lr=outer.lr, momentum=outer.momentum, nesterov=nesterov)
+        lr, nesterov = outer.rate(replicas), outer.optimizer == "nesterov"
+        self._sgd = torch.optim.SGD(self._common.values(), lr=lr, momentum=outer.momentum, nesterov=nesterov)
 
     def moved(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tell how far the replica's weights are from the common ones, which is the outer gradient; new tensors."""

@@ -54,6 +54,7 @@ class OuterSteps:
         weights: The replica's own, by name, the same on all replicas at first.
         tied: Names of those that other stages hold too.
         averages: Averages over replicas.
+        replicas: How many there are.
 
     Attributes:
         taken: Outer steps so far, each of one fragment, or of all weights after a synchronous inner step.
@@ -64,9 +65,14 @@ class OuterSteps:
     """
 
     def __init__(
-        self, options: LocalSteps, weights: Mapping[str, Tensor], tied: Set[str], averages: Averages | None
+        self,
+        options: LocalSteps,
+        weights: Mapping[str, Tensor],
+        tied: Set[str],
+        averages: Averages | None,
+        replicas: int,
     ) -> None:
-        self._options, self._weights, self._averages = options, weights, averages
+        self._options, self._weights, self._averages, self._replicas = options, weights, averages, replicas
         self._fragments = fragments_of(weights, tied, options.fragments)
         self._timetable = Timetable(options)
         self._common: CommonWeights | None = None
@@ -82,7 +88,7 @@ class OuterSteps:
     def start(self, step: int) -> None:
         """Begin after `step` steps of the run, unless it has begun: the weights are what replicas have in common."""
         if self._common is None:
-            self._common = CommonWeights(self._weights, self._options.outer)
+            self._common = CommonWeights(self._weights, self._options.outer, self._replicas)
             self._timetable.began = self.averaged_at = step
 
     def forget(self) -> None:
@@ -201,7 +207,7 @@ class OuterSteps:
         self.forget()
         if not shared["begun"]:
             return
-        self._common = CommonWeights(self._weights, self._options.outer)
+        self._common = CommonWeights(self._weights, self._options.outer, self._replicas)
         self._common.set_momentum({name: m for name, m in shared["momentum"].items() if name in self._weights})
         for name, own in self._weights.items():
             own.copy_(state["weights"][name])

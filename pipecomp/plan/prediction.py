@@ -26,7 +26,6 @@ from pipecomp.stages.partition.planning import SplitPlan
 _WORTH = 0.99  # running further ahead must shorten a step to this
 # Bytes of a parameter: weight, gradient, and Adam's two moments in float32; with half precision a float32 copy too.
 _STATE = {torch.float32: 16, torch.bfloat16: 18, torch.float16: 18}
-_COMMON = 8  # of a parameter with local steps: its common value and the outer momentum
 
 
 @exchanged
@@ -113,7 +112,8 @@ class Prediction:
 
     def memory_bytes(self) -> list[float]:
         """Count the bytes of each stage, as `memory_bytes` does; with local steps common weights and outer momentum."""
-        more = 0 if self.config.gradients.local is None else _COMMON
+        local = self.config.gradients.local
+        more = 0 if local is None else 8 if local.outer.momentum else 4  # in float32
         held = memory_bytes(self.job, self.slack)
         return [size + more * values for size, values in zip(held, self.job.plan.parameters, strict=True)]
 

@@ -50,7 +50,7 @@ class LocalStepsOfTrainer(TrainerCallback):
 
     def __init__(self, options: LocalSteps, ddp: DistributedDataParallel, state: State, args: Any) -> None:
         weights = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-        self.outer = OuterSteps(options, weights, set(), _Averages(state))
+        self.outer = OuterSteps(options, weights, set(), _Averages(state), state.group.size)
         self._rank = state.group.rank
         self._group = state.group
         self._common = ExitStack()

@@ -15,7 +15,7 @@ from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
-OUTER = {"outer": {"momentum": 0.5}}
+OUTER = {"outer": {"optimizer": "nesterov", "momentum": 0.5}}
 SQUEEZE = {"method": "double_squeeze", "bits": 4, "group_size": 64, **OUTER}
 CASES: dict[str, dict[str, Any]] = {
     "none": {"method": "none", "local_steps": 3, **OUTER},

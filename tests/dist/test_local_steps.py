@@ -17,7 +17,7 @@ from tests.limits import HANG_S
 pytestmark = pytest.mark.ranks
 
 STEPS = 6
-LOCAL = {"local_steps": 3, "outer": {"lr": 0.7, "momentum": 0.5}}
+LOCAL = {"local_steps": 3, "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.5}}
 PLAIN = {"optimizer": "sgd", "lr": 1.0}
 SQUEEZE = {"method": "double_squeeze", "bits": 4, "group_size": 64}
 STREAMED = {"local_steps": 3, "fragments": 2, "overlap": 1, "mixing": 0.25, "local_steps_warmup": 2}
@@ -280,8 +280,8 @@ def recut(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     same = {**SQUEEZE, **STREAMED}
     others = {
         "four replicas": (1, same),
-        "every step": (1, {**SQUEEZE, "local_steps": 1, "outer": {"momentum": 0.5}}),
-        "every step of two": (2, {**SQUEEZE, "local_steps": 1, "outer": {"momentum": 0.5}}),
+        "every step": (1, {**SQUEEZE, "local_steps": 1, "outer": {"optimizer": "nesterov", "momentum": 0.5}}),
+        "every step of two": (2, {**SQUEEZE, "local_steps": 1, "outer": {"optimizer": "nesterov", "momentum": 0.5}}),
         "without": (1, SQUEEZE),
         "one replica": (4, SQUEEZE),
     }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.local_options import LocalSteps, Outer
+from pipecomp.allreduce.local_options import NESTEROV, LocalSteps, Outer
 from pipecomp.local_steps.outer_steps import OuterSteps
 
 SIZES = {"a": (3, 2), "b": (4,), "c": (5,)}
@@ -55,7 +55,7 @@ def start(options: LocalSteps, replicas: int) -> tuple[list[dict[str, Tensor]], 
     first = {name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in SIZES.items()}
     weights = [{name: w.clone() for name, w in first.items()} for _ in range(replicas)]
     meeting = Meeting(replicas)
-    return weights, [OuterSteps(options, own, {"b"}, meeting.of(r)) for r, own in enumerate(weights)]
+    return weights, [OuterSteps(options, own, {"b"}, meeting.of(r), replicas) for r, own in enumerate(weights)]
 
 
 def train(weights: list, outer: list[OuterSteps], steps: range) -> None:
@@ -69,7 +69,7 @@ def train(weights: list, outer: list[OuterSteps], steps: range) -> None:
             each.after_step(step + 1)
 
 
-@pytest.mark.parametrize("optimizer", [Outer(), Outer(optimizer="sgd", lr=0.5, momentum=0.3)])
+@pytest.mark.parametrize("optimizer", [NESTEROV, Outer(lr=0.5, momentum=0.3), Outer()])
 def test_one_replica_takes_the_papers_steps(optimizer):
     """Algorithm 1 of arXiv:2311.08105, line by line."""
     options = LocalSteps(local_steps=3, outer=optimizer)
@@ -82,16 +82,38 @@ def test_one_replica_takes_the_papers_steps(optimizer):
             gradient = -sum(moved(0, step, name) for step in range(began, began + 3))
             momentum[name] = optimizer.momentum * momentum[name] + gradient
             ahead = gradient + optimizer.momentum * momentum[name]
-            theta -= optimizer.lr * (ahead if optimizer.optimizer == "nesterov" else momentum[name])
+            theta -= optimizer.rate(1) * (ahead if optimizer.optimizer == "nesterov" else momentum[name])
     for name, theta in common.items():
         torch.testing.assert_close(weights[0][name], theta, rtol=1e-12, atol=1e-12)
     assert outer[0].stats() == {"interval": 3, "began": 9, "outer_steps": 3, "averaged_at": 9, "in_flight": []}
 
 
+def test_the_rate_follows_the_number_of_replicas_where_none_is_given():
+    assert Outer().rate(1) == 1
+    assert Outer().rate(16) == 8
+    assert Outer(lr=0.3).rate(16) == 0.3
+    options = LocalSteps(local_steps=2, overlap=1, mixing=0.0)
+    weights, outer = start(options, 16)
+    first = {name: w.clone() for name, w in weights[0].items()}
+    train(weights, outer, range(2))
+    train(weights, outer, range(2, 3))
+    for name, theta in first.items():
+        mean = torch.stack([moved(r, 0, name) + moved(r, 1, name) for r in range(16)]).mean(0)
+        torch.testing.assert_close(weights[0][name], theta + 8 * mean, rtol=1e-12, atol=1e-12)
+
+
+def test_an_interval_of_one_step_leaves_equal_weights_as_they_are_unless_a_rate_is_given():
+    for optimizer, factor in ((Outer(), 1.0), (Outer(lr=0.5), 0.5)):
+        weights, outer = start(LocalSteps(local_steps=1, outer=optimizer), 1)
+        first = weights[0]["a"].clone()
+        train(weights, outer, range(1))
+        torch.testing.assert_close(weights[0]["a"], first + factor * moved(0, 0, "a"), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
 def test_fragments_that_arrive_late_are_mixed_with_what_replicas_have_done_since(mixing):
     """Two replicas: what they have in common is the same bits on both, and is by hand what it has to be."""
-    plain = Outer(optimizer="sgd", lr=1.0, momentum=0.0)
+    plain = Outer(lr=1.0)
     options = LocalSteps(local_steps=4, outer=plain, fragments=2, overlap=1, mixing=mixing)
     weights, outer = start(options, 2)
     own = [{name: w.clone() for name, w in each.items()} for each in weights]
@@ -172,9 +194,7 @@ def test_weights_of_half_precision_start_from_what_they_were_given():
     """A common weight between two bfloat16 values does not drift where nothing moves."""
     weights = {"a": torch.full((4,), 1.0, dtype=torch.bfloat16)}
     meeting = Meeting(1)
-    outer = OuterSteps(
-        LocalSteps(local_steps=2, outer=Outer(optimizer="sgd", lr=0.3, momentum=0.0)), weights, set(), meeting.of(0)
-    )
+    outer = OuterSteps(LocalSteps(local_steps=2, outer=Outer(lr=0.3)), weights, set(), meeting.of(0), 1)
     outer.start(0)
     weights["a"] += 2**-7
     for step in (1, 2):

@@ -109,7 +109,7 @@ def test_an_optimizer_that_exchanges_takes_no_local_steps():
 @pytest.mark.parametrize("h", [1, 4])
 def test_defaults_are_filled_in_once(h):
     once = Gradients(method="double_squeeze", local_steps=h)
-    assert once.outer == {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+    assert once.outer == {"optimizer": "sgd", "lr": None, "momentum": 0.0}
     assert Gradients(**once.as_dict()) == once
     assert "local_steps" not in once.of_average()
     assert not set(Gradients(method="double_squeeze").as_dict()) & {"local_steps", "outer", "overlap"}
