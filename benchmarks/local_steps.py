@@ -59,9 +59,9 @@ def section(task: str, name: str, local_steps: int, seed: int, store: str) -> di
         if name == STREAMED:
             gradients |= {"fragments": 2, "overlap": max(1, local_steps // 4)}
         if name == POST_LOCAL:
-            gradients |= {"outer": {"lr": 1.0}, "local_steps_warmup": WARM_UP[task]}
+            gradients |= {"outer": {"lr": 1.0}, "second_moments": "own", "local_steps_warmup": WARM_UP[task]}
         if name == DILOCO:
-            gradients |= {"outer": {"optimizer": "nesterov"}}
+            gradients |= {"outer": {"optimizer": "nesterov"}, "second_moments": "own"}
     if name == PIPELINE:
         found |= {"activations": AQSGD, "store": {"path": store}}
     return {**found, "gradients": gradients}
@@ -196,11 +196,12 @@ def results(rows: list[Row]) -> list[str]:
 
         The pre-trained GPT-2 of [convergence.md](convergence.md), {EPOCHS["GPT-2"]} epochs, and the MiniLM of
         [classification.md](classification.md) on QNLI, {EPOCHS["QNLI"]} epochs, with their settings, on the same
-        samples in every line. Outer steps are the default's, SGD with a rate of R^0.75 for R replicas
-        ([algorithm](../../docs/algorithms.md#212-local-steps)); of post-local SGD plain averages of weights, after a
-        warm-up with growing intervals; in the last lines DiLoCo's. Training loss: mean over the last epoch and over replicas, each of its own
-        weights, ± over seeds; above FP32: mean of the differences to FP32 averaged in every step, with the same seed
-        and number of replicas. Held-out samples are judged with the common weights. Sent: all ranks' bytes for
+        samples in every line. Outer steps are the default's: SGD with a rate that follows the number of replicas, rows
+        of second moments in common ([algorithm](../../docs/algorithms.md#212-local-steps)). Post-local SGD averages
+        weights, after a warm-up with growing intervals; the last lines have DiLoCo's outer optimizer; both keep their
+        own second moments. Training loss: mean over the last epoch and over replicas, each of its own weights, ± over
+        seeds; above FP32: mean of the differences to FP32 averaged in every step, with the same seed and number of
+        replicas. Held-out samples are judged with the common weights. Sent: all ranks' bytes for
         averaging, and how many times less than float32 gradients in every step.
     """
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]

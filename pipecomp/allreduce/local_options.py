@@ -14,8 +14,9 @@ from typing import Any
 from pipecomp.allreduce.method import whole
 from pipecomp.errors import ConfigError, require
 
-KEYS = ("local_steps", "local_steps_warmup", "outer", "fragments", "overlap", "mixing")
+KEYS = ("local_steps", "local_steps_warmup", "outer", "second_moments", "fragments", "overlap", "mixing")
 OPTIMIZERS = ("nesterov", "sgd")
+SECOND_MOMENTS = ("rows", "own")
 MIXING = 0.5  # arXiv:2501.18512, section 2.4
 
 
@@ -58,9 +59,9 @@ class Outer:
     def rate(self, replicas: int) -> float:
         """Tell the learning rate: `lr`, or R^0.75 for R replicas.
 
-        Where gradients are mostly noise, Adam moves a replica by as much in each step whatever its batch, but by 1/√R
-        of it towards less loss with a batch of 1/R; what one replica alone learns, of rare tokens, averaging divides by
-        R. R^0.75, between the two, kept the losses of averaging in every step best (benchmarks/local_steps.py).
+        Where gradients are mostly noise, Adam moves a replica with a batch of 1/R as far in each step, but by 1/√R of
+        that towards less loss; and what one replica alone has learned, the mean divides by R. Between the two
+        (benchmarks/local_steps.py) losses are at or below those of averaging in every step.
         """
         return float(replicas**0.75) if self.lr is None else self.lr
 
@@ -78,6 +79,7 @@ class LocalSteps:
     """How often replicas average, and what they do then.
 
     local_steps: H, inner steps from one averaging to the next. local_steps_warmup: steps over which that grows from 1.
+    second_moments: "rows" where replicas share the means of the rows of their Adam's, "own" where they share nothing.
     fragments: F parts of the weights that are averaged in turn. overlap: T, inner steps that go on while a fragment is
     averaged. mixing: α, what of its own weights a replica keeps where others arrive late, beside 1 − α of the common
     ones; None without overlap.
@@ -86,6 +88,7 @@ class LocalSteps:
     local_steps: int
     local_steps_warmup: int = 0
     outer: Outer = Outer()
+    second_moments: str = "rows"
     fragments: int = 1
     overlap: int = 0
     mixing: float | None = None
@@ -112,6 +115,8 @@ class LocalSteps:
             allowed = "only with local_steps of at least 2"
             require(h > 1 or local[key] in (None, default), f"gradients.{key}", local[key], allowed)
         overlap = number("overlap", 0, 0, h - 1)
+        moments = local["second_moments"] or "rows"
+        require(moments in SECOND_MOMENTS, "gradients.second_moments", moments, ", ".join(map(repr, SECOND_MOMENTS)))
         mixing = local["mixing"]
         if mixing is not None:
             require(overlap > 0, "gradients.mixing", mixing, "only with gradients.overlap")
@@ -120,6 +125,7 @@ class LocalSteps:
             local_steps=h,
             local_steps_warmup=number("local_steps_warmup", 0, 0),
             outer=Outer.checked(local["outer"]),
+            second_moments=moments,
             fragments=number("fragments", 1, 1, h),
             overlap=overlap,
             mixing=(MIXING if mixing is None else float(mixing)) if overlap else None,

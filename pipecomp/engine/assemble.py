@@ -13,6 +13,7 @@ from pipecomp.engine.connect import pipelines
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
 from pipecomp.engine.local_steps import LocalExchanges
 from pipecomp.errors import ConfigError
+from pipecomp.gradient_config import Gradients
 from pipecomp.stages import Source, build_stage, default_loss
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
@@ -89,12 +90,14 @@ def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> Local
     if local is None:
         return None
     if local.local_steps == 1:
-        return LocalExchanges(None, None)
+        return LocalExchanges()
     replicas, stage = pipelines(grid), grid.get_stage_id()
     own = [ranks[stage] for ranks in replicas]
     tied = [group for group in split_plan.trained_ties if stage in group.stages]
 
-    def exchange(prefix: str, ranks: list[int], held: dict[str, TiedRanks]) -> GradientExchange:
+    def exchange(
+        prefix: str, ranks: list[int], held: dict[str, TiedRanks], options: Gradients = options
+    ) -> GradientExchange:
         seed, timeout_s = settings.seed, settings.transport.timeout_s
         return GradientExchange(options, ranks, held, stage=stage, seed=seed, timeout_s=timeout_s, prefix=prefix)
 
@@ -103,7 +106,11 @@ def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> Local
         here = replicas[grid.data_parallel_id]
         held = {g.name: TiedRanks(tuple(here[s] for s in g.stages), len(g.stages)) for g in tied}
         inner = exchange("local ", [here[stage]], held)
-    return LocalExchanges(inner, exchange("outer ", own, {g.name: TiedRanks(tuple(own), 1) for g in tied}))
+    all_tied = {g.name: TiedRanks(tuple(own), 1) for g in tied}
+    outer, moments = exchange("outer ", own, all_tied), None
+    if local.second_moments == "rows":
+        moments = exchange("moments ", own, all_tied, Gradients(method="none"))
+    return LocalExchanges(inner, outer, moments)
 
 
 def quantized_adam(

@@ -20,18 +20,21 @@ from pipecomp.checkpoint.reshard_read import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.engine.precedence import Precedence
 from pipecomp.errors import ConfigError
-from pipecomp.local_steps.outer_steps import OuterSteps
+from pipecomp.local_steps.outer_steps import OuterSteps, SharedMoments
+from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.stages.link.transport import Transport
 
 
 class LocalExchanges(NamedTuple):
-    """inner: sums gradients of tied weights over one replica's stages. outer: averages over replicas.
+    """What a rank exchanges with others; None where there is nothing of the kind, or DeepSpeed does it.
 
-    None where nothing of the kind is exchanged, or DeepSpeed does it.
+    inner: sums gradients of tied weights over one replica's stages. outer: averages over replicas. moments: averages
+    rows of second moments over replicas, exactly.
     """
 
-    inner: GradientExchange | None
-    outer: GradientExchange | None
+    inner: GradientExchange | None = None
+    outer: GradientExchange | None = None
+    moments: GradientExchange | None = None
 
 
 class LocalTraining:
@@ -49,15 +52,20 @@ class LocalTraining:
         weights = {names[own]: p for own, p in engine.stage.named_parameters() if p.requires_grad}
         options = engine.pipecomp_config.gradients.local
         tied = set(engine.stage.tied_parameters()) & set(weights)
-        self.outer = OuterSteps(options, weights, tied, exchanges.outer, engine.grid.data_parallel_size)
+        shared = None
+        if exchanges.moments is not None:
+            shared = SharedMoments(SecondMoments(weights, lambda: engine.optimizer.state), exchanges.moments)
+        self.outer = OuterSteps(options, weights, tied, exchanges.outer, engine.grid.data_parallel_size, shared)
         self.synchronous = self.outer.synchronous
         self._precedence = Precedence(())
 
     def give_way(self, transports: Collection[Transport]) -> None:
         """Let what is averaged while inner steps go on wait for the packets of these transports."""
-        if self.exchanges.outer is not None and self._engine.pipecomp_config.gradients.local.overlap > 0:
+        if self._engine.pipecomp_config.gradients.local.overlap > 0:
             self._precedence = Precedence(transports)
-            self.exchanges.outer.give_way(self._precedence.wait)
+            for exchange in (self.exchanges.outer, self.exchanges.moments):
+                if exchange is not None:
+                    exchange.give_way(self._precedence.wait)
 
     def begin_step(self) -> None:
         """Begin an inner step."""
@@ -111,12 +119,11 @@ class LocalTraining:
         """
         engine, state = self._engine, self.outer.state_dict()
         replica = engine.grid.data_parallel_id
-        if replica == 0:
-            saved = {"weights": state["weights"], "shared": state["shared"]}
-        else:
-            saved = {"weights": state["weights"], "optimizer": engine.optimizer.state_dict()}
+        if replica > 0:
+            del state["shared"]
+            state["optimizer"] = engine.optimizer.state_dict()
         with _file(folder, engine.stage_id, replica).open("wb") as file:
-            torch.save(saved, file)
+            torch.save(state, file)
 
     def load(self, folder: Path, pipeline: dict[str, Any] | None, *, same: bool, with_optimizer: bool) -> None:
         """Go on as the checkpoint, whose common weights and first replica's optimizer states have been loaded.
@@ -135,7 +142,7 @@ class LocalTraining:
         shared = _merged([first[index]["shared"] for index in stages])
         if same and self.outer.fits(shared):
             own = _open(folder, stage, replica)
-            self.outer.load_state_dict({"weights": own["weights"], "shared": shared}, engine.global_steps)
+            self.outer.load_state_dict({**own, "shared": shared}, engine.global_steps)
             if with_optimizer and replica > 0:
                 engine.optimizer.load_state_dict(own["optimizer"])
             return
@@ -153,7 +160,8 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts[1:]:
         momentum |= part["momentum"]
         for mine, other in zip(flights, part["flights"], strict=True):
-            mine["mean"] = {**mine["mean"], **other["mean"]}
+            for key in ("mean", "row_means"):
+                mine[key] = {**mine[key], **other[key]}
     return {**parts[0], "momentum": momentum, "flights": flights}
 
 

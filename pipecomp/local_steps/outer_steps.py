@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.local_steps.common import CommonWeights
+from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.local_steps.timetable import Timetable, fragments_of
 
 
@@ -25,21 +26,31 @@ class Averages(Protocol):
         """
 
 
+class SharedMoments(NamedTuple):
+    """Second moments of which replicas share the rows' means, and what averages these, exactly."""
+
+    moments: SecondMoments
+    averages: Averages
+
+
 @dataclass(slots=True)
 class _Flight:
-    """A fragment that is being averaged. lands: the step after which it is taken; wait: None once it has arrived."""
+    """A fragment that is being averaged. lands: the step after which it is taken; waits: for what has not arrived.
+
+    rows: the replica's own means of rows of second moments; row_means: those of all.
+    """
 
     fragment: int
     lands: int
     keep: float
     mean: dict[str, Tensor]
-    wait: Callable[[], None] | None
+    rows: dict[str, Tensor]
+    row_means: dict[str, Tensor]
+    waits: list[Callable[[], None]]
 
-    def arrive(self) -> dict[str, Tensor]:
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
-        return self.mean
+    def arrive(self) -> None:
+        while self.waits:
+            self.waits.pop(0)()
 
 
 class OuterSteps:
@@ -55,6 +66,7 @@ class OuterSteps:
         tied: Names of those that other stages hold too.
         averages: Averages over replicas.
         replicas: How many there are.
+        shared: None where replicas' second moments are each their own.
 
     Attributes:
         taken: Outer steps so far, each of one fragment, or of all weights after a synchronous inner step.
@@ -71,7 +83,9 @@ class OuterSteps:
         tied: Set[str],
         averages: Averages | None,
         replicas: int,
+        shared: SharedMoments | None = None,
     ) -> None:
+        self._shared = shared
         self._options, self._weights, self._averages, self._replicas = options, weights, averages, replicas
         self._fragments = fragments_of(weights, tied, options.fragments)
         self._timetable = Timetable(options)
@@ -127,22 +141,30 @@ class OuterSteps:
     def _send(self, fragment: int, step: int, *, overlap: int) -> None:
         assert self._common is not None
         assert self._averages is not None
-        moved = self._common.moved(self._fragments[fragment])
+        names = self._fragments[fragment]
+        moved = self._common.moved(names)
         label = f"fragment-{fragment}-" if len(self._fragments) > 1 else ""
+        waits = [self._averages.submit(moved, label=label)]
+        rows = {} if self._shared is None else self._shared.moments.rows(names)
+        means = {name: own.clone() for name, own in rows.items()}
+        if means:
+            assert self._shared is not None
+            waits.append(self._shared.averages.submit(means, label=label))
         keep = (self._options.mixing or 0.0) if overlap else 0.0
-        flight = _Flight(fragment, step + overlap, keep, moved, self._averages.submit(moved, label=label))
-        self._flights.append(flight)
+        self._flights.append(_Flight(fragment, step + overlap, keep, moved, rows, means, waits))
 
     def _land(self, step: int | None) -> None:
         """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
         for flight in list(self._flights):
             if step is not None and flight.lands > step:
                 continue
-            mean = flight.arrive()
+            flight.arrive()
             self._flights.remove(flight)
             if step is not None and self._common is not None:
-                self._common.step(mean)
-                self._common.hand_out(mean, flight.keep)
+                self._common.step(flight.mean)
+                self._common.hand_out(flight.mean, flight.keep)
+                if self._shared is not None:
+                    self._shared.moments.follow(flight.rows, flight.row_means)
                 self.taken += 1
                 self.averaged_at = step
 
@@ -171,15 +193,25 @@ class OuterSteps:
         """Return what is needed to go on beside the common weights; waits for what is being averaged.
 
         Returns:
-            "weights": the replica's own, by name, on the CPU; "shared": the same on all replicas. Plain containers.
+            "weights": the replica's own, by name, on the CPU; "rows": of second moments, as they were sent, of what is
+            on its way; "shared": the same on all replicas. Plain containers.
         """
+        for flight in self._flights:
+            flight.arrive()
         flights = [
-            {"fragment": f.fragment, "lands": f.lands, "keep": f.keep, "mean": _copied(f.arrive())}
+            {
+                "fragment": f.fragment,
+                "lands": f.lands,
+                "keep": f.keep,
+                "mean": _copied(f.mean),
+                "row_means": _copied(f.row_means),
+            }
             for f in self._flights
         ]
         common = self._common
         return {
             "weights": _copied(self._weights),
+            "rows": [_copied(flight.rows) for flight in self._flights],
             "shared": {
                 "options": self._options.as_dict(),
                 "begun": common is not None,
@@ -214,14 +246,19 @@ class OuterSteps:
         self.taken, self.averaged_at = shared["taken"], shared["averaged_at"]
         fits = self.fits(shared) and not state.get("recut", False)
         self._timetable.began = shared["began"] if fits or self.fits(shared) else step
-        for flight in shared["flights"]:
-            mean = {
-                n: m.to(self._weights[n].device, copy=True) for n, m in flight["mean"].items() if n in self._weights
-            }
+        # Another cut has the first replica's optimizer states on all replicas, which no row means belong to.
+        own_rows = state["rows"] if fits else [{} for _ in shared["flights"]]
+        for flight, rows in zip(shared["flights"], own_rows, strict=True):
             lands = flight["lands"] if fits else step
-            self._flights.append(_Flight(flight["fragment"], lands, flight["keep"], mean, None))
+            moved, its_rows, means = map(self._here, (flight["mean"], rows, flight["row_means"] if rows else {}))
+            self._flights.append(_Flight(flight["fragment"], lands, flight["keep"], moved, its_rows, means, []))
         if not fits:
             self._land(step)
+
+    def _here(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of this replica's own weights, on their devices."""
+        weights = self._weights
+        return {name: t.to(weights[name].device, copy=True) for name, t in tensors.items() if name in weights}
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ SQUEEZE = {"method": "double_squeeze", "bits": 4, "group_size": 64}
 STREAMED = {"local_steps": 3, "fragments": 2, "overlap": 1, "mixing": 0.25, "local_steps_warmup": 2}
 AQSGD = {"method": "aqsgd", "forward_bits": 4}
 CASES: dict[str, dict[str, Any]] = {
-    "none": {"method": "none", **LOCAL},
+    "none": {"method": "none", **LOCAL, "second_moments": "own"},
     "squeeze": {**SQUEEZE, **LOCAL},
     "one bit": {**SQUEEZE, "bits": 1, **LOCAL},
     "exponential": {"method": "global_qsgd", **LOCAL},
@@ -130,13 +130,21 @@ def test_replicas_exchange_nothing_between_outer_steps(four):
     assert set(groups) == {
         "outer data parallel",
         "outer tied transformer.wte.weight",
+        "moments data parallel",
+        "moments tied transformer.wte.weight",
         "local tied transformer.wte.weight",
     }
+    assert groups["moments data parallel"]["calls"] == 2
+    assert groups["moments data parallel"]["bytes_sent"] < groups["outer data parallel"]["bytes_sent"]
     assert groups["outer tied transformer.wte.weight"]["calls"] == 2
     assert groups["local tied transformer.wte.weight"]["calls"] == STEPS
     assert four[0]["squeeze"]["stats"]["local_steps"]["averaged_at"] == 6
     plain = four[0]["none"]["stats"]["groups"]
-    assert set(plain) == {"outer data parallel", "outer tied transformer.wte.weight", "tied transformer.wte.weight"}
+    assert set(plain) == {
+        "outer data parallel",
+        "outer tied transformer.wte.weight",
+        "tied transformer.wte.weight",
+    }, "and those of moments that are each replica's own"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "none"])

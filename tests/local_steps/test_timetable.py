@@ -84,6 +84,7 @@ REFUSED = {
     "outer": {"outer": {"lr": 0.5}},
     "fragments": {"fragments": 2},
     "overlap": {"local_steps": 4, "overlap": 4},
+    "second_moments": {"local_steps": 4, "second_moments": "all"},
     "mixing": {"local_steps": 4, "mixing": 0.5},
     "local_steps_warmup": {"local_steps": 1, "local_steps_warmup": 3},
     "outer.momentum": {"local_steps": 4, "outer": {"momentum": 1.0}},
