@@ -77,8 +77,9 @@ def language(seed: int, folders: dict[str, str]) -> Task:
     model, _ = pretrained_model(task, Path(folders["cache"]), seed)
 
     def judge(engine: Any, micro_batch: int) -> dict[str, float]:
-        batches = eval_batches(Sequences(task.held_out.tolist()), micro_batch)
-        return {"eval_loss": float(engine.eval_batch(iter(batches), num_micro_batches=len(batches)))}
+        batches, loss = eval_batches(Sequences(task.held_out.tolist()), micro_batch), engine.module.loss_fn
+        found = summed(engine, batches, lambda logits, labels: loss(logits, labels).reshape(1) * len(labels))
+        return {"eval_loss": found[0] / len(task.held_out)}
 
     return Task(model, Sequences(task.training.tolist()), convergence.LEARNING_RATE, judge)
 
@@ -87,17 +88,30 @@ def classifier(seed: int, folders: dict[str, str]) -> Task:
     """MiniLM on QNLI."""
     from benchmarks.minilm import load_data, load_model, load_tokenizer
     from pipecomp.data import eval_batches
-    from pipecomp.recipes.classify import Padding, evaluate
+    from pipecomp.recipes.classify import Padding, counts, scores
 
     tokenizer, model = load_tokenizer(Path(folders["model"])), load_model(Path(folders["model"]), seed)
     training, held_out = load_data("QNLI", Path(folders["data"]), tokenizer, model.config.vocab_size)
     collate = Padding(tokenizer.pad_token_id)
 
     def judge(engine: Any, micro_batch: int) -> dict[str, float]:
-        found = evaluate(engine, eval_batches(held_out, micro_batch, collate))
+        batches, loss = eval_batches(held_out, micro_batch, collate), engine.module.loss_fn
+        found = scores(summed(engine, batches, lambda logits, labels: counts(logits, labels, loss(logits, labels))))
         return {"eval_loss": found["loss"], "accuracy": found["accuracy"]}
 
     return Task(model, training, classification.LEARNING_RATE, judge, collate)
+
+
+def summed(engine: Any, batches: list[Any], judge: Callable[[Any, Any], Any]) -> list[float]:
+    """Sum what `judge` returns of logits and labels over all batches, which replicas share; the same on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    own = batches[engine.grid.data_parallel_id :: engine.grid.data_parallel_size]
+    found = engine.eval_batch(iter(own), num_micro_batches=len(own), on_logits=judge)
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, torch.stack(found).double().sum(0).tolist() if engine.is_last_stage() else None)
+    return [sum(column) for column in zip(*filter(None, rows), strict=True)]
 
 
 TASKS = {"GPT-2": language, "QNLI": classifier}
@@ -151,6 +165,7 @@ def one_rank(
         lr=made.lr,
         steps=(steps, WARM_UP[task]),
         torch_adam=True,
+        fused=True,
     )
     engine = pipecomp.initialize(
         made.model,
