@@ -164,7 +164,7 @@ class GradientExchange:
         found = {name: state.stats() for name, state in self.states()}
         return {name: {**stats, "wait_seconds": stats["seconds"]["wait"]} for name, stats in found.items()}
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """End the threads, see `State.close`; safe to call twice."""
         for _, state in self.states():
             state.close(failed=failed)

@@ -104,7 +104,7 @@ class LocalTraining:
             found |= {} if exchange is None else exchange.stats()
         return found
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """End the threads, see `State.close`; safe to call twice."""
         for exchange in self.exchanges:
             if exchange is not None:

@@ -156,7 +156,7 @@ class GradientReduction:
         groups |= {} if self._over_replicas is None else self._over_replicas.stats()
         return groups if self._local is None else groups | self._local.traffic()
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """End the threads that exchange, see `State.close`; safe to call twice."""
         if self._over_replicas is not None:
             self._over_replicas.close(failed=failed)

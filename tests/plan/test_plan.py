@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -183,13 +184,15 @@ class TestPrediction:
     def test_local_steps_share_out_what_averaging_takes(self):
         one, slow = job(K=1, replicas=2), uniform(1, 1e7)
 
-        def predicted(**local: int) -> Prediction:
+        def predicted(**local: Any) -> Prediction:
             return predict(one, Config.from_dict({"gradients": {"method": "double_squeeze", **local}}), slow)
 
         every, eighth = predicted(), predicted(local_steps=8)
         assert eighth.average_s == pytest.approx(every.average_s / 8)
         assert eighth.step_s == pytest.approx(every.step_s - 7 / 8 * every.average_s)
-        assert eighth.memory_bytes()[0] == every.memory_bytes()[0] + 8 * one.plan.parameters[0]
+        assert eighth.memory_bytes()[0] == every.memory_bytes()[0] + 4 * one.plan.parameters[0]
+        nesterov = predicted(local_steps=8, outer={"optimizer": "nesterov"})
+        assert nesterov.memory_bytes()[0] == every.memory_bytes()[0] + 8 * one.plan.parameters[0]
         halves = predicted(local_steps=8, fragments=2, overlap=1)
         shown = every.average_s / 8 - (every.step_s - every.average_s) * 2 / 8
         assert halves.average_s == pytest.approx(max(0.0, shown))
