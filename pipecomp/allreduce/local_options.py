@@ -17,7 +17,6 @@ from pipecomp.errors import ConfigError, require
 KEYS = ("local_steps", "local_steps_warmup", "outer", "second_moments", "fragments", "overlap", "mixing")
 OPTIMIZERS = ("nesterov", "sgd")
 SECOND_MOMENTS = ("rows", "own")
-MIXING = 0.5  # arXiv:2501.18512, section 2.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ class LocalSteps:
     second_moments: "rows" where replicas share the means of the rows of their Adam's, "own" where they share nothing.
     fragments: F parts of the weights that are averaged in turn. overlap: T, inner steps that go on while a fragment is
     averaged. mixing: α, what of its own weights a replica keeps where others arrive late, beside 1 − α of the common
-    ones; None without overlap.
+    ones (arXiv:2501.18512, section 2.4); None where it takes the common ones and keeps its steps since they were sent.
     """
 
     local_steps: int
@@ -130,7 +129,7 @@ class LocalSteps:
             second_moments=moments,
             fragments=number("fragments", 1, 1, h),
             overlap=overlap,
-            mixing=(MIXING if mixing is None else float(mixing)) if overlap else None,
+            mixing=None if mixing is None else float(mixing),
         )
 
     def interval(self, began: int) -> int:

@@ -70,6 +70,17 @@ class CommonWeights:
                 common = torch.lerp(common, own.to(common.dtype), keep)
             own.copy_(common)
 
+    @torch.no_grad()
+    def hand_out_since(self, before: Mapping[str, Tensor]) -> None:
+        """Give the replica the common weights and, on top, how far it has come since its own were `before`."""
+        for name, then in before.items():
+            own = self._weights[name]
+            own.copy_(self._common[name] + (own - then))
+
+    def before(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tell where replicas were on average that have moved so far from the common weights; new tensors."""
+        return {name: self._common[name] - gradient for name, gradient in gradients.items()}
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the weights be the common ones inside."""

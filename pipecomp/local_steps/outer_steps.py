@@ -37,12 +37,14 @@ class SharedMoments(NamedTuple):
 class _Flight:
     """A fragment that is being averaged. lands: the step after which it is taken; waits: for what has not arrived.
 
-    rows: the replica's own means of rows of second moments; row_means: those of all.
+    keep: the share of its own weights that a replica keeps then; None where it keeps how far it has come since `sent`,
+    its own weights when it was sent. rows: its own means of rows of second moments; row_means: those of all.
     """
 
     fragment: int
     lands: int
-    keep: float
+    keep: float | None
+    sent: dict[str, Tensor]
     mean: dict[str, Tensor]
     rows: dict[str, Tensor]
     row_means: dict[str, Tensor]
@@ -150,8 +152,9 @@ class OuterSteps:
         if means:
             assert self._shared is not None
             waits.append(self._shared.averages.submit(means, label=label))
-        keep = (self._options.mixing or 0.0) if overlap else 0.0
-        self._flights.append(_Flight(fragment, step + overlap, keep, moved, rows, means, waits))
+        keep = self._options.mixing if overlap else 0.0
+        sent = {name: self._weights[name].detach().clone() for name in names} if keep is None else {}
+        self._flights.append(_Flight(fragment, step + overlap, keep, sent, moved, rows, means, waits))
 
     def _land(self, step: int | None) -> None:
         """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
@@ -162,7 +165,10 @@ class OuterSteps:
             self._flights.remove(flight)
             if step is not None and self._common is not None:
                 self._common.step(flight.mean)
-                self._common.hand_out(flight.mean, flight.keep)
+                if flight.keep is None:
+                    self._common.hand_out_since(flight.sent)
+                else:
+                    self._common.hand_out(flight.mean, flight.keep)
                 if self._shared is not None:
                     self._shared.moments.follow(flight.rows, flight.row_means)
                 self.taken += 1
@@ -193,8 +199,8 @@ class OuterSteps:
         """Return what is needed to go on beside the common weights; waits for what is being averaged.
 
         Returns:
-            "weights": the replica's own, by name, on the CPU; "rows": of second moments, as they were sent, of what is
-            on its way; "shared": the same on all replicas. Plain containers.
+            "weights": the replica's own, by name, on the CPU; "rows", of second moments, and "sent", weights, as they
+            were when what is on its way was sent; "shared": the same on all replicas. Plain containers.
         """
         for flight in self._flights:
             flight.arrive()
@@ -212,6 +218,7 @@ class OuterSteps:
         return {
             "weights": _copied(self._weights),
             "rows": [_copied(flight.rows) for flight in self._flights],
+            "sent": [_copied(flight.sent) for flight in self._flights],
             "shared": {
                 "options": self._options.as_dict(),
                 "begun": common is not None,
@@ -247,11 +254,13 @@ class OuterSteps:
         fits = self.fits(shared) and not state.get("recut", False)
         self._timetable.began = shared["began"] if fits or self.fits(shared) else step
         # Another cut has the first replica's optimizer states on all replicas, which no row means belong to.
-        own_rows = state["rows"] if fits else [{} for _ in shared["flights"]]
-        for flight, rows in zip(shared["flights"], own_rows, strict=True):
-            lands = flight["lands"] if fits else step
+        nothing: list[dict[str, Tensor]] = [{} for _ in shared["flights"]]
+        own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
+        for flight, rows, sent in zip(shared["flights"], *own, strict=True):
+            lands, keep = flight["lands"] if fits else step, flight["keep"]
             moved, its_rows, means = map(self._here, (flight["mean"], rows, flight["row_means"] if rows else {}))
-            self._flights.append(_Flight(flight["fragment"], lands, flight["keep"], moved, its_rows, means, []))
+            before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
+            self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, its_rows, means, []))
         if not fits:
             self._land(step)
 

@@ -65,7 +65,7 @@ def test_a_row_has_the_bits_of_its_own_steps():
 def test_steps_between_averages_are_timed_together():
     if os.geteuid() != 0 or shutil.which("tc") is None:
         pytest.skip("network namespaces need root and iproute2")
-    (line,) = lines_of("1 bit every 4", "4")
+    (line,) = lines_of("2 bits every 4", "4")
     (row,) = bench_pipeline(lines=[line], rates=[0], steps=1, model=SMALL_STEPS)
     assert row["replicas"] == 2
     assert sum(rank["seconds"]["reduce"] for rank in row["ranks"]) > 0

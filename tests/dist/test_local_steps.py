@@ -20,7 +20,7 @@ STEPS = 6
 LOCAL = {"local_steps": 3, "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.5}}
 PLAIN = {"optimizer": "sgd", "lr": 1.0}
 SQUEEZE = {"method": "double_squeeze", "bits": 4, "group_size": 64}
-STREAMED = {"local_steps": 3, "fragments": 2, "overlap": 1, "mixing": 0.25, "local_steps_warmup": 2}
+STREAMED = {"local_steps": 3, "fragments": 2, "overlap": 1, "local_steps_warmup": 2}
 AQSGD = {"method": "aqsgd", "forward_bits": 4}
 CASES: dict[str, dict[str, Any]] = {
     "none": {"method": "none", **LOCAL, "second_moments": "own"},

@@ -110,14 +110,14 @@ def test_an_interval_of_one_step_leaves_equal_weights_as_they_are_unless_a_rate_
         torch.testing.assert_close(weights[0]["a"], first + factor * moved(0, 0, "a"), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.5])
+@pytest.mark.parametrize("mixing", [None, 0.0, 0.5])
 def test_fragments_that_arrive_late_are_mixed_with_what_replicas_have_done_since(mixing):
     """Two replicas: what they have in common is the same bits on both, and is by hand what it has to be."""
     plain = Outer(lr=1.0)
     options = LocalSteps(local_steps=4, outer=plain, fragments=2, overlap=1, mixing=mixing)
     weights, outer = start(options, 2)
     own = [{name: w.clone() for name, w in each.items()} for each in weights]
-    common, sent = dict(own[0]), {}
+    common, sent, then = dict(own[0]), {}, [{}, {}]
     train(weights, outer, range(8))
     turns = {"b": 2, "a": 2, "c": 4}  # "b", which is tied, is in the first fragment
     for step in range(1, 9):
@@ -126,10 +126,15 @@ def test_fragments_that_arrive_late_are_mixed_with_what_replicas_have_done_since
                 own[replica][name] = own[replica][name] + moved(replica, step - 1, name)
             if step in (turn + 1, turn + 5):
                 common[name] = sent[name]
-                for each in own:
-                    each[name] = mixing * each[name] + (1 - mixing) * sent[name]
+                for replica, each in enumerate(own):
+                    if mixing is None:
+                        each[name] = sent[name] + each[name] - then[replica][name]
+                    else:
+                        each[name] = mixing * each[name] + (1 - mixing) * sent[name]
             if step in (turn, turn + 4):
                 sent[name] = (own[0][name] + own[1][name]) / 2
+                for replica, each in enumerate(own):
+                    then[replica][name] = each[name]
     for replica in (0, 1):
         for name in SIZES:
             torch.testing.assert_close(weights[replica][name], own[replica][name], rtol=1e-12, atol=1e-12)
@@ -142,9 +147,10 @@ def test_fragments_that_arrive_late_are_mixed_with_what_replicas_have_done_since
         torch.testing.assert_close(seen[0][name], common[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mixing", [None, 0.25])
 @pytest.mark.parametrize("stop", [2, 3, 5, 8])
-def test_going_on_is_as_if_it_had_not_stopped(stop):
-    options = LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=0.25, local_steps_warmup=3)
+def test_going_on_is_as_if_it_had_not_stopped(stop, mixing):
+    options = LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=mixing, local_steps_warmup=3)
     weights, outer = start(options, 2)
     train(weights, outer, range(stop))
     states = [copy.deepcopy(each.state_dict()) for each in outer]
@@ -188,6 +194,25 @@ def test_other_intervals_begin_anew():
     resumed[0].load_state_dict(state, 3)
     assert resumed[0].stats() == {"interval": 1, "began": 3, "outer_steps": 1, "averaged_at": 3, "in_flight": []}
     train(other, resumed, range(3, 5))
+
+
+def test_with_other_intervals_what_was_on_its_way_arrives_under_the_steps_since():
+    """Two replicas go on as one, from the mean of their weights: as if the fragment had arrived when it was stopped."""
+    weights, outer = start(LocalSteps(local_steps=2, outer=Outer(lr=0.5), overlap=1), 2)
+    first = {name: w.clone() for name, w in weights[0].items()}
+    train(weights, outer, range(2))
+    for own in weights:  # a step that is not over
+        for w in own.values():
+            w += 1
+    state = copy.deepcopy(outer[0].state_dict())
+    state["weights"] = {name: (w + weights[1][name]) / 2 for name, w in weights[0].items()}
+    again, resumed = start(LocalSteps(local_steps=3, outer=Outer(lr=0.5)), 1)
+    for name, w in again[0].items():
+        w.copy_(first[name])  # what replicas had in common
+    resumed[0].load_state_dict(state, 2)
+    for name, theta in first.items():
+        mean = torch.stack([moved(r, 0, name) + moved(r, 1, name) for r in (0, 1)]).mean(0)
+        torch.testing.assert_close(again[0][name], theta + 0.5 * mean + 1, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_of_half_precision_start_from_what_they_were_given():
