@@ -255,8 +255,8 @@ class OuterSteps:
         self._timetable.began = shared["began"] if fits or self.fits(shared) else step
         # Another cut has the first replica's optimizer states on all replicas, which no row means belong to.
         nothing: list[dict[str, Tensor]] = [{} for _ in shared["flights"]]
-        own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
-        for flight, rows, sent in zip(shared["flights"], *own, strict=True):
+        its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
+        for flight, rows, sent in zip(shared["flights"], *its_own, strict=True):
             lands, keep = flight["lands"] if fits else step, flight["keep"]
             moved, its_rows, means = map(self._here, (flight["mean"], rows, flight["row_means"] if rows else {}))
             before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
