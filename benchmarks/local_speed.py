@@ -60,7 +60,14 @@ def run(name: str, compute_s: float) -> Row:
         assert rate is not None
         network = {"sites": f"{SITES}@{rate // SLOWER}bit"}
     found = measure(BY_NAME[case.line], MODEL, STAGES, STEPS, rate, None, **network)
-    return {"name": name, "compute_s": compute_s, "rate": rate, "steps": found["steps"], "bytes": found["bytes"]}
+    row = {"name": name, "compute_s": compute_s, "rate": rate, "steps": found["steps"], "bytes": found["bytes"]}
+    return {**row, "line": digest(asdict(BY_NAME[case.line]))}
+
+
+def _current(row: Row) -> bool:
+    """Whether the row's line still has the settings that it was measured with."""
+    line = BY_NAME.get(row["name"].rpartition("; ")[0])
+    return line is not None and row["line"] == digest(asdict(line))
 
 
 def results(rows: list[Row]) -> list[str]:
@@ -103,8 +110,8 @@ def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "only")
     names = [case.name for case in CASES]
-    setup = digest([asdict(MODEL), {name: asdict(line) for name, line in BY_NAME.items()}, SITES, SLOWER, STEPS])
-    runs = Runs(given, "local_speed", setup, ("name",))
+    setup = digest([asdict(MODEL), SITES, SLOWER, STEPS])
+    runs = Runs(given, "local_speed", setup, ("name",), current=_current)
     cases = [(name,) for name in chosen(names, given.only)]
     compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0
     if not compute_s and runs.missing(cases):

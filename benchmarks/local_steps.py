@@ -6,8 +6,8 @@
                                      [--out FOLDER] [--redraw]
 
 Fine-tunes convergence.py's pre-trained GPT-2 and classification.py's MiniLM with their settings: every line trains on
-the same number of samples. Each rank is a process on this machine. Float32 and one bit are tried with every H, other
-lines with H = 16 only unless --all says so.
+the same number of samples. Each rank is a process on this machine. Unless --all says so, most lines are
+tried with H = 16 only, and some with GPT-2 only: EVERY_H and LEFT_OUT.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ STREAMED, PIPELINE = "2 bits, 2 fragments overlapped", "FP32, AQ-SGD between 2 s
 EVERYTHING = f"{STREAMED}, AQ-SGD between 2 stages"
 POST_LOCAL, DILOCO = "FP32, post-local SGD", "FP32, Nesterov 0.7, 0.9"
 LINES = (*GRADIENTS, STREAMED, PIPELINE, EVERYTHING, POST_LOCAL, DILOCO)
-WITH_EVERY_H, ONE_H = (PLAIN, "1 bit"), 16
+ONE_H = 16  # of lines that are not tried with every H
+EVERY_H = {"GPT-2": (PLAIN, "1 bit"), "QNLI": (PLAIN,)}
+LEFT_OUT = {"GPT-2": (), "QNLI": ("8 bits", "4 bits", STREAMED, DILOCO)}
 WARM_UP = {"GPT-2": convergence.WARM_UP, "QNLI": 18}  # steps
 EPOCHS = {"GPT-2": convergence.EPOCHS, "QNLI": classification.EPOCHS}
 KEYS = ("task", "method", "local_steps", "replicas", "seed")
@@ -202,11 +204,14 @@ def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
         for replicas in given.replicas
         for name in names
         for h in given.steps
-        if (given.all or name in WITH_EVERY_H or h == ONE_H or (h == 1 and name == PIPELINE))
-        and (
-            h > 1 or name not in (STREAMED, EVERYTHING, POST_LOCAL, DILOCO)
-        )  # these are nothing else than averaging in every step
+        if given.all or _belongs(task, name, h)
+        if h > 1 or name not in (STREAMED, EVERYTHING, POST_LOCAL, DILOCO)  # then they are averaging in every step
     ]
+
+
+def _belongs(task: str, name: str, h: int) -> bool:
+    every = name in EVERY_H[task] or h == ONE_H or (h == 1 and name == PIPELINE)
+    return every and name not in LEFT_OUT[task]
 
 
 def results(rows: list[Row]) -> list[str]:

@@ -19,7 +19,7 @@ from pipecomp.errors import LinkError, PeerLostError
 
 _CALLS = 1 << 18  # tags of one group's messages, then they come round again
 _CHANNELS = 1 << 12
-SLICE = 1 << 19  # bytes sent at once by a group that gives way, as in the links' frames
+SLICE = 1 << 16  # bytes sent at once by a group that gives way; at 10 Mbit/s a packet waits 50 ms for them
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ class Outer:
     """The optimizer of outer steps: SGD on how far the replicas have moved, on the average.
 
     optimizer: "nesterov" (DiLoCo's), or "sgd" with or without heavy-ball momentum. lr: 1 and no momentum is plain
-    averaging; None for what the number of replicas asks for, see `rate`. momentum: of the outer gradients.
+    averaging; None for a rate of each row's own, see `CommonWeights.step`. momentum: of the outer gradients.
     """
 
     optimizer: str = "sgd"
@@ -54,17 +54,6 @@ class Outer:
             require(_number(lr) and 0 < lr < math.inf, f"{key}.lr", lr, "a number above 0")
             lr = float(lr)
         return cls(optimizer=optimizer, lr=lr, momentum=float(momentum))
-
-    def rate(self, replicas: int) -> float:
-        """Tell the learning rate: `lr`, or 1.2·√R for R replicas.
-
-        Where gradients are mostly noise, Adam moves a replica with a batch of 1/R as far in each step, but by 1/√R of
-        that towards less loss. A fifth more makes up for what one replica alone has learned, which the mean divides by
-        R, as benchmarks/local_steps.py measures it.
-        """
-        if self.lr is not None:
-            return self.lr
-        return 1.2 * math.sqrt(replicas) if replicas > 1 else 1.0
 
     @property
     def averages_alike(self) -> bool:
@@ -137,6 +126,11 @@ class LocalSteps:
         if began >= self.local_steps_warmup:
             return self.local_steps
         return 1 + began * (self.local_steps - 1) // self.local_steps_warmup
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether replicas average numbers of each row exactly, beside their weights."""
+        return self.local_steps > 1 and (self.second_moments == "rows" or self.outer.lr is None)
 
     @property
     def ever_synchronous(self) -> bool:

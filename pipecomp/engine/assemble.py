@@ -107,10 +107,10 @@ def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> Local
         held = {g.name: TiedRanks(tuple(here[s] for s in g.stages), len(g.stages)) for g in tied}
         inner = exchange("local ", [here[stage]], held)
     all_tied = {g.name: TiedRanks(tuple(own), 1) for g in tied}
-    outer, moments = exchange("outer ", own, all_tied), None
-    if local.second_moments == "rows":
-        moments = exchange("moments ", own, all_tied, Gradients(method="none"))
-    return LocalExchanges(inner, outer, moments)
+    outer, rows = exchange("outer ", own, all_tied), None
+    if local.shares_rows:
+        rows = exchange("rows ", own, all_tied, Gradients(method="none"))
+    return LocalExchanges(inner, outer, rows)
 
 
 def quantized_adam(

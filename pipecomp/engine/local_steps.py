@@ -20,7 +20,7 @@ from pipecomp.checkpoint.reshard_read import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.engine.precedence import Precedence
 from pipecomp.errors import ConfigError
-from pipecomp.local_steps.outer_steps import OuterSteps, SharedMoments
+from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.stages.link.transport import Transport
 
@@ -28,13 +28,13 @@ from pipecomp.stages.link.transport import Transport
 class LocalExchanges(NamedTuple):
     """What a rank exchanges with others; None where there is nothing of the kind, or DeepSpeed does it.
 
-    inner: sums gradients of tied weights over one replica's stages. outer: averages over replicas. moments: averages
-    rows of second moments over replicas, exactly.
+    inner: sums gradients of tied weights over one replica's stages. outer: averages over replicas. rows: averages a few
+    numbers of each row over replicas, exactly.
     """
 
     inner: GradientExchange | None = None
     outer: GradientExchange | None = None
-    moments: GradientExchange | None = None
+    rows: GradientExchange | None = None
 
 
 class LocalTraining:
@@ -52,10 +52,9 @@ class LocalTraining:
         weights = {names[own]: p for own, p in engine.stage.named_parameters() if p.requires_grad}
         options = engine.pipecomp_config.gradients.local
         tied = set(engine.stage.tied_parameters()) & set(weights)
-        shared = None
-        if exchanges.moments is not None:
-            shared = SharedMoments(SecondMoments(weights, lambda: engine.optimizer.state), exchanges.moments)
-        self.outer = OuterSteps(options, weights, tied, exchanges.outer, engine.grid.data_parallel_size, shared)
+        moments = SecondMoments(weights, lambda: engine.optimizer.state) if options.second_moments == "rows" else None
+        replicas = engine.grid.data_parallel_size
+        self.outer = OuterSteps(options, weights, tied, exchanges.outer, replicas, exchanges.rows, moments)
         self.synchronous = self.outer.synchronous
         self._precedence = Precedence(())
 
@@ -63,7 +62,7 @@ class LocalTraining:
         """Let what is averaged while inner steps go on wait for the packets of these transports."""
         if self._engine.pipecomp_config.gradients.local.overlap > 0:
             self._precedence = Precedence(transports)
-            for exchange in (self.exchanges.outer, self.exchanges.moments):
+            for exchange in (self.exchanges.outer, self.exchanges.rows):
                 if exchange is not None:
                     exchange.give_way(self._precedence.wait)
 
@@ -160,7 +159,7 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts[1:]:
         momentum |= part["momentum"]
         for mine, other in zip(flights, part["flights"], strict=True):
-            for key in ("mean", "row_means"):
+            for key in ("mean", "squares", "row_means"):
                 mine[key] = {**mine[key], **other[key]}
     return {**parts[0], "momentum": momentum, "flights": flights}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.local_options import LocalSteps
-from pipecomp.local_steps.common import CommonWeights
+from pipecomp.local_steps.common import CommonWeights, squares_of_rows
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.local_steps.timetable import Timetable, fragments_of
 
@@ -26,19 +26,13 @@ class Averages(Protocol):
         """
 
 
-class SharedMoments(NamedTuple):
-    """Second moments of which replicas share the rows' means, and what averages these, exactly."""
-
-    moments: SecondMoments
-    averages: Averages
-
-
 @dataclass(slots=True)
 class _Flight:
     """A fragment that is being averaged. lands: the step after which it is taken; waits: for what has not arrived.
 
     keep: the share of its own weights that a replica keeps then; None where it keeps how far it has come since `sent`,
-    its own weights when it was sent. rows: its own means of rows of second moments; row_means: those of all.
+    its own weights when it was sent. mean: of the replicas' outer gradients. squares: of rows of these, the mean of the
+    replicas' own. rows: its own means of rows of second moments; row_means: those of all.
     """
 
     fragment: int
@@ -46,6 +40,7 @@ class _Flight:
     keep: float | None
     sent: dict[str, Tensor]
     mean: dict[str, Tensor]
+    squares: dict[str, Tensor]
     rows: dict[str, Tensor]
     row_means: dict[str, Tensor]
     waits: list[Callable[[], None]]
@@ -68,7 +63,9 @@ class OuterSteps:
         tied: Names of those that other stages hold too.
         averages: Averages over replicas.
         replicas: How many there are.
-        shared: None where replicas' second moments are each their own.
+        exact: Averages what is not compressed: one or two numbers for each row. None where nothing of the kind is
+            needed, see `LocalSteps.shares_rows`.
+        moments: The second moments of which replicas share the rows' means; None where each has its own.
 
     Attributes:
         taken: Outer steps so far, each of one fragment, or of all weights after a synchronous inner step.
@@ -85,9 +82,10 @@ class OuterSteps:
         tied: Set[str],
         averages: Averages | None,
         replicas: int,
-        shared: SharedMoments | None = None,
+        exact: Averages | None = None,
+        moments: SecondMoments | None = None,
     ) -> None:
-        self._shared = shared
+        self._exact, self._moments = exact, moments
         self._options, self._weights, self._averages, self._replicas = options, weights, averages, replicas
         self._fragments = fragments_of(weights, tied, options.fragments)
         self._timetable = Timetable(options)
@@ -146,15 +144,17 @@ class OuterSteps:
         names = self._fragments[fragment]
         moved = self._common.moved(names)
         label = f"fragment-{fragment}-" if len(self._fragments) > 1 else ""
-        waits = [self._averages.submit(moved, label=label)]
-        rows = {} if self._shared is None else self._shared.moments.rows(names)
+        squares = {name: squares_of_rows(own) for name, own in moved.items()} if self._options.outer.lr is None else {}
+        rows = {} if self._moments is None else self._moments.rows(names)
         means = {name: own.clone() for name, own in rows.items()}
-        if means:
-            assert self._shared is not None
-            waits.append(self._shared.averages.submit(means, label=label))
+        waits = [self._averages.submit(moved, label=label)]
+        for kind, few in (("squares-", squares), ("moments-", means)):
+            if few:
+                assert self._exact is not None, "see shares_rows"
+                waits.append(self._exact.submit(few, label=label + kind))
         keep = self._options.mixing if overlap else 0.0
         sent = {name: self._weights[name].detach().clone() for name in names} if keep is None else {}
-        self._flights.append(_Flight(fragment, step + overlap, keep, sent, moved, rows, means, waits))
+        self._flights.append(_Flight(fragment, step + overlap, keep, sent, moved, squares, rows, means, waits))
 
     def _land(self, step: int | None) -> None:
         """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
@@ -164,13 +164,13 @@ class OuterSteps:
             flight.arrive()
             self._flights.remove(flight)
             if step is not None and self._common is not None:
-                self._common.step(flight.mean)
+                self._common.step(flight.mean, flight.squares)
                 if flight.keep is None:
                     self._common.hand_out_since(flight.sent)
                 else:
                     self._common.hand_out(flight.mean, flight.keep)
-                if self._shared is not None:
-                    self._shared.moments.follow(flight.rows, flight.row_means)
+                if self._moments is not None:
+                    self._moments.follow(flight.rows, flight.row_means)
                 self.taken += 1
                 self.averaged_at = step
 
@@ -210,6 +210,7 @@ class OuterSteps:
                 "lands": f.lands,
                 "keep": f.keep,
                 "mean": _copied(f.mean),
+                "squares": _copied(f.squares),
                 "row_means": _copied(f.row_means),
             }
             for f in self._flights
@@ -258,9 +259,10 @@ class OuterSteps:
         its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
         for flight, rows, sent in zip(shared["flights"], *its_own, strict=True):
             lands, keep = flight["lands"] if fits else step, flight["keep"]
-            moved, its_rows, means = map(self._here, (flight["mean"], rows, flight["row_means"] if rows else {}))
+            moved, squares = map(self._here, (flight["mean"], flight["squares"]))
+            its_rows, means = map(self._here, (rows, flight["row_means"] if rows else {}))
             before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
-            self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, its_rows, means, []))
+            self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, squares, its_rows, means, []))
         if not fits:
             self._land(step)
 

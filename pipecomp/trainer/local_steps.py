@@ -20,7 +20,7 @@ from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.allreduce.named import submit_named
 from pipecomp.allreduce.state import State
 from pipecomp.errors import ConfigError, require
-from pipecomp.local_steps.outer_steps import OuterSteps, SharedMoments
+from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 
 FILE = "pipecomp_local_steps"  # in a checkpoint folder: FILE_RANK.pt
@@ -52,11 +52,11 @@ class LocalStepsOfTrainer(TrainerCallback):
     def __init__(self, options: LocalSteps, ddp: DistributedDataParallel, state: State, args: Any) -> None:
         weights = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._optimizer: Any = None
-        shared = None
+        exact = _Averages(State("none", group=state.group)) if options.shares_rows else None
+        moments = None
         if options.second_moments == "rows":
-            exact = State("none", group=state.group)
-            shared = SharedMoments(SecondMoments(weights, lambda: self._optimizer.state), _Averages(exact))
-        self.outer = OuterSteps(options, weights, set(), _Averages(state), state.group.size, shared)
+            moments = SecondMoments(weights, lambda: self._optimizer.state)
+        self.outer = OuterSteps(options, weights, set(), _Averages(state), state.group.size, exact, moments)
         self._rank = state.group.rank
         self._group = state.group
         self._common = ExitStack()

@@ -130,12 +130,12 @@ def test_replicas_exchange_nothing_between_outer_steps(four):
     assert set(groups) == {
         "outer data parallel",
         "outer tied transformer.wte.weight",
-        "moments data parallel",
-        "moments tied transformer.wte.weight",
+        "rows data parallel",
+        "rows tied transformer.wte.weight",
         "local tied transformer.wte.weight",
     }
-    assert groups["moments data parallel"]["calls"] == 2
-    assert groups["moments data parallel"]["bytes_sent"] < groups["outer data parallel"]["bytes_sent"]
+    assert groups["rows data parallel"]["calls"] == 2
+    assert groups["rows data parallel"]["bytes_sent"] < groups["outer data parallel"]["bytes_sent"]
     assert groups["outer tied transformer.wte.weight"]["calls"] == 2
     assert groups["local tied transformer.wte.weight"]["calls"] == STEPS
     assert four[0]["squeeze"]["stats"]["local_steps"]["averaged_at"] == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -54,8 +55,11 @@ def start(options: LocalSteps, replicas: int) -> tuple[list[dict[str, Tensor]], 
     draw = torch.Generator().manual_seed(0)
     first = {name: torch.randn(size, generator=draw, dtype=torch.float64) for name, size in SIZES.items()}
     weights = [{name: w.clone() for name, w in first.items()} for _ in range(replicas)]
-    meeting = Meeting(replicas)
-    return weights, [OuterSteps(options, own, {"b"}, meeting.of(r), replicas) for r, own in enumerate(weights)]
+    meeting, exact = Meeting(replicas), Meeting(replicas)
+    return weights, [
+        OuterSteps(options, own, {"b"}, meeting.of(r), replicas, exact.of(r) if options.shares_rows else None)
+        for r, own in enumerate(weights)
+    ]
 
 
 def train(weights: list, outer: list[OuterSteps], steps: range) -> None:
@@ -82,24 +86,45 @@ def test_one_replica_takes_the_papers_steps(optimizer):
             gradient = -sum(moved(0, step, name) for step in range(began, began + 3))
             momentum[name] = optimizer.momentum * momentum[name] + gradient
             ahead = gradient + optimizer.momentum * momentum[name]
-            theta -= optimizer.rate(1) * (ahead if optimizer.optimizer == "nesterov" else momentum[name])
+            theta -= (optimizer.lr or 1.0) * (ahead if optimizer.optimizer == "nesterov" else momentum[name])
     for name, theta in common.items():
         torch.testing.assert_close(weights[0][name], theta, rtol=1e-12, atol=1e-12)
     assert outer[0].stats() == {"interval": 3, "began": 9, "outer_steps": 3, "averaged_at": 9, "in_flight": []}
 
 
-def test_the_rate_follows_the_number_of_replicas_where_none_is_given():
-    assert Outer().rate(1) == 1
-    assert Outer().rate(16) == pytest.approx(4.8)
-    assert Outer(lr=0.3).rate(16) == 0.3
-    options = LocalSteps(local_steps=2, overlap=1, mixing=0.0)
-    weights, outer = start(options, 16)
+@pytest.mark.parametrize("replicas", [2, 16])
+def test_rows_move_as_far_as_replicas_do_and_four_tenths_where_no_rate_is_given(replicas):
+    """Of "a" all replicas move the first row alike, one alone the second, and two against each other the third."""
+    weights, outer = start(LocalSteps(local_steps=1 + 1, overlap=1, mixing=0.0), replicas)
+    first = weights[0]["a"].clone()
+    alike = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    train(weights, outer, range(1))
+    for replica, own in enumerate(weights):
+        own["a"].copy_(first)
+        own["a"][0] += alike
+        own["a"][1] += alike * (replica == 0)
+        own["a"][2] += alike * {0: 1.0, 1: -0.999}.get(replica, 0.0)
+    for each in outer:
+        each.after_step(2)
+    for own, each in zip(weights, outer, strict=True):
+        each.start(2)
+        each.after_step(3)
+        far = (own["a"] - first).norm(dim=1) / alike.norm()
+        root = math.sqrt(replicas)
+        opposed = 0.001 / replicas * root  # no rate is above √R
+        assert far.tolist() == pytest.approx([1.4, 1.4 / root, 1.4 * opposed], rel=1e-5)
+        torch.testing.assert_close(own["a"][0], first[0] + 1.4 * alike, rtol=1e-6, atol=1e-6)
+        assert torch.equal(own["a"], weights[0]["a"])
+
+
+def test_a_rate_that_is_given_is_that_of_all_rows():
+    weights, outer = start(LocalSteps(local_steps=2, overlap=1, mixing=0.0, outer=Outer(lr=0.3)), 16)
     first = {name: w.clone() for name, w in weights[0].items()}
     train(weights, outer, range(2))
     train(weights, outer, range(2, 3))
     for name, theta in first.items():
         mean = torch.stack([moved(r, 0, name) + moved(r, 1, name) for r in range(16)]).mean(0)
-        torch.testing.assert_close(weights[0][name], theta + 4.8 * mean, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weights[0][name], theta + 0.3 * mean, rtol=1e-12, atol=1e-12)
 
 
 def test_an_interval_of_one_step_leaves_equal_weights_as_they_are_unless_a_rate_is_given():

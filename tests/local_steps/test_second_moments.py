@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.local_options import LocalSteps
-from pipecomp.local_steps.outer_steps import OuterSteps, SharedMoments
+from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 from tests.local_steps.test_outer_steps import Meeting
 
@@ -99,7 +99,8 @@ def start(replicas: list[Replica], shared: bool, options: LocalSteps) -> list[Ou
             set(),
             weights.of(r),
             len(replicas),
-            SharedMoments(replica.moments, moments.of(r)) if shared else None,
+            moments.of(r) if options.shares_rows else None,
+            replica.moments if shared else None,
         )
         for r, replica in enumerate(replicas)
     ]
