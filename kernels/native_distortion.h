@@ -105,67 +105,68 @@ static uint32_t measure_norm_values(const T* x, const float* m, int64_t n, doubl
         most[0] = most[j] > most[0] ? most[j] : most[0];
         squares[0] += squares[j];
     }
-    for (int lane = 0; lane < 8; lane++) *norm += double(squares[0][lane]);
+    *norm += double(reduce_add(squares[0]));
     return reduce_max(most[0]);
 }
 
 INLINE uint64_t sum_of_lanes(U8 v) {
-    uint32_t lane[8];
-    storeu(lane, v);
-    uint64_t sum = 0;
-    for (uint32_t each : lane) sum += each;
-    return sum;
+    typedef uint64_t L4 __attribute__((vector_size(32)));
+    const L4 sum = (L4(v) & 0xFFFFFFFFull) + (L4(v) >> 32);
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // Codes as quantize_values makes them, with nearest rounding and a max scale. squares: what these bits leave out, and
-// what one less would, is added to them, in steps of 2**-FINE of a code's; each value counts as the step below it.
+// what one less would, is added to them, in steps of 2**-fine_bits of a code's; each value counts as the step below it.
 template <class T, int CLASS, bool DELTA>
 static void fit_values(const T* x, const float* m, int64_t n, float scale, int bits, uint8_t* out, const uint8_t* limit,
                        uint64_t* squares) {
     const int fine = fine_bits(bits);
-    const int32_t half = 1 << (fine - 1), top = (1 << (bits + fine)) - 1, last = (1 << fine) - 1;
+    const int32_t half = 1 << fine, top = (1 << (bits + fine)) - 1, last = 2 * half - 1;  // of two codes that become one
     const float middle = float(1 << (bits + fine - 1)), inverse = 1.0f / scale * middle;
+    uint64_t far = 0, square = 0;  // from the middle of two codes
     int64_t i = 0;
 #if PC_AVX2
     const Packer packer = Packer::make(bits);
-    const __m256i most = _mm256_set1_epi16(int16_t(top)), part = _mm256_set1_epi16(int16_t(last));
-    const __m256i wide = _mm256_set1_epi16(int16_t(2 * last + 1)), center = _mm256_set1_epi16(int16_t(half));
-    const __m256i wide_center = _mm256_set1_epi16(int16_t(2 * half));
+    const __m256i most = _mm256_set1_epi16(int16_t(top)), inside = _mm256_set1_epi16(int16_t(last));
+    const __m256i center = _mm256_set1_epi16(int16_t(half)), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m128i shift = _mm_cvtsi32_si128(fine);
-    U8 sum = {}, wide_sum = {};
-    for (; i + 32 <= n; i += 32, out += 4 * bits) {
-        __m256i code[2];
-        for (int j = 0; j < 2; j++) {
-            __m256i y[2];
-            for (int k = 0; k < 2; k++) {
-                const int64_t at = i + 16 * j + 8 * k;
-                y[k] = __m256i(to_int(load_values<T, DELTA>(x + at, m + at) * splat(inverse) + splat(middle)));
+    U8 far_sum = {}, square_sum = {};
+    while (i + 32 <= n) {
+        __m256i far_part = _mm256_setzero_si256();  // 16 bits hold the sums of 512 values
+        for (const int64_t end = n - i < 512 ? n : i + 512; i + 32 <= end; i += 32, out += 4 * bits) {
+            __m256i code[2];
+            for (int j = 0; j < 2; j++) {
+                I8 y[2];
+                for (int k = 0; k < 2; k++) {
+                    const int64_t at = i + 16 * j + 8 * k;
+                    y[k] = to_int(load_values<T, DELTA>(x + at, m + at) * splat(inverse) + splat(middle));
+                }
+                const __m256i v = _mm256_min_epu16(_mm256_packus_epi32(__m256i(y[0]), __m256i(y[1])), most);
+                const __m256i off = _mm256_sub_epi16(_mm256_and_si256(v, inside), center);
+                far_part = _mm256_add_epi16(far_part, _mm256_abs_epi16(off));
+                square_sum += U8(_mm256_madd_epi16(off, off));
+                code[j] = _mm256_srl_epi16(v, shift);
             }
-            const __m256i v = _mm256_min_epu16(_mm256_packus_epi32(y[0], y[1]), most);
-            const __m256i off = _mm256_sub_epi16(_mm256_and_si256(v, part), center);
-            const __m256i wide_off = _mm256_sub_epi16(_mm256_and_si256(v, wide), wide_center);
-            sum += U8(_mm256_madd_epi16(off, off));
-            wide_sum += U8(_mm256_madd_epi16(wide_off, wide_off));
-            code[j] = _mm256_srl_epi16(v, shift);
+            for (int64_t line = 0; line < 32 * int64_t(sizeof(T)); line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(x + n + i) + line);
+            const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(code[0], code[1]), order);
+            Packer::put_bytes<CLASS>(packer, codes, out, limit);
         }
-        for (int64_t line = 0; line < 32 * int64_t(sizeof(T)); line += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(x + n + i) + line);
-        const __m256i v = _mm256_packus_epi16(code[0], code[1]);
-        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        Packer::put_bytes<CLASS>(packer, _mm256_permutevar8x32_epi32(v, order), out, limit);
+        far_sum += U8(_mm256_and_si256(far_part, _mm256_set1_epi32(0xFFFF))) + (U8(far_part) >> 16);
     }
-    squares[0] += sum_of_lanes(sum);
-    squares[1] += sum_of_lanes(wide_sum);
+    far = sum_of_lanes(far_sum);
+    square = sum_of_lanes(square_sum);
 #endif
-    if (i == n) return;
-    quantize_values<T, CLASS, DELTA, NoRandom>(x + i, m + i, n - i, scale, bits, out, limit, {});
+    if (i < n) quantize_values<T, CLASS, DELTA, NoRandom>(x + i, m + i, n - i, scale, bits, out, limit, {});
     for (; i < n; i++) {
         const float v = DELTA ? one_value(x + i) - m[i] : one_value(x + i);
-        const int32_t steps = int32_t(v * inverse + middle), y = steps < 0 ? 0 : steps > top ? top : steps;
-        const int64_t off = (y & last) - half, wide_off = (y & (2 * last + 1)) - 2 * half;
-        squares[0] += uint64_t(off * off);
-        squares[1] += uint64_t(wide_off * wide_off);
+        const int32_t y = int32_t(v * inverse + middle), off = ((y < 0 ? 0 : y > top ? top : y) & last) - half;
+        far += uint64_t(off < 0 ? -off : off);
+        square += uint64_t(off * off);
     }
+    // A code's own middle is half / 2 from that of the two.
+    squares[0] += square - uint64_t(half) * far + uint64_t(n) * uint64_t(half / 2) * uint64_t(half / 2);
+    squares[1] += square;
 }
 
 template <class T, bool DELTA>

@@ -226,29 +226,22 @@ class Endpoint:
         def header(codec: Codec) -> Header:
             return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype, first_bits)
 
-        size = codec.payload_bytes(*x_TH.shape)
+        most = codec.payload_bytes(*x_TH.shape)
         if isinstance(codec, Quantized) and codec.error is not None:
-            packet = self._fit(codec, header, x_TH, size, at, seed)
+            # The bits are known once their codes are made, in room for the most bits; then the packet has its length.
+            buffer = self.staging.buffer(packet_bytes(len(samples), most))
+            target = torch.from_numpy(payload_of(buffer, len(samples)))
+            payload = self.staging.place(target)
+            fitted, verdicts = codec.fitted(x_TH, payload, seed)
+            size, head = fitted.payload_bytes(*x_TH.shape), header(fitted)
+            buffer = buffer[: packet_bytes(len(samples), size)]
+            begin(buffer, head, checksum=self._config.transport.checksum)
+            packet = self._packet(head, buffer, payload[:size], target[:size], verdicts, at)
         else:
-            packet = self.pack(header(codec), size, lambda payload, _: codec.encode(x_TH, payload, seed), at)
+            packet = self.pack(header(codec), most, lambda payload, _: codec.encode(x_TH, payload, seed), at)
         if settled:
             packet.settle()
         return packet
-
-    def _fit(
-        self, codec: Quantized, header: Callable[[Codec], Header], x_TH: Tensor, most: int, at: Position, seed: int
-    ) -> Packet:
-        """Encode all rows with the fewest bits, which are known once that is done. most: bytes of the payload."""
-        samples = len(header(codec).samples)
-        buffer = self.staging.buffer(packet_bytes(samples, most))
-        target = torch.from_numpy(payload_of(buffer, samples))
-        payload = self.staging.place(target)
-        fitted, verdicts = codec.fitted(x_TH, payload, seed)
-        size = fitted.payload_bytes(*x_TH.shape)
-        head = header(fitted)
-        buffer = buffer[: packet_bytes(samples, size)]
-        begin(buffer, head, checksum=self._config.transport.checksum)
-        return self._packet(head, buffer, payload[:size], target[:size], verdicts, at)
 
     def _send(self, packet: Packet) -> int:
         self.transport.send(packet.buffer if self.staging.immediate else packet)
