@@ -42,8 +42,8 @@ def distortion(visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
 def fit(visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
     """Find the fewest bits that keep an error without measuring one number after the other, if that can be.
 
-    payload: uint8 [bytes], as long as the one visit's part at `high` bits, which becomes its part at those found; or None.
-    Returns 0 where nothing is found: what `distortion` says then has to decide.
+    payload: None, or of the only visit: uint8 [bytes], room for its part at `high` bits, which then begins with its
+    part at those found. Returns 0 where nothing is found: what `distortion` says then has to decide.
     """
     return 0
 

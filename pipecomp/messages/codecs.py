@@ -139,7 +139,10 @@ class Quantized:
         return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)
 
     def fitted(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> tuple[Quantized, list[ops.Verdict]]:
-        """Encode a packet of x with the fewest bits, at the beginning of a payload for the most; its codec, and as `encode`."""
+        """Encode a packet of x with the fewest bits, where there is room for the most.
+
+        Returns the codec that has these bits, to which the payload's beginning belongs, and what `encode` does.
+        """
         assert self.error is not None
         e, visit = self.error, ops.Visit(self.before(x_TH), None, self.options(seed))
         bits, verdict = ops.encode_fewest(visit, payload, e.error, e.min, e.max)
