@@ -84,16 +84,17 @@ def encode_fewest(
     Raises:
         ConfigError: As `fewest_bits`.
     """
-    if visit.options is None or visit.m is not None:
-        raise ShapeError("visit: allowed: options, and no m")
-    visits = [visit._replace(options=visit.options._replace(bits=high))]
-    check_payload(payload, payload_bytes(*visit.x.shape, visits[0].options, visit.x.dtype))
+    x, options = visit.x, visit.options
+    if options is None or visit.m is not None or x.dim() != 2:
+        raise ShapeError(f"x: {tuple(x.shape)}, allowed: [n, H] with options, without m")
+    visits = [visit._replace(options=options._replace(bits=high))]
+    check_payload(payload, payload_bytes(x.shape[0], x.shape[1], visits[0].options, x.dtype))
     bits, encoded = _fitted(visits, error, low, high, backend, payload)
     if encoded:
         return bits, Verdict(torch.tensor([FINE]), partial(bad_visit, visits))
-    options = visit.options._replace(bits=bits)
-    size = payload_bytes(*visit.x.shape, options, visit.x.dtype)
-    return bits, encode_batch([visit._replace(options=options)], payload[:size], backend=backend)
+    visit = visit._replace(options=options._replace(bits=bits))
+    size = payload_bytes(x.shape[0], x.shape[1], visit.options, x.dtype)
+    return bits, encode_batch([visit], payload[:size], backend=backend)
 
 
 def _checked(visits: Sequence[Visit], backend: str) -> Backend:

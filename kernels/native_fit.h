@@ -1,6 +1,6 @@
 // The fewest bits that keep an error, found on the way to the codes. What a number of bits leaves out is known within
 // bounds, which mostly decide; where they do not, the caller measures exactly. So the bits are always those that
-// distortion.py finds, and only the time differs. Included by native.cpp.
+// distortion.py finds, and only the time differs.
 #pragma once
 
 #include <algorithm>
@@ -87,7 +87,7 @@ struct Fitting {
         double left = all.less;
         for (int b = bits - 2; b >= (bits > first ? first : low); b--) {
             left *= 4;  // more or less: as many rows as leave out enough
-            const Outcome some = look(b, std::max<int64_t>(1, int64_t(0.8 * left / least)), true);
+            const Outcome some = look(b, std::max<int64_t>(1, int64_t(std::min(0.8 * left / least, double(rows)))), true);
             if (some.left - some.doubt(some.left, b) <= least) return false;
         }
         return true;

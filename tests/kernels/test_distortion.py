@@ -168,3 +168,9 @@ def test_what_is_refused() -> None:
     for wrong in (visit._replace(options=None), visit._replace(delta=True), visit._replace(x=torch.zeros(8, 4).t())):
         with pytest.raises(ShapeError):
             ops.distortion([wrong], (2,))
+    payload = torch.empty(4 * (4 + 8), dtype=torch.uint8)
+    for wrong in (visit._replace(options=None), visit._replace(m=visit.x), visit._replace(x=torch.zeros(8))):
+        with pytest.raises(ShapeError):
+            ops.encode_fewest(wrong, payload, 0.1, 2, 8)
+    with pytest.raises(ShapeError):
+        ops.encode_fewest(visit, payload[1:], 0.1, 2, 8)
