@@ -61,6 +61,9 @@ class Backend(Protocol):
     def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
         """As `distortion.distortion`."""
 
+    def fit(self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
+        """As `distortion.fit`, for whichever samples."""
+
     # Quantizing with an error-feedback residual.
 
     def feedback_quantize_(

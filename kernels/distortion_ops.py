@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import dispatch, layout
+from pipecomp.kernels.backend import Backend
 from pipecomp.kernels.distortion import halved_sum
-from pipecomp.kernels.ragged import Visit
+from pipecomp.kernels.ragged import FINE, Verdict, Visit, bad_visit, payload_bytes
+from pipecomp.kernels.ragged_ops import check_payload, encode_batch
 
 _FIRST_LOOK = 4  # bits with which measuring begins; from there the error halves with every bit
 
@@ -31,16 +34,10 @@ def distortion(visits: Sequence[Visit], bits: Sequence[int], *, backend: str = "
     """
     for b in bits:
         layout.check_bits(b)
-    for v in visits:
-        layout.check_input(v.x, "x")
-        if v.x.dim() != 2 or not v.x.is_contiguous() or v.options is None or (v.delta and v.m is None):
-            raise ShapeError(f"x: {tuple(v.x.shape)}, allowed: contiguous [n, H] with options, and m for a change")
-        if v.delta and v.m is not None:
-            layout.check_float32(v.m, tuple(v.x.shape), "m", contiguous=True)
-    others = [tensor for v in visits for tensor in (v.x, v.m)]
-    return dispatch.pick(backend, visits[0].x, *others).distortion(visits, tuple(bits))
+    return _checked(visits, backend).distortion(visits, tuple(bits))
 
 
+@torch.no_grad()
 def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, backend: str = "auto") -> int:
     """Choose the fewest bits for samples that are sent together.
 
@@ -63,24 +60,80 @@ def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, b
         >>> ops.fewest_bits([ops.Visit(x, None, ops.Options(8, None))], 0.1, 2, 8)
         5
     """
+    return _fitted(visits, error, low, high, backend, None)[0]
+
+
+@torch.no_grad()
+def encode_fewest(
+    visit: Visit, payload: Tensor, error: float, low: int, high: int, *, backend: str = "auto"
+) -> tuple[int, Verdict]:
+    """Encode a sample with the fewest bits that keep an error, mostly in the pass over it that finds them.
+
+    Args:
+        visit: The sample, without m; the bits of its options do not matter.
+        payload: As for `encode_batch`, long enough for the most bits; what the bits chosen do not need is undefined.
+        error: As for `fewest_bits`.
+        low: As for `fewest_bits`.
+        high: As for `fewest_bits`.
+        backend: As for `quantize`.
+
+    Returns:
+        The bits that `fewest_bits` chooses, with which the payload begins as `encode_batch` makes it; and whether all
+        could be encoded, which the caller has to check.
+
+    Raises:
+        ConfigError: As `fewest_bits`.
+    """
+    x, options = visit.x, visit.options
+    if options is None or visit.m is not None or x.dim() != 2:
+        raise ShapeError(f"x: {tuple(x.shape)}, allowed: [n, H] with options, without m")
+    visits = [visit._replace(options=options._replace(bits=high))]
+    check_payload(payload, payload_bytes(x.shape[0], x.shape[1], visits[0].options, x.dtype))
+    bits, encoded = _fitted(visits, error, low, high, backend, payload)
+    if encoded:
+        return bits, Verdict(torch.tensor([FINE]), partial(bad_visit, visits))
+    visit = visit._replace(options=options._replace(bits=bits))
+    size = payload_bytes(x.shape[0], x.shape[1], visit.options, x.dtype)
+    return bits, encode_batch([visit], payload[:size], backend=backend)
+
+
+def _checked(visits: Sequence[Visit], backend: str) -> Backend:
+    """Choose the backend for samples that can be measured."""
+    for v in visits:
+        layout.check_input(v.x, "x")
+        if v.x.dim() != 2 or not v.x.is_contiguous() or v.options is None or (v.delta and v.m is None):
+            raise ShapeError(f"x: {tuple(v.x.shape)}, allowed: contiguous [n, H] with options, and m for a change")
+        if v.delta and v.m is not None:
+            layout.check_float32(v.m, tuple(v.x.shape), "m", contiguous=True)
+    others = [tensor for v in visits for tensor in (v.x, v.m)]
+    return dispatch.pick(backend, visits[0].x, *others)
+
+
+def _fitted(
+    visits: Sequence[Visit], error: float, low: int, high: int, backend: str, payload: Tensor | None
+) -> tuple[int, bool]:
+    """The fewest bits, and whether the payload, if one is given, is what they make of the only sample."""
     layout.check_bits(low)
     layout.check_bits(high, low=low)
     if not 0 < error < 1:
         raise ConfigError("error", error, "a number above 0 and below 1")
     visits = [v for v in visits if v.x.numel()]
     if not visits or low == high:
-        return low
+        return low, False
+    chosen = _checked(visits, backend)
+    if found := chosen.fit(visits, error, low, high, payload):
+        return found, True
     left: dict[int, float] = {}  # out, by bits
     look = [min(max(_FIRST_LOOK, low), high)]
     while True:
-        norm, *found = halved_sum(distortion(visits, look, backend=backend)).tolist()
-        left |= zip(look, found, strict=True)
-        if not all(map(math.isfinite, (norm, *found))):
-            return high
+        norm, *measured = halved_sum(chosen.distortion(visits, look)).tolist()
+        left |= zip(look, measured, strict=True)
+        if not all(map(math.isfinite, (norm, *measured))):
+            return high, False
         taken = _fewest(left, error * error * norm, low, high)
         look = [b for b in (taken - 1, taken) if low <= b and b not in left]
         if not look:
-            return taken
+            return taken, False
 
 
 def _fewest(left: dict[int, float], most: float, low: int, high: int) -> int:

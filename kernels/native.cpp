@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "native_crc.h"
+#include "native_fit.h"
 #include "native_threads.h"
 
 #if defined(__x86_64__)
@@ -308,7 +309,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native_library.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 8; }
+PC_EXPORT int32_t pipecomp_abi() { return 9; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -349,6 +350,13 @@ PC_EXPORT void pipecomp_distortion(const QuantizeArgs* a, int64_t samples, int64
     each_sample(samples, threads, values, [&](int64_t i, int parts) {
         distortion_call(a[i], bits, count, out + first[size_t(i)], first.back(), isa, parts);
     });
+}
+
+// The fewest of `low` to `high` bits with which all samples together leave out at most `share` of their squared norm; then
+// codes and scales of these bits are written, where there is room for them. 0 if distortion_call has to decide.
+PC_EXPORT int32_t pipecomp_fewest_bits(const QuantizeArgs* a, int64_t samples, int64_t values, double share, int32_t low,
+                                       int32_t high, int32_t isa, int32_t threads) {
+    return Fitting{a, samples, values, share, low, high, table_of(isa), threads}.bits();
 }
 
 PC_EXPORT void pipecomp_decode_batch(const DequantizeArgs* a, int64_t samples, int64_t values, int32_t isa,

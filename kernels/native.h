@@ -99,6 +99,10 @@ struct DequantizeArgs {
     int32_t dtype, bits, stochastic, add;  // bits 0: codes are values of dtype
 };
 
+// Bits below a code's own that `fit` counts errors with: all fit into 16, and the squares of FIT_VALUES values into 32.
+constexpr int64_t FIT_VALUES = 1 << 14;
+inline int fine_bits(int bits) { return bits < 6 ? 10 : 16 - bits; }
+
 // Scales lie wherever a payload has them, not always at a multiple of four bytes.
 inline float get_scale(const float* scales, int64_t i) {
     float v;
@@ -259,6 +263,8 @@ struct Table {
     float (*squared_norm)(const QuantizeArgs&, const Layout::Unit&, float* scratch);
     float (*left_out)(const QuantizeArgs&, const Layout::Unit&, float scale, float* scratch);
     double (*sum_of_groups)(double* squares, int64_t n);
+    uint32_t (*measure_norm)(const QuantizeArgs&, const Layout::Unit&, double* norm);
+    void (*fit)(const QuantizeArgs&, const Layout::Unit&, float scale, const uint8_t* limit, uint64_t* squares);
 };
 
 namespace base {

@@ -13,5 +13,5 @@ const Table table = {
     measure,         sum_squares,   quantize,           dequantize,         widen, linear_encode,      linear_reduce,
     linear_decode,   scale_index,   exponential_encode, exponential_decode, exponential_reduce, feedback_quantize,
     feedback_reduce, kmeans_assign, sketch_slots,       sketch_residual,    sketch_decode,      pack,               unpack,
-    select,          squared_norm,  left_out,           sum_of_groups,
+    select,          squared_norm,  left_out,           sum_of_groups,      measure_norm,       fit,
 };

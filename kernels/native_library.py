@@ -7,14 +7,14 @@ makes it in a source tree.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 8
+ABI = 9
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -136,6 +136,10 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "encode_batch": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32]),
     "decode_batch": (None, [c_void_p, c_int64, c_int64, c_int32, c_int32]),
     "distortion": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
+    "fewest_bits": (
+        c_int32,
+        [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_int32, c_int32],
+    ),
     "linear_encode": (None, [c_void_p, c_int32, c_int32]),
     "linear_reduce": (None, [c_void_p, c_int32, c_int32]),
     "linear_decode": (None, [c_void_p, c_int32, c_int32]),

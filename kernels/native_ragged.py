@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int32
+from ctypes import Array, c_int32
 
 import torch
 from torch import Tensor
@@ -58,20 +58,33 @@ class RaggedKernels(Library):
 
     def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
         """As `distortion.distortion`."""
-        table = (QuantizeArgs * len(visits))()
-        for args, v in zip(table, visits, strict=True):
-            o, (n, H) = v.options, v.x.shape
-            assert o is not None
-            args.x, args.x_stride, args.m_stride, args.rows, args.H = v.x.data_ptr(), H, H, n, H
-            args.m = v.m.data_ptr() if v.delta and v.m is not None else None
-            args.group, args.dtype, args.rms = _group(o, H), DTYPES[v.x.dtype], o.scale == "rms"
-            args.stochastic, args.bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
         rows, values = sum(v.x.shape[0] for v in visits), sum(v.x.numel() for v in visits)
         out = torch.empty(1 + len(bits), rows, dtype=torch.float64)
         numbers = (c_int32 * len(bits))(*bits)
         call = self.library.pipecomp_distortion
-        call(table, len(visits), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
+        call(_measured(visits), len(visits), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
         return out
+
+    def fit(self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
+        """As `distortion.fit`: for max scales and nearest rounding."""
+        table, values = _measured(visits), sum(v.x.numel() for v in visits)
+        if payload is not None:
+            (args,), at = table, payload.data_ptr()
+            args.scales, args.codes = at, at + 4 * args.rows * -(-args.H // args.group)
+        call = self.library.pipecomp_fewest_bits
+        return call(table, len(visits), values, error * error, low, high, self.isa_index, self.threads)
+
+
+def _measured(visits: Sequence[Visit]) -> Array[QuantizeArgs]:
+    table = (QuantizeArgs * len(visits))()
+    for args, v in zip(table, visits, strict=True):
+        o, (n, H) = v.options, v.x.shape
+        assert o is not None
+        args.x, args.x_stride, args.m_stride, args.rows, args.H = v.x.data_ptr(), H, H, n, H
+        args.m = v.m.data_ptr() if v.delta and v.m is not None else None
+        args.group, args.dtype, args.rms = _group(o, H), DTYPES[v.x.dtype], o.scale == "rms"
+        args.stochastic, args.bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
+    return table
 
 
 def _group(o: Options, H: int) -> int:

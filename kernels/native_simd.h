@@ -96,12 +96,13 @@ INLINE uint32_t reduce_max(U8 v) {
     return r;
 }
 
-INLINE int32_t reduce_add(I8 v) {
-    typedef int32_t I4 __attribute__((vector_size(16)));
-    I4 low, high;
+template <class V>
+INLINE auto reduce_add(V v) {
+    typedef decltype(v[0] + v[0]) Half __attribute__((vector_size(16)));
+    Half low, high;
     __builtin_memcpy(&low, &v, 16);
     __builtin_memcpy(&high, reinterpret_cast<const char*>(&v) + 16, 16);
-    const I4 sum = low + high;
+    const Half sum = low + high;
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipecomp.errors import ShapeError
 from pipecomp.kernels import dispatch, layout, native, topk
-from pipecomp.kernels.distortion_ops import distortion, fewest_bits
+from pipecomp.kernels.distortion_ops import distortion, encode_fewest, fewest_bits
 from pipecomp.kernels.feedback_ops import feedback_quantize_, feedback_reduce_
 from pipecomp.kernels.gradient_ops import (
     exponential_decode,
@@ -60,6 +60,7 @@ __all__ = [
     "dequantize",
     "distortion",
     "encode_batch",
+    "encode_fewest",
     "exponential_decode",
     "exponential_encode",
     "exponential_levels",

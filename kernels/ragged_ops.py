@@ -33,7 +33,7 @@ def encode_batch(
             raise ShapeError(f"x: {tuple(v.x.shape)}, allowed: contiguous [n, H]")
         if v.m is not None:
             layout.check_float32(v.m, tuple(v.x.shape), "m", contiguous=True)
-    _check(payload, sum(payload_bytes(v.x.shape[0], v.x.shape[1], v.options, v.x.dtype) for v in visits))
+    check_payload(payload, sum(payload_bytes(v.x.shape[0], v.x.shape[1], v.options, v.x.dtype) for v in visits))
     others = [tensor for v in visits for tensor in (v.x, v.m)]
     flag = dispatch.pick(backend, payload, packet, *others).encode_batch(visits, payload, packet)
     return Verdict(flag, partial(bad_visit, visits), sealed=packet is not None)
@@ -47,11 +47,12 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving], *, backend: str =
     """
     for s in samples:
         layout.check_float32(s.m, tuple(s.m.shape), "m", contiguous=True)
-    _check(payload, sum(payload_bytes(s.m.shape[0], s.m.shape[1], s.options, s.dtype) for s in samples))
+    check_payload(payload, sum(payload_bytes(s.m.shape[0], s.m.shape[1], s.options, s.dtype) for s in samples))
     dispatch.pick(backend, payload, *(s.m for s in samples)).decode_batch(payload, samples)
 
 
-def _check(payload: Tensor, size: int) -> None:
+def check_payload(payload: Tensor, size: int) -> None:
+    """Raise ShapeError unless the payload is uint8 [size], contiguous."""
     if payload.dtype != torch.uint8 or tuple(payload.shape) != (size,) or not payload.is_contiguous():
         raise ShapeError(
             f"payload: {payload.dtype} {tuple(payload.shape)}, allowed: torch.uint8 [{size}] for these samples"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipecomp.kernels.bitpack import pack_bits, unpack_bits
-from pipecomp.kernels.distortion import distortion
+from pipecomp.kernels.distortion import distortion, fit
 from pipecomp.kernels.dithering import (
     exponential_decode,
     exponential_encode,
@@ -31,6 +31,7 @@ __all__ = [
     "exponential_reduce_",
     "feedback_quantize_",
     "feedback_reduce_",
+    "fit",
     "kmeans_assign",
     "linear_decode",
     "linear_encode",

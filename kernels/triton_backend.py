@@ -5,7 +5,7 @@ With TRITON_INTERPRET=1, set before triton is imported, the kernels also run on 
 
 from __future__ import annotations
 
-from pipecomp.kernels.distortion import distortion  # torch's own operations on the GPU: a few passes over a packet
+from pipecomp.kernels.distortion import distortion, fit  # torch's own operations on the GPU: a few passes over a packet
 from pipecomp.kernels.triton_buckets import (
     exponential_decode,
     exponential_encode,
@@ -41,6 +41,7 @@ __all__ = [
     "exponential_reduce_",
     "feedback_quantize_",
     "feedback_reduce_",
+    "fit",
     "kmeans_assign",
     "linear_decode",
     "linear_encode",

@@ -156,7 +156,12 @@ def begin(out: np.ndarray, header: Header, *, checksum: bool = True) -> np.ndarr
     for s in header.samples:
         _SAMPLE.pack_into(out, at, s.id, s.form, s.start, s.count, s.base, s.version)
         at += _SAMPLE.size
-    return out[at : at + payload]
+    return payload_of(out, len(header.samples))
+
+
+def payload_of(packet: np.ndarray, samples: int) -> np.ndarray:
+    """The place of a packet's payload, a view, in uint8 [packet_bytes]."""
+    return packet[_HEADER.size + samples * _SAMPLE.size : packet.size - _CHECK.size]
 
 
 def seal(packet: np.ndarray) -> None:

@@ -35,7 +35,7 @@ from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
 from pipecomp.messages.codecs import Codec, Quantized, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, seal
+from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, payload_of, seal
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds
@@ -190,7 +190,18 @@ class Endpoint:
         target = torch.from_numpy(begin(buffer, header, checksum=checksum))
         payload = self.staging.place(target)
         whole = torch.from_numpy(buffer) if checksum and payload is target else None
-        verdicts = encode(payload, whole)
+        return self._packet(header, buffer, payload, target, encode(payload, whole), at)
+
+    def _packet(
+        self,
+        header: Header,
+        buffer: np.ndarray,
+        payload: Tensor,
+        target: Tensor,
+        verdicts: list[Verdict],
+        at: Position,
+    ) -> Packet:
+        """See `pack`. payload: whose bytes belong to `target`, which is in the buffer."""
         what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
         packet = Packet(header, buffer, verdicts, self.staging.to_host(payload, target), self.staging, what)
         if self.staging.immediate:
@@ -210,13 +221,24 @@ class Endpoint:
         settled: bool = False,
     ) -> Packet:
         """Encode all rows by one codec. settled: NonFiniteError comes from here, not from the thread that sends."""
-        dtype = x_TH.dtype
-        if isinstance(codec, Quantized):
-            codec, x_TH = codec.fitted(x_TH)
         first_bits = self._codecs.first_bits if kind is Kind.ACTIVATION else 0
-        header = self.header(kind, codec, x_TH, samples, layout, at, dtype, first_bits)
-        size = codec.payload_bytes(*x_TH.shape)
-        packet = self.pack(header, size, lambda payload, _: codec.encode(x_TH, payload, seed), at)
+
+        def header(codec: Codec) -> Header:
+            return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype, first_bits)
+
+        most = codec.payload_bytes(*x_TH.shape)
+        if isinstance(codec, Quantized) and codec.error is not None:
+            # The bits are known once their codes are made, in room for the most bits; then the packet has its length.
+            buffer = self.staging.buffer(packet_bytes(len(samples), most))
+            target = torch.from_numpy(payload_of(buffer, len(samples)))
+            payload = self.staging.place(target)
+            fitted, verdicts = codec.fitted(x_TH, payload, seed)
+            size, head = fitted.payload_bytes(*x_TH.shape), header(fitted)
+            buffer = buffer[: packet_bytes(len(samples), size)]
+            begin(buffer, head, checksum=self._config.transport.checksum)
+            packet = self._packet(head, buffer, payload[:size], target[:size], verdicts, at)
+        else:
+            packet = self.pack(header(codec), most, lambda payload, _: codec.encode(x_TH, payload, seed), at)
         if settled:
             packet.settle()
         return packet

@@ -26,6 +26,7 @@ from pipecomp.kernels import (
     feedback,
     native,
     native_library,
+    ops,
     ragged,
     reference,
     sketch,
@@ -206,6 +207,55 @@ def test_distortion(backend, case, bits, bad):
         want, got = distortion.distortion(visits, bits), backend.distortion(visits, bits)
         assert torch.equal(got.isnan(), want.isnan())  # of which there is more than one
         assert same(got.nan_to_num(1.0), want.nan_to_num(1.0))
+
+
+@st.composite
+def fitted_cases(draw):
+    """Samples as `fit` takes them, an error that is often just that of some bits, and limits."""
+    H, rows, seed = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 40)), draw(seeds)
+    group, dtype = draw(st.sampled_from([None, 24])), draw(st.sampled_from(DTYPES))
+    visits = []
+    for i in range(draw(st.integers(1, 3))):
+        g = torch.Generator().manual_seed((seed + i) % 2**63)
+        x, kind = torch.randn(rows, H, generator=g), draw(st.sampled_from(["plain", "halves", "outlier", "mixed"]))
+        if kind == "halves":  # 1 bit leaves out less of them than 2
+            x = x.sign() / 2 ** draw(st.integers(0, 4))
+        if kind in ("halves", "outlier"):
+            x[:, 0] = 1.0 if kind == "halves" else 1000.0
+            x[:: draw(st.integers(1, 5)), 1:] *= draw(st.sampled_from([0.0, 1.0]))
+        if kind == "mixed":
+            x = values(seed + i, (rows, H))
+        m = x + 0.3 * torch.randn(rows, H, generator=g) if draw(st.booleans()) else None
+        visits.append(ragged.Visit(x.to(dtype), m, Options(8, group), m is not None))
+    bits, (low, high) = draw(st.integers(1, 8)), sorted(draw(st.permutations(range(1, 9)))[:2])
+    norm, left = distortion.halved_sum(distortion.distortion(visits, [bits])).tolist()
+    error = draw(st.floats(0.01, 0.6))
+    if 0 < left < norm < math.inf and draw(st.booleans()):
+        error = min((left / norm) ** 0.5 * (1 + draw(st.sampled_from([0.0, 1e-7, -1e-7, 1e-3, -1e-3, 0.02]))), 0.99)
+    return visits, error, low, high
+
+
+@anywhere
+@given(case=fitted_cases(), shift=st.integers(0, 3))
+def test_fewest_bits(backend, case, shift):
+    """What is found at once is what measuring finds, and its codes are the quantizer's."""
+    visits, error, low, high = case
+    wanted = ops.fewest_bits(visits, error, low, high, backend="torch")
+    assert backend.fit(visits, error, low, high, None) in (0, wanted)
+    for v in visits:
+        v = v._replace(m=None, delta=False)
+        payload = torch.full(
+            (shift + ragged.payload_bytes(*v.x.shape, v.options, v.x.dtype) + 64,), 7, dtype=torch.uint8
+        )
+        bits = backend.fit([v], error, low, high, payload[shift:-64])
+        if not bits:
+            continue
+        assert bits == ops.fewest_bits([v], error, low, high, backend="torch")
+        v = v._replace(options=v.options._replace(bits=bits))
+        part = torch.empty(ragged.payload_bytes(*v.x.shape, v.options, v.x.dtype), dtype=torch.uint8)
+        assert int(ragged.encode_batch([v], part, None)) == ragged.FINE
+        assert same(payload[shift : shift + part.numel()], part)
+        assert bool((torch.cat([payload[:shift], payload[-64:]]) == 7).all())
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

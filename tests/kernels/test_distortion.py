@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.kernels import ops
+from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
+from pipecomp.kernels import native, ops
 from pipecomp.kernels.distortion import halved_sum
 
 KINDS = ("gaussian", "heavy tail", "few large columns", "one large token", "sparse")
@@ -126,6 +126,40 @@ def test_the_ends_of_the_range() -> None:
         assert ops.fewest_bits([ops.Visit(x_RH.clone().fill_(bad), None, options)], 0.9, 3, 7) == 7
 
 
+@pytest.mark.skipif(isinstance(native.load(), str), reason="native kernels are not built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_kernels_mostly_find_the_bits_at_once(kind: str) -> None:
+    backend, found = native.load(), 0
+    assert not isinstance(backend, str)
+    for seed, error in enumerate(0.02 * 1.1**i for i in range(20)):
+        x_RH = values(kind, 64, 256, seed)
+        for m_RH in (None, x_RH - 0.2 * values("gaussian", 64, 256, seed + 99)):
+            visit = ops.Visit(x_RH, m_RH, ops.Options(8, None), m_RH is not None)
+            found += backend.fit([visit], error, 2, 8, None) > 0
+    assert found >= 36
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_encoding_with_the_fewest_bits_is_encoding_with_these(backend: str, rounding: str) -> None:
+    visit = ops.Visit(values("heavy tail", 40, 100, 5), None, ops.Options(8, 32, rounding=rounding, seed=3))
+    for x_RH, error in ((visit.x, 0.1), (visit.x[:0], 0.1), (torch.zeros(3, 8), 0.1), (visit.x * torch.nan, 0.1)):
+        visit = visit._replace(x=x_RH)
+        payload = torch.empty(ops.payload_bytes(*x_RH.shape, visit.options, x_RH.dtype), dtype=torch.uint8)
+        bits, verdict = ops.encode_fewest(visit, payload, error, 2, 8, backend=backend)
+        assert bits == ops.fewest_bits([visit], error, 2, 8, backend="torch")
+        options = ops.Options(bits, 32, rounding=rounding, seed=3)
+        wanted = torch.empty(ops.payload_bytes(*x_RH.shape, options, x_RH.dtype), dtype=torch.uint8)
+        same = ops.encode_batch([visit._replace(options=options)], wanted, backend=backend)
+        if bool(x_RH.isnan().any()):
+            for each in (verdict, same):
+                with pytest.raises(NonFiniteError):
+                    each.check()
+        else:
+            verdict.check()
+            assert torch.equal(payload[: wanted.numel()], wanted)
+
+
 def test_what_is_refused() -> None:
     visit = ops.Visit(torch.zeros(4, 8), None, ops.Options(8, None))
     for low, high, most in ((0, 8, 0.1), (2, 9, 0.1), (5, 4, 0.1), (2, 8, 0.0), (2, 8, 1.0)):
@@ -134,3 +168,9 @@ def test_what_is_refused() -> None:
     for wrong in (visit._replace(options=None), visit._replace(delta=True), visit._replace(x=torch.zeros(8, 4).t())):
         with pytest.raises(ShapeError):
             ops.distortion([wrong], (2,))
+    payload = torch.empty(4 * (4 + 8), dtype=torch.uint8)
+    for wrong in (visit._replace(options=None), visit._replace(m=visit.x), visit._replace(x=torch.zeros(8))):
+        with pytest.raises(ShapeError):
+            ops.encode_fewest(wrong, payload, 0.1, 2, 8)
+    with pytest.raises(ShapeError):
+        ops.encode_fewest(visit, payload[1:], 0.1, 2, 8)
