@@ -185,7 +185,7 @@ def _tensor(value: bytearray | memoryview, dtype: str, count: int, start: int) -
 def _payload_bytes(n: int, H: int, bits: int, group_size: int | None) -> int:
     if bits > 8:
         return n * H * bits // 8
-    return n * (4 * ops.groups(H, group_size) + ops.row_bytes(H, bits, group_size))
+    return n * ops.quantized_row_bytes(H, bits, group_size)
 
 
 def _checksum(value: bytearray | memoryview) -> int:
