@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -237,11 +237,13 @@ class LinkStore(ABC):
 
     def _load_all(self, samples: Iterable[int]) -> dict[int, Loaded | None]:
         """Load what of these samples can be: not what is damaged, or was written after this began to read."""
-        loaded = {}
+        loaded: dict[int, Loaded | None] = {}
         with self._reading() as read:
             for sample in samples:
-                with suppress(StoreError):
+                try:
                     loaded[sample] = self._load(sample, read)
+                except StoreError:
+                    continue
         return loaded
 
     def _load(self, sample: int, read: Read | None = None) -> Loaded | None:

@@ -115,7 +115,7 @@ class ValueFormat:
             return m_nH
         if self.bits == 16:
             return m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
-        payload = torch.empty(_payload_bytes(*m_nH.shape, self.bits, self.grouping), dtype=torch.uint8)
+        payload = torch.empty(self.size(*m_nH.shape) - HEADER_BYTES, dtype=torch.uint8)
         visit = ops.Visit(m_nH, None, ops.Options(self.bits, self.grouping))
         try:
             ops.encode_batch([visit], payload).check()

@@ -34,7 +34,7 @@ def encode_batch(
             raise ShapeError(f"x: {tuple(shape)}, allowed: contiguous [n, H]")
         if m is not None:
             layout.check_float32(m, shape, "m", contiguous=True)
-        size += payload_bytes(*shape, options, x.dtype)
+        size += payload_bytes(shape[0], shape[1], options, x.dtype)
         others += (x, m)
     _check(payload, size)
     flag = dispatch.pick(backend, payload, *others).encode_batch(visits, payload, packet)
@@ -48,7 +48,7 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving], *, backend: str =
     """
     for s in samples:
         layout.check_float32(s.m, s.m.shape, "m", contiguous=True)
-    _check(payload, sum(payload_bytes(*s.m.shape, s.options, s.dtype) for s in samples))
+    _check(payload, sum(payload_bytes(s.m.shape[0], s.m.shape[1], s.options, s.dtype) for s in samples))
     dispatch.pick(backend, payload, *(s.m for s in samples)).decode_batch(payload, samples)
 
 

@@ -76,7 +76,7 @@ class Sample(NamedTuple):
     id: int
     form: Form
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # nobody counts a sample's fields
     base: int = 0
     version: int = 0
 

@@ -324,6 +324,7 @@ class TestWriter:
         assert done == [1]
         with pytest.raises(StoreError, match="after close"):
             writer.submit(lambda: None)
+        writer.drain()  # and waits for nobody
 
     def test_steps_wait_when_the_disk_is_behind(self):
         writer, gate = Writer("test"), threading.Event()
