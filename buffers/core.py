@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import GRADIENT, CachedActivation, Held, Put, Settled, entry_name
@@ -257,7 +258,7 @@ class LinkStore(ABC):
         """Decode the entry's cached activation; None if another entry or nothing took its place meanwhile."""
         m_nH = None if self._packs_early else entry.as_put()
         if m_nH is not None:
-            return CachedActivation(entry.version, m_nH.clone())
+            return CachedActivation(entry.version, m_nH.clone(memory_format=torch.contiguous_format))
         where = self.where(entry.sample)
         value = self._pack(entry)
         if value is not None:
