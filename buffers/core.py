@@ -1,7 +1,7 @@
 """What every message store does alike: the index, the step, the budget, prefetching and counting.
 
 A backend adds where values are kept: `_prepare` and `_added` (before and after an entry enters the index),
-`_load_value` (an entry whose value is no longer in memory), and what `commit`, `flush` and `close` mean for it.
+`_load_value` and `_reading` (values that are no longer in memory), and what `commit`, `flush` and `close` mean for it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import GRADIENT, CachedActivation, Held, Put, Settled, entry_name
 from pipecomp.buffers.budget import Budget
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.prefetch import Loaded, Prefetcher
-from pipecomp.buffers.value import ValueFormat, read_header, unpack
+from pipecomp.buffers.value import ValueFormat, decoded, unpack, verify_value
 from pipecomp.errors import StoreError
 from pipecomp.kernels.staging import HostStaging, Staging
+
+Read = Callable[[int], "bytearray | None"]  # a sample's stored value, a buffer of its own
 
 
 class LinkStore(ABC):
@@ -38,14 +42,16 @@ class LinkStore(ABC):
         self.link = link
         self._staging = staging or HostStaging()
         self._format = fmt
+        # Packing need not wait where what is packed is smaller, nor where a device is to be waited for.
+        self._packs_early = fmt.bits < 32 or not self._staging.immediate
         self._lock = threading.RLock()
         self._entries: dict[int, Entry] = {}
         self._changed: dict[int, None] = {}  # samples put or dropped since the last commit, in that order
         self._stored_bytes = 0
         self._budget = Budget(max_bytes)
         # Activations and gradients are each asked for in an order of their own.
-        self._prefetcher = Prefetcher(self._load, prefetch, f"prefetch {link}")
-        self._gradient_prefetcher = Prefetcher(self._load, prefetch, f"prefetch gradients {link}")
+        self._prefetcher = Prefetcher(self._load_all, prefetch, f"prefetch {link}")
+        self._gradient_prefetcher = Prefetcher(self._load_all, prefetch, f"prefetch gradients {link}")
         self._counts = {"hits": 0, "misses": 0, "evictions": 0, "declined": 0}
         self._wait_seconds = 0.0
         self._closed = False
@@ -54,11 +60,11 @@ class LinkStore(ABC):
         """Read each sample's cached activation, or None; see MessageStore."""
         self._check()
         start = time.perf_counter()
-        found = []
-        for sample in samples:
-            prefetcher = self._gradient_prefetcher if sample & GRADIENT else self._prefetcher
-            ahead, loaded = prefetcher.take(sample)
-            found.append(loaded if ahead else self._load(sample))
+        ahead = {**self._prefetcher.take(samples), **self._gradient_prefetcher.take(samples)}
+        if len(ahead) < len(samples):
+            ahead.update(self._load_all([sample for sample in samples if sample not in ahead]))
+        # What comes twice is loaded again, as its caller may change it; of what is damaged that gives the error.
+        found = [ahead.pop(sample) if sample in ahead else self._load(sample) for sample in samples]
         held = sum(loaded is not None for loaded in found)
         with self._lock:
             self._counts["hits"] += held
@@ -73,9 +79,8 @@ class LinkStore(ABC):
     def put_many(self, puts: Sequence[Put], settled: Settled | None = None) -> None:
         """Replace a micro-batch's cached activations; see MessageStore."""
         self._check()
-        entries = []
+        entries, checked = [], self._staging.immediate
         for sample, version, m_nH in puts:
-            checked = self._staging.immediate
             self._format.check(sample, version, m_nH, self.where(sample), values=checked)
             size, copy = self._format.size(*m_nH.shape), self._staging.to_host(m_nH.detach())
             entries.append(Entry(sample, version, size, m=copy, settled=settled, checked=checked))
@@ -83,7 +88,7 @@ class LinkStore(ABC):
         with self._lock:
             for entry in entries:
                 self._replace(entry.sample, entry)
-        self._invalidate([sample for sample, _, _ in puts])
+        self._invalidate([entry.sample for entry in entries])
         self._added(entries)
 
     def rounded(self, m_nH: Tensor) -> Tensor:
@@ -156,9 +161,13 @@ class LinkStore(ABC):
     def _added(self, entries: Sequence[Entry]) -> None:  # noqa: B027
         """Do what comes after new entries have entered the index."""
 
+    def _reading(self) -> AbstractContextManager[Read]:
+        """Open what reads values that are no longer in memory, all as they were at one time."""
+        return nullcontext(self._load_value)
+
     @abstractmethod
-    def _load_value(self, entry: Entry) -> bytearray | None:
-        """Read the bytes of an entry whose value is not in memory, as a buffer of their own; None if they are gone."""
+    def _load_value(self, sample: int) -> bytearray | None:
+        """Read the bytes of such a value as they are now, as a buffer of their own; None if they are gone."""
 
     def _check(self) -> None:
         """Raise StoreError if the store cannot be used."""
@@ -227,30 +236,44 @@ class LinkStore(ABC):
         assert entry.crc is not None
         return entry.crc
 
-    def _load(self, sample: int) -> Loaded | None:
+    def _load_all(self, samples: Iterable[int]) -> dict[int, Loaded | None]:
+        """Load what of these samples can be: not what is damaged, or was written after this began to read."""
+        loaded: dict[int, Loaded | None] = {}
+        with self._reading() as read:
+            for sample in samples:
+                try:
+                    loaded[sample] = self._load(sample, read)
+                except StoreError:
+                    continue
+        return loaded
+
+    def _load(self, sample: int, read: Read | None = None) -> Loaded | None:
         while (entry := self._entries.get(sample)) is not None:
-            cached = self._decode(entry)
+            cached = self._decode(entry, read or self._load_value)
             if cached is not None:
                 return Loaded(cached.version, self._staging.to_device(cached.m_nH))
         return None
 
-    def _decode(self, entry: Entry) -> CachedActivation | None:
+    def _decode(self, entry: Entry, read: Read) -> CachedActivation | None:
         """Decode the entry's cached activation; None if another entry or nothing took its place meanwhile."""
+        m_nH = None if self._packs_early else entry.as_put()
+        if m_nH is not None:
+            return CachedActivation(entry.version, m_nH.clone(memory_format=torch.contiguous_format))
         where = self.where(entry.sample)
         value = self._pack(entry)
         if value is not None:
             return unpack(value, where, check=False)
         try:
-            stored = self._load_value(entry)
+            stored = read(entry.sample)
             if stored is None:
                 raise StoreError(f"{where}: version {entry.version} is gone from the file")
-            header = read_header(stored, where)
+            header = verify_value(stored, where)
             if header.crc != entry.crc:
                 raise StoreError(
                     f"{where}: holds sample {header.sample}, version {header.version}, CRC-32 {header.crc:#010x}; "
                     f"expected version {entry.version}, {entry.crc:#010x}"
                 )
-            return unpack(stored, where, alias=True)
+            return decoded(stored, header, alias=True)
         except StoreError as error:
             if self._entries.get(entry.sample) is not entry:
                 return None  # rewritten or deleted while it was read

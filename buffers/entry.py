@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from torch import Tensor
+
 from pipecomp.buffers.base import Settled
 from pipecomp.buffers.value import ValueFormat
 from pipecomp.kernels.staging import Copy
@@ -50,6 +52,11 @@ class Entry:
             self.value, self.crc = fmt.pack_checked(self.sample, self.version, m_nH, where)
             self._m = self._settled = None
             return self.value
+
+    def as_put(self) -> Tensor | None:
+        """Give m as it was put, not to be changed; None once it is packed, or while it may prove unfit to be stored."""
+        m = self._m
+        return m.wait() if m is not None and self._checked and self._settled is None else None
 
     def release(self) -> None:
         """Forget the copy in memory: the value is on disk."""

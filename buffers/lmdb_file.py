@@ -22,7 +22,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -197,36 +197,58 @@ class ValueFile:
 
     def read(self, table: Table, sample: int) -> bytearray | None:
         """Read a sample's value; None if it has no place. StoreError if its pieces do not add up to its size."""
-        place = table.places.get(sample)
-        return None if place is None else self.read_at(table, place.slot, sample, place.size)
+        with self.reading(table) as read:
+            return read(sample)
 
-    def read_at(self, table: Table, slot: int, sample: int, size: int | None = None) -> bytearray:
-        """Read the value in a slot; its size is checked before anything is allocated, unless it is not known."""
-        limit = None if size is None else len(piece_sizes(size, self._page))
-        prefix = slot.to_bytes(8, "big")
+    @contextmanager
+    def reading(self, table: Table) -> Iterator[Callable[[int], bytearray | None]]:
+        """Look at one snapshot of a table: what is given is `read` for one sample after the other."""
+        with explained(self.path, f"read {table.name}"), self._reading, self._cursor(table) as cursor:
+
+            def read(sample: int) -> bytearray | None:
+                place = table.places.get(sample)
+                if place is None:
+                    return None
+                with explained(self.path, f"read sample {sample} of {table.name}"):
+                    return self._joined(cursor, table, place.slot, sample, place.size)
+
+            yield read
+
+    def read_at(self, table: Table, slot: int, sample: int) -> bytearray:
+        """Read the value in a slot, whatever its size."""
         doing = f"read sample {sample} of {table.name}"
         with explained(self.path, doing), self._reading, self._cursor(table) as cursor:
-            there = cursor.set_key(_FIRST.pack(slot, 0, sample))
-            items = itertools.takewhile(lambda item: item[0][:8] == prefix, cursor if there else ())
-            pieces = [piece for _, piece in itertools.islice(items, limit)]
-            total = sum(map(len, pieces))
-            if size is not None and total != size:
-                raise StoreError(f"{table.where(sample)}: {total} of {size} bytes are there")
-            return bytearray().join(pieces)
+            return self._joined(cursor, table, slot, sample, None)
+
+    def _joined(self, cursor: Any, table: Table, slot: int, sample: int, size: int | None) -> bytearray:
+        """Join a value's pieces; its size is checked before anything is allocated, unless it is not known."""
+        prefix = slot.to_bytes(8, "big")
+        items: Iterable[Any] = cursor if cursor.set_key(_FIRST.pack(slot, 0, sample)) else ()
+        if size is not None:
+            items = list(itertools.islice(items, len(piece_sizes(size, self._page))))
+        # Keys ascend: if the last one is of the slot, all are.
+        if not isinstance(items, list) or (items and items[-1][0][:8] != prefix):
+            items = itertools.takewhile(lambda item: item[0][:8] == prefix, items)
+        pieces = [piece for _, piece in items]
+        total = sum(map(len, pieces))
+        if size is not None and total != size:
+            raise StoreError(f"{table.where(sample)}: {total} of {size} bytes are there")
+        return bytearray().join(pieces)
 
     def write(self, changes: Mapping[Table, Mapping[int, bytearray | None]]) -> None:
         """Write all values, delete those that are None: all of it or, if the process dies, nothing."""
-        puts: list[tuple[Table, int, Place, bytearray, bool]] = []
+        puts: dict[Table, list[tuple[int, Place, bytearray, bool]]] = {}
         deletes: list[tuple[Table, list[bytes]]] = []
         freed: list[tuple[Table, int, int]] = []
         for table, values in changes.items():
+            puts[table] = []
             for sample, value in values.items():
                 old = table.places.get(sample)
                 before = len(piece_sizes(old.size, self._page)) if old is not None else 0
                 if value is not None:
                     end = table.end
                     slot = old.slot if old is not None else self._new_slot(table)
-                    puts.append((table, sample, Place(slot, len(value)), value, slot == end))
+                    puts[table].append((sample, Place(slot, len(value)), value, slot == end))
                     after = len(piece_sizes(len(value), self._page))
                     if after < before:
                         deletes.append((table, _keys(slot, sample, after, before)))
@@ -238,12 +260,14 @@ class ValueFile:
             for table, keys in deletes:
                 for key in keys:
                     txn.delete(key, db=table.handle)
-            for table, sample, place, value, append in puts:
-                self._put(txn, table, place.slot, sample, value, append)
+            for table, its in puts.items():
+                with txn.cursor(db=table.handle) as cursor:
+                    for sample, place, value, append in its:
+                        self._put(cursor, table, place.slot, sample, value, append)
 
         self._transact(body)
-        for table, sample, place, *_ in puts:
-            table.places[sample] = place
+        for table, its in puts.items():
+            table.places.update((sample, place) for sample, place, *_ in its)
         for table, sample, slot in freed:
             del table.places[sample]
             heapq.heappush(table.free, slot)
@@ -270,13 +294,12 @@ class ValueFile:
         table.end += 1
         return table.end - 1
 
-    def _put(self, txn: lmdb.Transaction, table: Table, slot: int, sample: int, value: bytearray, append: bool) -> None:
-        sizes = piece_sizes(len(value), self._page)
+    def _put(self, cursor: Any, table: Table, slot: int, sample: int, value: bytearray, append: bool) -> None:
+        sizes, whole = piece_sizes(len(value), self._page), memoryview(value)
         ends = itertools.accumulate(sizes, initial=0)
-        pieces = [memoryview(value)[start:end] for start, end in itertools.pairwise(ends)]
+        pieces = [whole[start:end] for start, end in itertools.pairwise(ends)]
         items = list(zip(_keys(slot, sample, 0, len(sizes)), pieces, strict=True))
-        with txn.cursor(db=table.handle) as cursor:
-            _, added = cursor.putmulti(items, append=append)
+        _, added = cursor.putmulti(items, append=append)
         if added != len(items):  # LMDB refuses to append below what is there, and says no more than this
             raise StoreError(f"{self.path}: store of {table.name}: slots are out of order")
 

@@ -7,11 +7,11 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from pipecomp.buffers.core import LinkStore
+from pipecomp.buffers.core import LinkStore, Read
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.identity import RUN_KEY, check_format, check_settings, read_run
 from pipecomp.buffers.lmdb_check import unsound
@@ -70,10 +70,14 @@ class LmdbStore(LinkStore):
         self._environment.check()
 
     def _added(self, entries: Sequence[Entry]) -> None:
-        self._environment.writer.submit(lambda: self._pack_all(entries))
+        if self._packs_early:
+            self._environment.writer.submit(lambda: self._pack_all(entries))
 
-    def _load_value(self, entry: Entry) -> bytearray | None:
-        return self._environment.file.read(self._table, entry.sample)
+    def _reading(self) -> AbstractContextManager[Read]:
+        return self._environment.file.reading(self._table)
+
+    def _load_value(self, sample: int) -> bytearray | None:
+        return self._environment.file.read(self._table, sample)
 
     def _reload(self, table: Table) -> None:
         """Hold what is in `table`, this store's in the file that has taken the place of the old one."""

@@ -17,7 +17,7 @@ from pipecomp.kernels.staging import Staging
 class MemoryStore(LinkStore):
     """Keeps packed values in memory: z bits a value, as on disk, with the same digests.
 
-    Values are packed by `put` itself, so that memory holds z bits a value and not a queue of float32 tensors.
+    With fewer than 32 bits `put` itself packs, so that memory does not hold a queue of float32 tensors.
     """
 
     def __init__(
@@ -33,6 +33,13 @@ class MemoryStore(LinkStore):
         super().__init__(link, ValueFormat(bits, group_size), max_bytes=max_bytes, prefetch=prefetch, staging=staging)
         # From a device values arrive later, and another thread waits for them.
         self._writer = None if self._staging.immediate else Writer(f"message store {link}")
+
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Start copying a micro-batch to the device; on the host there is nothing to wait for."""
+        if self._staging.immediate:
+            self._check()
+        else:
+            super().prefetch(samples)
 
     def commit(self) -> None:
         """End a training step: forget what exceeds the budget."""
@@ -58,14 +65,14 @@ class MemoryStore(LinkStore):
             self._writer.check()
 
     def _prepare(self, entries: Sequence[Entry]) -> None:
-        if self._writer is None:
+        if self._writer is None and self._packs_early:
             self._pack_all(entries)
 
     def _added(self, entries: Sequence[Entry]) -> None:
         if self._writer is not None:
             self._writer.submit(lambda: self._pack_all(entries))
 
-    def _load_value(self, entry: Entry) -> bytearray | None:
+    def _load_value(self, sample: int) -> bytearray | None:
         return None
 
 

@@ -27,28 +27,31 @@ class Loaded(NamedTuple):
     m: Copy
 
 
-_State = Enum("_State", ["WAITING", "LOADING", "LOADED", "WORTHLESS"])
+_State = Enum("_State", ["WAITING", "LOADING", "LOADED"])
 
 
-class _Slot:
-    """A sample on its way; worthless where loading failed, or the sample was put or forgotten meanwhile."""
+class _Batch:
+    """The samples of a request that nobody has taken, put or forgotten since; None until they are loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples: Iterable[int]) -> None:
         self.state = _State.WAITING
-        self.cached: Loaded | None = None
+        self.samples: dict[int, Loaded | None] = dict.fromkeys(samples)
 
 
 class Prefetcher:
-    """Loads requested samples with `load`; `ahead` is the number of micro-batches, 0 to load nothing ahead."""
+    """Loads requested samples; `ahead` is the number of micro-batches, 0 to load nothing ahead.
 
-    def __init__(self, load: Callable[[int], Loaded | None], ahead: int, name: str) -> None:
+    load: gives what it could load of these samples; of one that the store does not hold, None.
+    """
+
+    def __init__(self, load: Callable[[list[int]], dict[int, Loaded | None]], ahead: int, name: str) -> None:
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ConfigError("store.prefetch", ahead, "a whole number from 0")
         self._load, self._ahead, self._name = load, ahead, name
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # a sample is loaded; whoever waits to take it
-        self._wanted = threading.Condition(lock)  # there is something to load; the thread, which is woken for no less
-        self._batches: deque[dict[int, _Slot]] = deque(maxlen=MAX_WAITING)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # a batch is loaded; whoever waits to take from it
+        self._wanted = threading.Condition(self._lock)  # there is something to load; the thread, woken for no less
+        self._batches: deque[_Batch] = deque(maxlen=MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -56,9 +59,9 @@ class Prefetcher:
         """Start loading these samples, but for those that an earlier request still holds; returns at once."""
         if not self._ahead:
             return
-        with self._changed:
-            batch = {s: _Slot() for s in samples if not any(s in earlier for earlier in self._batches)}
-            if self._closed or not batch:
+        with self._lock:
+            batch = _Batch(s for s in samples if not any(s in earlier.samples for earlier in self._batches))
+            if self._closed or not batch.samples:
                 return
             self._batches.append(batch)
             if self._thread is None:
@@ -66,50 +69,48 @@ class Prefetcher:
                 self._thread.start()
             self._wanted.notify()
 
-    def take(self, sample: int) -> tuple[bool, Loaded | None]:
-        """Hand out a sample that was loaded ahead, once; wait if it is being loaded right now.
+    def take(self, samples: Iterable[int]) -> dict[int, Loaded | None]:
+        """Hand out what was loaded ahead of these samples, once; wait if it is being loaded right now.
 
-        Requests before the one that holds it are given up: their turn has passed.
-
-        Returns:
-            Whether it was loaded ahead, and what of it, None where the store does not hold it.
+        Requests before one that holds a sample are given up: their turn has passed. What has not begun, or could not be
+        loaded, is left to the caller, who then gets the error itself.
         """
-        with self._changed:
-            at = next((i for i, batch in enumerate(self._batches) if sample in batch), None)
-            if at is None:
-                return False, None
-            for _ in range(at):
-                self._batches.popleft()
-            if at:
-                self._wanted.notify()
-            batch = self._batches[0]
-            slot = batch[sample]
-            self._changed.wait_for(lambda: slot.state is not _State.LOADING or self._closed)
-            if batch.get(sample) is slot:
-                del batch[sample]
-            self._forget_empty()
-            # What could not be loaded is loaded again by the caller, who then gets the error itself.
-            return slot.state is _State.LOADED, slot.cached
+        taken: dict[int, Loaded | None] = {}
+        with self._lock:
+            for sample in samples if self._batches else ():
+                at = next((i for i, batch in enumerate(self._batches) if sample in batch.samples), None)
+                if at is None:
+                    continue
+                for _ in range(at):
+                    self._batches.popleft()
+                batch = self._batches[0]
+                while batch.state is _State.LOADING and sample in batch.samples and not self._closed:
+                    self._changed.wait()
+                if batch.state is _State.LOADED and sample in batch.samples:
+                    taken[sample] = batch.samples[sample]
+                batch.samples.pop(sample, None)
+            if self._batches:
+                self._go_on()
+        return taken
 
     def invalidate(self, samples: Iterable[int]) -> None:
         """Forget what was loaded ahead of samples that were put or forgotten."""
-        with self._changed:
+        with self._lock:
+            if not self._batches:
+                return
             for batch, sample in itertools.product(self._batches, samples):
-                slot = batch.pop(sample, None)
-                if slot is not None:
-                    slot.state, slot.cached = _State.WORTHLESS, None
-                    self._changed.notify_all()
-            self._forget_empty()
+                batch.samples.pop(sample, None)
+            self._changed.notify_all()
+            self._go_on()
 
     def idle(self) -> bool:
         """Say whether nothing is being loaded nor could be now."""
-        with self._changed:
-            slots = (slot for batch in self._batches for slot in batch.values())
-            return self._next() is None and all(slot.state is not _State.LOADING for slot in slots)
+        with self._lock:
+            return self._next() is None and all(batch.state is not _State.LOADING for batch in self._batches)
 
     def close(self) -> None:
         """Stop loading and forget everything; safe to call twice."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._batches.clear()
             self._changed.notify_all()
@@ -117,32 +118,32 @@ class Prefetcher:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _forget_empty(self) -> None:
-        if not all(self._batches):
-            self._batches = deque(filter(None, self._batches), MAX_WAITING)
+    def _go_on(self) -> None:
+        """Forget requests of which nothing is left, and load others in their place."""
+        if not all(batch.samples for batch in self._batches):
+            self._batches = deque((batch for batch in self._batches if batch.samples), MAX_WAITING)
+        if self._next() is not None:
             self._wanted.notify()
 
-    def _next(self) -> tuple[int, _Slot] | None:
-        for batch in itertools.islice(self._batches, self._ahead):
-            for sample, slot in batch.items():
-                if slot.state is _State.WAITING:
-                    return sample, slot
-        return None
+    def _next(self) -> _Batch | None:
+        ahead = itertools.islice(self._batches, self._ahead)
+        return next((batch for batch in ahead if batch.state is _State.WAITING), None)
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._wanted.wait_for(lambda: self._closed or self._next() is not None)
-                found = self._next()
-                if self._closed or found is None:
+            with self._lock:
+                while not self._closed and self._next() is None:
+                    self._wanted.wait()
+                batch = self._next()
+                if self._closed or batch is None:
                     return
-                sample, slot = found
-                slot.state = _State.LOADING
-            cached, state = None, _State.WORTHLESS
+                batch.state, samples = _State.LOADING, list(batch.samples)
+            loaded: dict[int, Loaded | None] = {}
             with contextlib.suppress(Exception):
-                cached, state = self._load(sample), _State.LOADED
-            with self._changed:
-                if slot.state is _State.LOADING:
-                    slot.cached, slot.state = cached, state
+                loaded = self._load(samples)
+            with self._lock:
+                batch.samples = {s: loaded[s] for s in batch.samples if s in loaded}
+                batch.state = _State.LOADED
                 self._changed.notify_all()
-            del cached, slot, found
+                self._go_on()
+            del batch, loaded

@@ -22,6 +22,7 @@ Shapes: n tokens, H hidden size, G groups in a row. Source of the z-bit store: a
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,25 +105,23 @@ class ValueFormat:
     def pack_checked(self, sample: int, version: int, m_nH: Tensor, where: str) -> tuple[bytearray, int]:
         """As `pack`, with the value's CRC-32. Here, and only here, m is rounded to z bits."""
         n, H = m_nH.shape
-        value = bytearray(self.size(n, H))
-        _FIELDS.pack_into(value, 0, MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
-        if n:
-            self._encode(m_nH.detach(), torch.from_numpy(np.frombuffer(value, np.uint8, offset=HEADER_BYTES)), where)
-        check = _checksum(value)
-        _CRC.pack_into(value, _FIELDS.size, check)
-        return value, check
+        fields = _FIELDS.pack(MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
+        payload = self._encode(m_nH.detach().contiguous(), where).numpy().data if n else b""
+        check = ops.crc32(payload, zlib.crc32(fields))
+        return bytearray().join((fields, _CRC.pack(check), payload)), check
 
-    def _encode(self, m_nH: Tensor, payload: Tensor, where: str) -> None:
+    def _encode(self, m_nH: Tensor, where: str) -> Tensor:
+        if self.bits == 32:
+            return m_nH
         if self.bits == 16:
-            m_nH = m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
-        if self.bits > 8:
-            payload.copy_(m_nH.contiguous().view(-1).view(torch.uint8))
-            return
-        visit = ops.Visit(m_nH.contiguous(), None, ops.Options(self.bits, self.grouping))
+            return m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
+        payload = torch.empty(self.size(*m_nH.shape) - HEADER_BYTES, dtype=torch.uint8)
+        visit = ops.Visit(m_nH, None, ops.Options(self.bits, self.grouping))
         try:
             ops.encode_batch([visit], payload).check()
         except NonFiniteError as error:
             raise NonFiniteError(f"{where}: {error}") from error
+        return payload
 
 
 def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeader:
@@ -162,7 +161,11 @@ def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, ali
     alias: with 32 bits the tensor may share `value`'s memory, which nobody else uses.
     Raises StoreError, naming `where`, if the length or the CRC-32 is wrong.
     """
-    header = verify_value(value, where, checksum=check)
+    return decoded(value, verify_value(value, where, checksum=check), alias=alias)
+
+
+def decoded(value: bytearray | memoryview, header: ValueHeader, *, alias: bool) -> CachedActivation:
+    """Decode a value that `verify_value` has passed; alias as for `unpack`."""
     n, H, bits, grouping = header.n, header.H, header.bits, header.group_size or None
     if n == 0:
         return CachedActivation(header.version, torch.empty(0, H))
@@ -185,9 +188,9 @@ def _tensor(value: bytearray | memoryview, dtype: str, count: int, start: int) -
 def _payload_bytes(n: int, H: int, bits: int, group_size: int | None) -> int:
     if bits > 8:
         return n * H * bits // 8
-    return n * (4 * ops.groups(H, group_size) + ops.row_bytes(H, bits, group_size))
+    return n * ops.quantized_row_bytes(H, bits, group_size)
 
 
 def _checksum(value: bytearray | memoryview) -> int:
     view = memoryview(value)
-    return ops.crc32(view[HEADER_BYTES:], ops.crc32(view[: _FIELDS.size]))
+    return ops.crc32(view[HEADER_BYTES:], zlib.crc32(view[: _FIELDS.size]))

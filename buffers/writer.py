@@ -18,11 +18,16 @@ STEPS_BEHIND = 2  # whole steps that may wait for the disk before `submit_step` 
 Job = Callable[[], object]
 
 
+def _nothing() -> None:
+    """Do nothing: a Job."""
+
+
 class Writer:
     """Runs jobs one after the other in a thread of its own; any thread may submit."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.Queue[tuple[Job, bool] | None] = queue.Queue()  # with whether it is a step's; None: the end
+        # Each with what is called once it was its turn, whether it ran or not; None: the end.
+        self._jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(STEPS_BEHIND)  # for steps
         self._closed = False
         self._error: BaseException | None = None
@@ -30,11 +35,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, *, step: bool = False) -> None:
-        """Queue a job that prepares something."""
+    def submit(self, job: Job, then: Job = _nothing) -> None:
+        """Queue a job that prepares something; then: called after it, or in its place after an error."""
         if self._closed:
             raise StoreError("message store: used after close")
-        self._jobs.put((job, step))  # after an error nobody runs it
+        self._jobs.put((job, then))
         self.check()
 
     def submit_step(self, job: Job) -> float:
@@ -42,12 +47,15 @@ class Writer:
         start = time.perf_counter()
         self._room.acquire()
         waited = time.perf_counter() - start
-        self.submit(job, step=True)
+        self.submit(job, self._room.release)
         return waited
 
     def drain(self) -> None:
         """Wait until every job submitted so far has run; StoreError if one failed."""
-        self._jobs.join()
+        reached = threading.Event()
+        self._jobs.put((_nothing, reached.set))
+        while self._thread.is_alive() and not reached.wait(1.0):  # one that has ended reaches nothing
+            pass
         self.check()
 
     @property
@@ -76,12 +84,10 @@ class Writer:
             self._do(*queued)
             del queued  # what the job holds is not needed any more
 
-    def _do(self, job: Job, step: bool) -> None:
+    def _do(self, job: Job, then: Job) -> None:
         try:
             if self._error is None:
                 job()
         except BaseException as error:
             self._error = error
-        if step:
-            self._room.release()
-        self._jobs.task_done()
+        then()

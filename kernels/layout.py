@@ -97,7 +97,7 @@ def check_input(x: Tensor, name: str) -> None:
 
 def check_float32(x: Tensor, shape: tuple[int, ...], name: str, *, contiguous: bool = False) -> None:
     """Raise ShapeError unless x is a float32 tensor of `shape`."""
-    if x.dtype != torch.float32 or tuple(x.shape) != shape or (contiguous and not x.is_contiguous()):
+    if x.dtype != torch.float32 or x.shape != shape or (contiguous and not x.is_contiguous()):
         kind = "contiguous torch.float32" if contiguous else "torch.float32"
         raise ShapeError(f"{name}: {x.dtype} {tuple(x.shape)}, allowed: {kind} {shape}")
 
@@ -131,12 +131,17 @@ def groups(H: int, group_size: int | None = None) -> int:
     return 1 if group_size is None else -(-H // group_size)
 
 
-@lru_cache(maxsize=4096, typed=True)  # asked several times for every sample of a micro-batch
 def row_bytes(H: int, bits: int, group_size: int | None = None) -> int:
     """Code bytes of a row of H values: the sum over its groups of ceil(group * bits / 8)."""
     check_bits(bits, high=MAX_PACK_BITS)
     check_group_size(group_size)
     return sum(s.groups * s.group_bytes for s in segments(H, bits, group_size))
+
+
+@lru_cache(maxsize=4096, typed=True)  # asked several times for every sample of a micro-batch
+def quantized_row_bytes(H: int, bits: int, group_size: int | None = None) -> int:
+    """Bytes of a row of H values with its float32 scales."""
+    return 4 * groups(H, group_size) + row_bytes(H, bits, group_size)
 
 
 def scale_shape(shape: tuple[int, ...], group_size: int | None) -> tuple[int, ...]:

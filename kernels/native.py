@@ -164,8 +164,11 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
 
     def crc32(self, data: memoryview, value: int) -> int:
         """As `zlib.crc32`, of contiguous bytes."""
-        array = np.frombuffer(data, dtype=np.uint8) if data.nbytes else np.empty(0, np.uint8)
-        return self.library.pipecomp_crc32(value & 0xFFFFFFFF, array.ctypes.data, array.size)
+        if data.readonly or not data.nbytes:  # what gives an address at once takes neither
+            where: object = np.frombuffer(data, dtype=np.uint8).ctypes.data if data.nbytes else None
+        else:
+            where = ctypes.byref(ctypes.c_char.from_buffer(data))
+        return self.library.pipecomp_crc32(value & 0xFFFFFFFF, where, data.nbytes)
 
 
 def self_check(backend: Backend) -> None:

@@ -7,6 +7,7 @@ makes it in a source tree.
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from pipecomp.errors import KernelError
 ABI = 9
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def layout_of(block: type[ctypes.Structure]) -> struct.Struct:
+    """Describe an argument block to `struct`, which fills it several times faster than one field after the other."""
+    codes = {c_void_p: "P", c_int64: "q", c_uint64: "Q", c_int32: "i", c_float: "f"}
+    return struct.Struct("".join(codes[kind] for _, kind, *_ in block._fields_) + "0q")
 
 
 class QuantizeArgs(ctypes.Structure):

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.kernels.layout import Options
-from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, Library, QuantizeArgs
-from pipecomp.kernels.ragged import Arriving, Visit, parts
+from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, Library, QuantizeArgs, layout_of
+from pipecomp.kernels.ragged import FINE, FINE_FLAG, Arriving, Visit, payload_bytes
 from pipecomp.kernels.rng import MASK64
+
+_QUANTIZE, _DEQUANTIZE = layout_of(QuantizeArgs), layout_of(DequantizeArgs)
 
 
 class RaggedKernels(Library):
@@ -20,40 +22,43 @@ class RaggedKernels(Library):
     def encode_batch(self, visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
         """As `ragged.encode_batch`."""
         table = (QuantizeArgs * len(visits))()
-        for args, v, part in zip(table, visits, parts(payload, visits), strict=True):
-            if not v.x.numel():
+        at, values = payload.data_ptr(), 0
+        for i, (x, m, o, delta) in enumerate(visits):
+            n, H = x.shape
+            if not n:
                 continue
-            o, (n, H), at = v.options, v.x.shape, part.data_ptr()
-            args.x, args.x_stride, args.m_stride, args.rows, args.H = v.x.data_ptr(), H, H, n, H
-            args.codes, args.dtype = at, DTYPES[v.x.dtype]
-            if v.m is not None:
-                setattr(args, "m" if v.delta else "fresh", v.m.data_ptr())
-            if o is None:
-                continue
-            args.group = _group(o, H)
-            args.scales, args.codes = at, at + 4 * n * -(-H // args.group)
-            args.seed, args.bits, args.rms = o.seed & MASK64, o.bits, o.scale == "rms"
-            args.stochastic, args.bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
-        values = sum(v.x.numel() for v in visits)
+            codes, scales, group = _places(at, n, H, o)
+            moved, fresh = 0, 0 if m is None else m.data_ptr()
+            if delta:
+                moved, fresh = fresh, moved
+            how = (0, DTYPES[x.dtype], 0, 0, 0, 0)
+            if o is not None:
+                stochastic, bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
+                how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", stochastic, bf16_scale)
+            pointers = (x.data_ptr(), moved, fresh, codes, scales)
+            _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
+            at += payload_bytes(n, H, o, x.dtype)
+            values += n * H
         where = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
         call = self.library.pipecomp_encode_batch
-        return torch.tensor([call(table, len(visits), values, *where, self.isa_index, self.threads)])
+        flag = call(table, len(visits), values, *where, self.isa_index, self.threads)
+        return FINE_FLAG if flag == FINE else torch.tensor([flag])
 
     def decode_batch(self, payload: Tensor, samples: Sequence[Arriving]) -> None:
         """As `ragged.decode_batch`."""
         table = (DequantizeArgs * len(samples))()
-        for args, s, part in zip(table, samples, parts(payload, samples), strict=True):
-            if not s.m.numel():
+        at, values = payload.data_ptr(), 0
+        for i, (m, o, delta, dtype) in enumerate(samples):
+            n, H = m.shape
+            if not n * H:
                 continue
-            o, (n, H), at = s.options, s.m.shape, part.data_ptr()
-            args.out, args.out_stride, args.rows, args.H = s.m.data_ptr(), H, n, H
-            args.codes, args.dtype = at, DTYPES[s.dtype]
-            if o is None:
-                continue
-            args.group = _group(o, H)
-            args.scales, args.codes = at, at + 4 * n * -(-H // args.group)
-            args.bits, args.stochastic, args.add = o.bits, o.rounding == "stochastic", s.delta
-        values = sum(s.m.numel() for s in samples)
+            codes, scales, group = _places(at, n, H, o)
+            how = (DTYPES[dtype], 0, 0, 0)
+            if o is not None:
+                how = (how[0], o.bits, o.rounding == "stochastic", delta)
+            _DEQUANTIZE.pack_into(table, i * _DEQUANTIZE.size, codes, scales, m.data_ptr(), H, n, H, group, *how)
+            at += payload_bytes(n, H, o, dtype)
+            values += n * H
         self.library.pipecomp_decode_batch(table, len(samples), values, self.isa_index, self.threads)
 
     def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
@@ -89,3 +94,11 @@ def _measured(visits: Sequence[Visit]) -> Array[QuantizeArgs]:
 
 def _group(o: Options, H: int) -> int:
     return H if o.group_size is None else min(o.group_size, H)
+
+
+def _places(at: int, n: int, H: int, o: Options | None) -> tuple[int, int, int]:
+    """Where a part that begins at `at` has its codes and its scales, and the length of its groups."""
+    if o is None:
+        return at, 0, 0
+    group = _group(o, H)
+    return at + 4 * n * -(-H // group), at, group

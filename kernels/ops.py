@@ -33,7 +33,7 @@ from pipecomp.kernels.gradient_ops import (
     multiscale_index,
     tree_depth,
 )
-from pipecomp.kernels.layout import Options, groups, row_bytes
+from pipecomp.kernels.layout import Options, groups, quantized_row_bytes, row_bytes
 from pipecomp.kernels.ragged import FINE, Arriving, Verdict, Visit, payload_bytes
 from pipecomp.kernels.ragged_ops import decode_batch, encode_batch
 from pipecomp.kernels.rng import mix_seed
@@ -81,6 +81,7 @@ __all__ = [
     "payload_bytes",
     "position_bytes",
     "quantize",
+    "quantized_row_bytes",
     "row_bytes",
     "sketch_decode",
     "sketch_encode_",

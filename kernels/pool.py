@@ -22,6 +22,7 @@ class Pool:
         self._make = make or (lambda size: np.empty(size, dtype=np.uint8))
         self._lock = threading.RLock()  # a buffer may come back while its thread takes another
         self._free: dict[int, list[np.ndarray]] = {}
+        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the buffer's identity
         self._kept, self._kept_bytes = 0, kept_bytes
 
     def take(self, size: int) -> np.ndarray:
@@ -35,10 +36,11 @@ class Pool:
             root = self._make(room)
         # An array of another object's memory is what its slices refer to: they keep it, and with it the buffer.
         taken = np.frombuffer(memoryview(root)[:size], dtype=np.uint8)
-        weakref.finalize(taken, self._put, root).atexit = False
+        self._lent[id(root)] = weakref.ref(taken, lambda _: self._put(root)), root
         return taken
 
     def _put(self, root: np.ndarray) -> None:
+        del self._lent[id(root)]
         with self._lock:
             if self._kept + root.size <= self._kept_bytes:
                 self._free.setdefault(root.size, []).append(root)

@@ -18,6 +18,7 @@ from pipecomp.kernels import layout, reference
 from pipecomp.kernels.layout import Options
 
 FINE = 2**63 - 1  # of a call's flag: every value could be encoded
+FINE_FLAG = torch.tensor([FINE])  # for who knows already; nobody changes it
 
 
 class Verdict(NamedTuple):
@@ -65,7 +66,7 @@ def payload_bytes(n: int, H: int, options: Options | None, dtype: torch.dtype) -
     """Count the bytes of one sample's part."""
     if options is None:
         return n * H * dtype.itemsize
-    return n * (4 * layout.groups(H, options.group_size) + layout.row_bytes(H, options.bits, options.group_size))
+    return n * layout.quantized_row_bytes(H, options.bits, options.group_size)
 
 
 def parts(payload: Tensor, samples: Sequence[Visit] | Sequence[Arriving]) -> Iterator[Tensor]:
@@ -92,6 +93,7 @@ def seal(packet: Tensor) -> None:
     packet[-4:] = torch.tensor(list(check.to_bytes(4, "little")), dtype=torch.uint8)
 
 
+@torch.no_grad()
 def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
     """Write all samples' parts, then the check of the packet that they are in.
 
@@ -107,7 +109,7 @@ def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None
                 visit.m.copy_(visit.x)
     if packet is not None:
         seal(packet)
-    return torch.tensor([FINE])
+    return FINE_FLAG
 
 
 def _encode_quantized(visit: Visit, part: Tensor) -> Tensor:
@@ -124,6 +126,7 @@ def _encode_quantized(visit: Visit, part: Tensor) -> Tensor:
     return bad
 
 
+@torch.no_grad()
 def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
     """Move or set every sample's m."""
     for (m, o, delta, dtype), part in zip(samples, parts(payload, samples), strict=True):

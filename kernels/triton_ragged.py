@@ -123,6 +123,7 @@ def decode_kernel(
     tl.store(to, v, mask=ok)
 
 
+@torch.no_grad()
 def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
     """As `ragged.encode_batch`: a launch for all samples of the same options, mostly one."""
     bad = torch.full((1,), FINE, dtype=torch.int64, device=payload.device)
@@ -193,6 +194,7 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
     )
 
 
+@torch.no_grad()
 def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
     """As `ragged.decode_batch`: a launch for all samples of the same options, mostly one."""
     batches: dict[tuple[Options, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}

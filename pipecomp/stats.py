@@ -82,15 +82,15 @@ class LinkStats:
     error_sum: float = 0.0
     error_count: int = 0
 
-    def count_visit(self, *, delta: bool, kept: bool, gradient: bool) -> None:
-        """Count one sample of a packet. delta: sent as a change. kept: by this endpoint."""
-        if gradient:
-            self.delta_gradients += delta
-            self.full_gradients += not delta
+    def count_visits(self, samples: int, *, deltas: int, kept: int, gradients: bool) -> None:
+        """Count a packet's samples, how many were sent as changes, and how many this endpoint keeps."""
+        if gradients:
+            self.delta_gradients += deltas
+            self.full_gradients += samples - deltas
             return
-        self.unstored_samples += not kept
-        self.delta_samples += delta
-        self.full_samples += not delta
+        self.unstored_samples += samples - kept
+        self.delta_samples += deltas
+        self.full_samples += samples - deltas
 
     def as_dict(self) -> dict:
         """Return nested numbers for reports, with mean error and bits, and the share of samples sent as deltas."""

@@ -150,8 +150,7 @@ class Quantized:
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""
-        scales = 4 * ops.groups(hidden, self.group_size)
-        return tokens * (scales + ops.row_bytes(hidden, self.bits, self.group_size))
+        return tokens * ops.quantized_row_bytes(hidden, self.bits, self.group_size)
 
     def options(self, seed: int = 0) -> ops.Options:
         """What kernels are told."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -68,16 +70,23 @@ class DType(enum.IntEnum):
     BFLOAT16 = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample of a micro-batch: `count` real tokens from position `start`."""
+class Sample(NamedTuple):
+    """One sample of a micro-batch, as a packet has it: `count` real tokens from position `start`."""
 
     id: int
     form: Form
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # nobody counts a sample's fields
     base: int = 0
     version: int = 0
+
+
+_Code = TypeVar("_Code", bound=enum.IntEnum)
+
+
+@cache  # an enum's own call takes longer than all else that is done with a sample
+def _known(codes: type[_Code], code: int) -> _Code:
+    return codes(code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +163,7 @@ def begin(out: np.ndarray, header: Header, *, checksum: bool = True) -> np.ndarr
     )
     at = _HEADER.size
     for s in header.samples:
-        _SAMPLE.pack_into(out, at, s.id, s.form, s.start, s.count, s.base, s.version)
+        _SAMPLE.pack_into(out, at, *s)
         at += _SAMPLE.size
     return payload_of(out, len(header.samples))
 
@@ -220,14 +229,14 @@ def _parse(packet: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarr
         raise WireError(f"packet has unknown flags {flags:#x}")
     try:
         samples = tuple(
-            Sample(s[0], Form(s[1]), *s[2:])
-            for s in _SAMPLE.iter_unpack(packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
+            Sample(number, _known(Form, form), *rest)
+            for number, form, *rest in _SAMPLE.iter_unpack(packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
         )
         header = Header(
-            kind=Kind(kind),
-            method=Method(method),
-            dtype=DType(dtype),
-            payload_dtype=DType(payload_dtype),
+            kind=_known(Kind, kind),
+            method=_known(Method, method),
+            dtype=_known(DType, dtype),
+            payload_dtype=_known(DType, payload_dtype),
             bits=bits,
             first_bits=first_bits,
             link=link,

@@ -71,7 +71,8 @@ class Layout:
                         f"{header.describe()}: sample {x.id} has {x.count} lines from place {x.start} of "
                         f"{header.tokens}, not a window of {canvas}"
                     )
-        return cls(tuple(x.id for x in s), tuple(x.start for x in s), tuple(x.count for x in s), header.tokens, canvas)
+        ids, _, starts, counts, *_ = zip(*s, strict=True) if s else ((),) * 4
+        return cls(ids, starts, counts, header.tokens, canvas)
 
     @classmethod
     def of_shifts(cls, ids: tuple[int, ...], shifts_B2: Tensor | None, canvas: CropCanvas) -> Layout:

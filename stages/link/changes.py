@@ -16,7 +16,7 @@ class Changes:
 
     def __init__(self, store: MessageStore, samples: Sequence[int], *, gradients: bool = False) -> None:
         self._store, self._samples, self._gradients = store, samples, gradients
-        ids = list(dict.fromkeys(samples))
+        ids = dict.fromkeys(samples)
         self._held = dict(zip(ids, store.get([self._entry(i) for i in ids]), strict=True))
         self._new: dict[int, CachedActivation | None] = {}
 

@@ -163,8 +163,8 @@ class Clusters:
 
     def _learn(self, book: Codebook, number_T: Tensor, y_TH: Tensor, samples: Sequence[Sample]) -> None:
         book.learn(number_T, y_TH, samples[0].version)
-        for _ in samples:
-            self._end.stats.count_visit(delta=True, kept=True, gradient=False)
+        count = len(samples)
+        self._end.stats.count_visits(count, deltas=count, kept=count, gradients=False)
 
 
 def clusters_of(end: Endpoint, codecs: LinkCodecs, now: Clusters | None) -> Clusters | None:

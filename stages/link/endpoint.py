@@ -152,7 +152,9 @@ class Endpoint:
     # -- sending and receiving packets
 
     def draw(self, direction: int, at: Position, part: int = 0) -> int:
-        """Mix the seed of a packet's rounding: both ends know what it is made of."""
+        """Mix the seed of a packet's rounding: both ends know what it is made of; 0 where nothing is drawn."""
+        if self._config.activations.rounding == "nearest":
+            return 0
         return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
 
     def header(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -65,7 +64,7 @@ class LinkReceiver(LinkEnd):
         g_TH = gather(g_BSH.detach(), layout).contiguous()
         codec = self._codecs.gradient(g_TH.dtype)
         not_kept = self._unsettled.pop(at, set())
-        samples = [replace(s, form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
+        samples = [s._replace(form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
         seed = self.draw(BACKWARD, at)
         try:
             if self._gradients is not None:

@@ -64,14 +64,12 @@ class Visits:
             shape = self._shape(count, hidden)
             if sample not in bases:
                 cached = changes.held(sample)
-                bases[sample] = cached and (cached.version, tuple(cached.m_nH.shape))
-            base = bases[sample]
-            if base is not None and base[1] != shape:
-                base = None  # the sample changed its length: a first visit again
-            if sample in unsettled:
-                base = None
-            form = Form.DELTA if base is not None else Form.FULL
-            if base is None and bases[sample] is None and not changes.may_keep(sample):
+                bases[sample] = cached and (cached.version, cached.m_nH.shape)
+            held = bases[sample]
+            # Of another length than before it is a first visit again.
+            base = held if held is not None and held[1] == shape and sample not in unsettled else None
+            form = Form.FULL if base is None else Form.DELTA
+            if held is None and not changes.may_keep(sample):
                 form = Form.NOT_KEPT
             samples.append(Sample(sample, form, start, count, base[0] if base else 0, version))
             bases[sample] = None if form is Form.NOT_KEPT else (version, shape)
@@ -95,8 +93,8 @@ class Visits:
         x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
         codecs, smaller = self._fitted(x, samples, changes)
         head, ends = _places(codecs, samples, x_TH.shape[1], dtype)
-        change_T = torch.zeros(x_TH.shape[0], dtype=torch.uint8, device=x_TH.device)
         header = self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
+        change_T = torch.zeros(x_TH.shape[0] if head else 0, dtype=torch.uint8, device=x_TH.device)
         seen: list[Tensor] = []
 
         def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
@@ -165,13 +163,13 @@ class Visits:
     ) -> tuple[VisitCodecs, dict[int, Tensor]]:
         """Make the codecs of a packet; and which rows of a sample lose less as changes, where that was found for it."""
         smaller: dict[int, Tensor] = {}
+        if self._codecs.fixed:
+            return self._codecs, smaller
         visits: dict[bool, list[ops.Visit]] = {True: [], False: []}
         for i, (x_nH, s) in enumerate(zip(x, samples, strict=True)):
-            if self._codecs.fixed:
-                break
             delta = s.form is Form.DELTA
             cached = changes.held(s.id) if delta else None
-            if cached is None or tuple(cached.m_nH.shape) != self._shape(*x_nH.shape):
+            if cached is None or cached.m_nH.shape != self._shape(*x_nH.shape):
                 visits[delta].append(self._codecs.visit(x_nH, None, delta)._replace(delta=False))
                 continue
             m_nH = cached.m_nH if self._end.canvas is None else self._end.canvas.take(cached.m_nH, s.start)
@@ -197,33 +195,35 @@ class Visits:
         code(i, m): encodes or decodes the samples i with their m, float32 [n, H], new where it is a first visit. keeps:
         whether this end keeps what it makes of a sample.
         """
-        end = self._end
+        end, canvas = self._end, self._end.canvas
         seen: list[Tensor] = []
+        deltas = kept = 0
         for run in changes.runs():
-            held = [self._base(samples[i], changes, hidden, at) for i in run]
+            part = samples[run.start : run.stop]
+            held = [self._base(s, changes, hidden, at) for s in part]
             m = [
-                torch.empty(samples[i].count, hidden, device=end.staging.device)
+                torch.empty(s.count, hidden, device=end.staging.device)
                 if held_nH is None
                 else held_nH
-                if end.canvas is None
-                else end.canvas.take(held_nH, samples[i].start)
-                for i, held_nH in zip(run, held, strict=True)
+                if canvas is None
+                else canvas.take(held_nH, s.start)
+                for s, held_nH in zip(part, held, strict=True)
             ]
             code(run, m)
-            for i, held_nH, m_nH in zip(run, held, m, strict=True):
-                s = samples[i]
+            for s, held_nH, m_nH in zip(part, held, m, strict=True):
+                deltas += held_nH is not None
                 if held_nH is None:
                     m_nH = self._codecs.first_m(m_nH)
                 seen.append(m_nH)
-                if end.canvas is not None and held_nH is not None:
-                    end.canvas.put_(held_nH, s.start, m_nH)
+                if canvas is not None and held_nH is not None:
+                    canvas.put_(held_nH, s.start, m_nH)
                     m_nH = held_nH
-                elif end.canvas is not None:
-                    m_nH = end.canvas.spread(m_nH, s.start)
-                kept = keeps(s)
-                changes.hold(s.id, CachedActivation(s.version, m_nH) if kept else None)
-                gradient = self._kind is Kind.GRADIENT
-                end.stats.count_visit(delta=s.form is Form.DELTA, kept=kept, gradient=gradient)
+                elif canvas is not None:
+                    m_nH = canvas.spread(m_nH, s.start)
+                keep = keeps(s)
+                kept += keep
+                changes.hold(s.id, CachedActivation(s.version, m_nH) if keep else None)
+        end.stats.count_visits(len(samples), deltas=deltas, kept=kept, gradients=self._kind is Kind.GRADIENT)
         return seen
 
     def _base(self, sample: Sample, changes: Changes, hidden: int, at: Position) -> Tensor | None:
@@ -231,16 +231,14 @@ class Visits:
         if sample.form is not Form.DELTA:
             return None
         cached = changes.held(sample.id)
-        where = f"sample {sample.id}: delta"
         if cached is None or cached.version != sample.base:
             holds = "holds none" if cached is None else f"holds version {cached.version}"
-            raise BaseMismatchError(self._end.where(at, f"{where} on version {sample.base}, this end {holds}"))
-        shape = (sample.count, hidden)
-        if tuple(cached.m_nH.shape) != self._shape(*shape):
-            raise BaseMismatchError(
-                self._end.where(at, f"{where} of shape {shape} on a cached activation of {tuple(cached.m_nH.shape)}")
-            )
-        return cached.m_nH
+            what = f"on version {sample.base}, this end {holds}"
+        elif cached.m_nH.shape != self._shape(sample.count, hidden):
+            what = f"of shape {(sample.count, hidden)} on a cached activation of {tuple(cached.m_nH.shape)}"
+        else:
+            return cached.m_nH
+        raise BaseMismatchError(self._end.where(at, f"sample {sample.id}: delta {what}"))
 
     def _shape(self, count: int, hidden: int) -> tuple[int, int]:
         """Give the shape of m for a sample of [count, hidden]."""

@@ -417,6 +417,16 @@ TestLmdbCompared = LmdbCompared.TestCase
 TestLmdbCompared.settings = bounds
 
 
+def test_nothing_is_loaded_ahead_of_what_is_in_memory_already():
+    store = MemoryStore(prefetch=2)
+    store.put(1, 1, message(1, 1))
+    store.prefetch([1])
+    assert store.prefetched()
+    assert store._prefetcher._thread is None
+    assert same(store.get([1])[0], 1, message(1, 1))
+    store.close()
+
+
 def test_a_memory_store_needs_no_environment():
     store = MemoryStore(bits=8)
     store.put(1, 1, message(1, 1))

@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -231,6 +232,44 @@ class TestSize:
         assert not problems
         assert environment.file._env.info()["map_size"] >= environment.size_bytes() > 1 << 20
         assert len(store.inventory()) == 42
+
+
+class TestReading:
+    def test_what_is_written_while_others_are_read_is_read_anew(self, opened, monkeypatch):
+        """A micro-batch is read from one snapshot of the file, which lacks what was committed since it was taken."""
+        environment = opened()
+        store = environment.link("link-0", SETTINGS)
+        store.put_many([(sample, 1, message(sample, 1)) for sample in (0, 1)])
+        store.commit()
+        store.flush()
+        reading = store._reading
+
+        @contextmanager
+        def slowly():
+            with reading() as read:
+                store.put(1, 2, message(1, 2))
+                store.commit()
+                environment.writer.drain()
+                yield read
+
+        monkeypatch.setattr(store, "_reading", slowly)
+        first, second = store.get([0, 1])
+        assert (first.version, second.version) == (1, 2)
+        assert torch.equal(first.m_nH, message(0, 1))
+        assert torch.equal(second.m_nH, message(1, 2))
+
+    def test_a_value_without_all_its_pieces_is_refused(self, tmp_path):
+        file = ValueFile(tmp_path)
+        table = file.table("link-0")
+        values = {sample: ValueFormat(32).pack(sample, 1, message(sample, 1, n=9), "here") for sample in (0, 1)}
+        file.write({table: values})
+        assert [file.read(table, sample) for sample in (0, 1)] == list(values.values())
+        last = len(piece_sizes(len(values[0]), file._page)) - 1
+        file._transact(lambda txn: txn.delete((0).to_bytes(8, "big") + last.to_bytes(2, "big"), db=table.handle))
+        with pytest.raises(StoreError, match=r"sample 0: .* bytes are there"):
+            file.read(table, 0)
+        assert file.read(table, 1) == values[1]
+        file.close()
 
 
 class TestErrors:

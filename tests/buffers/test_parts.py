@@ -122,13 +122,15 @@ class Source:
         self.started = threading.Semaphore(0)
         self.loads: list[int] = []
 
-    def __call__(self, sample):
-        self.loads.append(sample)
+    def __call__(self, samples):
+        self.loads += samples
         self.started.release()
-        assert self.gate.acquire(timeout=WAIT_S)
-        if sample == 666:
-            raise StoreError("damaged")
-        return None if sample < 0 else CachedActivation(len(self.loads), torch.full((1, 1), float(sample)))
+        for _ in samples:
+            assert self.gate.acquire(timeout=WAIT_S)
+        if 999 in samples:
+            raise StoreError("gone")
+        loaded = {s: CachedActivation(len(self.loads), torch.full((1, 1), float(s))) for s in samples if s != 666}
+        return loaded | {s: None for s in samples if s < 0}
 
     def wait_started(self, count=1):
         for _ in range(count):
@@ -161,7 +163,7 @@ def settle(prefetcher, count):
     """Wait until `count` samples are loaded."""
     with prefetcher._changed:
         ok = prefetcher._changed.wait_for(
-            lambda: sum(s.state.name == "LOADED" for b in prefetcher._batches for s in b.values()) == count, WAIT_S
+            lambda: sum(len(b.samples) for b in prefetcher._batches if b.state.name == "LOADED") == count, WAIT_S
         )
     assert ok
 
@@ -172,11 +174,9 @@ class TestPrefetch:
         source.let(2)
         prefetcher.request([5, -1])
         settle(prefetcher, 2)
-        found, message = prefetcher.take(5)
-        assert found
-        assert message.m_nH.item() == 5
-        assert prefetcher.take(-1) == (True, None)
-        assert prefetcher.take(5) == (False, None)
+        assert prefetcher.take([5])[5].m_nH.item() == 5
+        assert prefetcher.take([-1, 5]) == {-1: None}
+        assert prefetcher.take([5]) == {}
         assert source.loads == [5, -1]
 
     def test_take_waits_for_what_is_being_loaded(self, source, ahead):
@@ -184,23 +184,26 @@ class TestPrefetch:
         prefetcher.request([5])
         source.wait_started()
         got = []
-        taker = threading.Thread(target=lambda: got.append(prefetcher.take(5)))
+        taker = threading.Thread(target=lambda: got.append(prefetcher.take([5])))
         taker.start()
         taker.join(0.05)
         assert taker.is_alive()
         source.let(1)
         taker.join(WAIT_S)
-        assert got[0][0]
+        assert list(got[0]) == [5]
         assert source.loads == [5]
 
     def test_what_has_not_begun_is_left_to_the_caller(self, source, ahead):
-        prefetcher = ahead(1)
+        prefetcher = ahead(2)
         prefetcher.request([1, 2])
         source.wait_started()
-        assert prefetcher.take(2) == (False, None)
+        prefetcher.request([3, 4])
         source.let(1)
+        prefetcher.invalidate([1, 2])
+        assert prefetcher.take([4]) == {}
+        source.let(2)
         settle(prefetcher, 1)
-        assert source.loads == [1]
+        assert source.loads == [1, 2, 3]
 
     def test_no_more_than_so_many_batches_are_in_memory(self, source, ahead):
         prefetcher = ahead(2)
@@ -210,9 +213,9 @@ class TestPrefetch:
         settle(prefetcher, 4)
         assert source.loads == [0, 1, 2, 3]
         assert prefetcher.idle()
-        prefetcher.take(0)
+        prefetcher.take([0])
         settle(prefetcher, 3)
-        prefetcher.take(1)  # the first batch is used up
+        prefetcher.take([1])  # the first batch is used up
         settle(prefetcher, 4)
         assert source.loads == [0, 1, 2, 3, 4, 5]
 
@@ -223,8 +226,7 @@ class TestPrefetch:
             prefetcher.request([first, 10 + first])
             prefetcher.request([first + 1, 11 + first])
             settle(prefetcher, 4)
-            assert prefetcher.take(first)[0]
-            assert prefetcher.take(10 + first)[0]
+            assert list(prefetcher.take([first, 10 + first])) == [first, 10 + first]
         assert sorted(source.loads) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
     def test_batches_that_nobody_came_for_are_given_up(self, source, ahead):
@@ -233,15 +235,17 @@ class TestPrefetch:
         for sample in range(4):
             prefetcher.request([sample])
         settle(prefetcher, 2)
-        assert prefetcher.take(1)[0]  # 0 was skipped
+        assert list(prefetcher.take([1])) == [1]  # 0 was skipped
         settle(prefetcher, 2)
         assert source.loads == [0, 1, 2, 3]
-        assert prefetcher.take(0) == (False, None)
+        assert prefetcher.take([0]) == {}
 
     @pytest.mark.parametrize("when", ["waiting", "loading", "loaded"])
     def test_a_put_makes_the_copy_worthless(self, source, ahead, when):
         prefetcher = ahead(2)
-        prefetcher.request([1, 5] if when == "waiting" else [5])
+        if when == "waiting":
+            prefetcher.request([1])
+        prefetcher.request([5])
         if when == "loaded":
             source.let(1)
             settle(prefetcher, 1)
@@ -249,7 +253,7 @@ class TestPrefetch:
             source.wait_started()
         prefetcher.invalidate([5])
         source.let(2)
-        assert prefetcher.take(5) == (False, None)
+        assert prefetcher.take([5]) == {}
         prefetcher.request([7])
         settle(prefetcher, 2 if when == "waiting" else 1)
         assert source.loads.count(5) == (0 if when == "waiting" else 1)
@@ -259,25 +263,28 @@ class TestPrefetch:
         prefetcher.request([5])
         source.wait_started()
         got = []
-        taker = threading.Thread(target=lambda: got.append(prefetcher.take(5)))
+        taker = threading.Thread(target=lambda: got.append(prefetcher.take([5])))
         taker.start()
         taker.join(0.02)
         prefetcher.invalidate([5])
         taker.join(WAIT_S / 2)  # sooner than the load itself gives up
-        assert got == [(False, None)]
+        assert got == [{}]
 
     def test_a_failed_load_is_left_to_the_caller_and_the_next_goes_on(self, source, ahead):
         prefetcher = ahead(1)
-        source.let(2)
+        source.let(5)
         prefetcher.request([666, 3])
         settle(prefetcher, 1)
-        assert prefetcher.take(666) == (False, None)
-        assert prefetcher.take(3)[0]
+        assert list(prefetcher.take([666, 3])) == [3]
+        prefetcher.request([999, 4])
+        prefetcher.request([5])
+        settle(prefetcher, 1)
+        assert list(prefetcher.take([999, 4, 5])) == [5]
 
     def test_zero_loads_nothing(self, source, ahead):
         prefetcher = ahead(0)
         prefetcher.request([1])
-        assert prefetcher.take(1) == (False, None)
+        assert prefetcher.take([1]) == {}
         assert prefetcher._thread is None
         assert source.loads == []
 
@@ -286,16 +293,16 @@ class TestPrefetch:
         prefetcher.request([5])
         source.wait_started()
         got = []
-        taker = threading.Thread(target=lambda: got.append(prefetcher.take(5)))
+        taker = threading.Thread(target=lambda: got.append(prefetcher.take([5])))
         taker.start()
         closer = threading.Thread(target=prefetcher.close)
         closer.start()
         taker.join(WAIT_S)
         source.let(1)
         closer.join(WAIT_S)
-        assert got == [(False, None)]
+        assert got == [{}]
         prefetcher.request([6])
-        assert prefetcher.take(6) == (False, None)
+        assert prefetcher.take([6]) == {}
 
 
 class TestWriter:
@@ -317,6 +324,7 @@ class TestWriter:
         assert done == [1]
         with pytest.raises(StoreError, match="after close"):
             writer.submit(lambda: None)
+        writer.drain()  # and waits for nobody
 
     def test_steps_wait_when_the_disk_is_behind(self):
         writer, gate = Writer("test"), threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -138,6 +139,16 @@ def test_threads_follow_torch_and_calls_may_overlap():
 
 
 @needs_native
+@pytest.mark.parametrize("block", [native_library.QuantizeArgs, native_library.DequantizeArgs])
+def test_an_argument_block_is_filled_alike_at_once_and_field_by_field(block):
+    names = [name for name, *_ in block._fields_]
+    layout, filled = native_library.layout_of(block), (block * 2)()
+    layout.pack_into(filled, layout.size, *range(1, len(names) + 1))
+    assert layout.size == ctypes.sizeof(block)
+    assert [getattr(filled[1], name) for name in names] == list(range(1, len(names) + 1))
+    assert not any(bytes(filled[0]))
+
+
 def test_a_forked_process_can_quantize():
     code = (
         "import os, torch\n"

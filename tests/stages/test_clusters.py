@@ -464,7 +464,7 @@ def tampered(up: LinkSender, change: Any) -> None:
 
 
 def of_samples(**values: Any) -> Any:
-    return lambda h, d: (dataclasses.replace(h, samples=tuple(dataclasses.replace(s, **values) for s in h.samples)), d)
+    return lambda h, d: (dataclasses.replace(h, samples=tuple(s._replace(**values) for s in h.samples)), d)
 
 
 @pytest.mark.parametrize(
