@@ -223,13 +223,13 @@ def results(rows: list[Row]) -> list[str]:
 
         The pre-trained GPT-2 of [convergence.md](convergence.md), {EPOCHS["GPT-2"]} epochs, and the MiniLM of
         [classification.md](classification.md) on QNLI, {EPOCHS["QNLI"]} epochs, with their settings, on the same
-        samples in every line. Outer steps are the default's: SGD with a rate that follows the number of replicas, rows
-        of second moments in common ([algorithm](../../docs/algorithms.md#212-local-steps)). Post-local SGD averages
+        samples in every line. Outer steps are the default's: a rate for each row, rows of second moments in common
+        ([algorithm](../../docs/algorithms.md#212-local-steps)). Post-local SGD averages
         weights, after a warm-up with growing intervals; the last lines have DiLoCo's outer optimizer; both keep their
         own second moments. Training loss: mean over the last epoch and over replicas, each of its own weights, ± over
         seeds; above FP32: mean of the differences to FP32 averaged in every step, with the same seed and number of
         replicas. Held-out samples are judged with the common weights. Sent: all ranks' bytes for
-        averaging, and how many times less than float32 gradients in every step.
+        averaging, and how many times less than float32 gradients in every step. "AQ-SGD": 2 bits forward and 4 back.
     """
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     return [

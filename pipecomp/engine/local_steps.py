@@ -159,7 +159,7 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts[1:]:
         momentum |= part["momentum"]
         for mine, other in zip(flights, part["flights"], strict=True):
-            for key in ("mean", "squares", "row_means"):
+            for key in ("mean", "sums", "row_means"):
                 mine[key] = {**mine[key], **other[key]}
     return {**parts[0], "momentum": momentum, "flights": flights}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.local_options import Outer
+from pipecomp.local_steps.row_rates import rates_of_rows
 
 _HALF = (torch.float16, torch.bfloat16)
-_AHEAD = 1.4  # times as far as one replica has moved: what it alone has learned is divided by R (measured)
 
 
 class CommonWeights:
@@ -46,31 +45,25 @@ class CommonWeights:
         return found
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], squares: Mapping[str, Tensor]) -> None:
+    def step(self, gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         """Take an outer step.
 
         Where replicas have moved in different directions, their mean is shorter than what each has moved: by √R if it
-        was all noise, not at all if they agree. With `squares` each row of a weight moves about as far as a replica's
-        own has.
+        was all noise, not at all if they agree. With `sums` each row of a weight moves about as far as a replica's own.
 
         Args:
             gradients: The replicas' mean of some weights, the same on all.
-            squares: By name, their mean of what `squares_of_rows` returns of the own ones; empty for an outer rate that
-                is given.
+            sums: By name, their mean of what `sums_of_rows` returns of the own ones; empty for an outer rate that is
+                given.
         """
         for name, gradient in gradients.items():
-            if name in squares:
-                gradient = gradient * self._rates(gradient, squares[name])
+            if name in sums:
+                rates = rates_of_rows(gradient, sums[name], self._replicas)
+                shape = (-1, *(1,) * (gradient.dim() - 1)) if gradient.dim() else ()
+                gradient = gradient * rates.to(gradient.dtype).view(shape)
             self._common[name].grad = gradient
         self._sgd.step()
         self._sgd.zero_grad(set_to_none=True)
-
-    def _rates(self, gradient: Tensor, squares: Tensor) -> Tensor:
-        """Of each row, to be multiplied with its values."""
-        mean = squares_of_rows(gradient)
-        rates = (squares / mean).sqrt().clamp(1.0, math.sqrt(self._replicas))
-        rates = torch.where(mean > 0, rates, 1.0) * (_AHEAD if self._replicas > 1 else 1.0)
-        return rates.to(gradient.dtype).view(-1, *(1,) * (gradient.dim() - 1)) if gradient.dim() else rates[0]
 
     @torch.no_grad()
     def step_alike(self) -> None:
@@ -125,9 +118,3 @@ class CommonWeights:
             self._sgd.state.pop(common, None)
             if name in momentum:
                 self._sgd.state[common]["momentum_buffer"] = momentum[name].to(common, copy=True)
-
-
-def squares_of_rows(x: Tensor) -> Tensor:
-    """Sum the squares of each row of a weight, what has the same first index; float32, as many as there are rows."""
-    rows = x.shape[0] if x.dim() else 1
-    return x.detach().float().reshape(rows, -1).square().sum(1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.local_options import LocalSteps
-from pipecomp.local_steps.common import CommonWeights, squares_of_rows
+from pipecomp.local_steps.common import CommonWeights
+from pipecomp.local_steps.row_rates import sums_of_rows
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.local_steps.timetable import Timetable, fragments_of
 
@@ -31,7 +32,7 @@ class _Flight:
     """A fragment that is being averaged. lands: the step after which it is taken; waits: for what has not arrived.
 
     keep: the share of its own weights that a replica keeps then; None where it keeps how far it has come since `sent`,
-    its own weights when it was sent. mean: of the replicas' outer gradients. squares: of rows of these, the mean of the
+    its own weights when it was sent. mean: of the replicas' outer gradients. sums: of rows of these, the mean of the
     replicas' own. rows: its own means of rows of second moments; row_means: those of all.
     """
 
@@ -40,7 +41,7 @@ class _Flight:
     keep: float | None
     sent: dict[str, Tensor]
     mean: dict[str, Tensor]
-    squares: dict[str, Tensor]
+    sums: dict[str, Tensor]
     rows: dict[str, Tensor]
     row_means: dict[str, Tensor]
     waits: list[Callable[[], None]]
@@ -144,17 +145,19 @@ class OuterSteps:
         names = self._fragments[fragment]
         moved = self._common.moved(names)
         label = f"fragment-{fragment}-" if len(self._fragments) > 1 else ""
-        squares = {name: squares_of_rows(own) for name, own in moved.items()} if self._options.outer.lr is None else {}
+        sums = {}
+        if self._options.outer.lr is None:
+            sums = {name: sums_of_rows(own, step) for name, own in moved.items()}
         rows = {} if self._moments is None else self._moments.rows(names)
         means = {name: own.clone() for name, own in rows.items()}
         waits = [self._averages.submit(moved, label=label)]
-        for kind, few in (("squares-", squares), ("moments-", means)):
+        for kind, few in (("sums-", sums), ("moments-", means)):
             if few:
                 assert self._exact is not None, "see shares_rows"
                 waits.append(self._exact.submit(few, label=label + kind))
         keep = self._options.mixing if overlap else 0.0
         sent = {name: self._weights[name].detach().clone() for name in names} if keep is None else {}
-        self._flights.append(_Flight(fragment, step + overlap, keep, sent, moved, squares, rows, means, waits))
+        self._flights.append(_Flight(fragment, step + overlap, keep, sent, moved, sums, rows, means, waits))
 
     def _land(self, step: int | None) -> None:
         """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
@@ -164,7 +167,7 @@ class OuterSteps:
             flight.arrive()
             self._flights.remove(flight)
             if step is not None and self._common is not None:
-                self._common.step(flight.mean, flight.squares)
+                self._common.step(flight.mean, flight.sums)
                 if flight.keep is None:
                     self._common.hand_out_since(flight.sent)
                 else:
@@ -210,7 +213,7 @@ class OuterSteps:
                 "lands": f.lands,
                 "keep": f.keep,
                 "mean": _copied(f.mean),
-                "squares": _copied(f.squares),
+                "sums": _copied(f.sums),
                 "row_means": _copied(f.row_means),
             }
             for f in self._flights
@@ -259,10 +262,10 @@ class OuterSteps:
         its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
         for flight, rows, sent in zip(shared["flights"], *its_own, strict=True):
             lands, keep = flight["lands"] if fits else step, flight["keep"]
-            moved, squares = map(self._here, (flight["mean"], flight["squares"]))
+            moved, sums = map(self._here, (flight["mean"], flight["sums"]))
             its_rows, means = map(self._here, (rows, flight["row_means"] if rows else {}))
             before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
-            self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, squares, its_rows, means, []))
+            self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, sums, its_rows, means, []))
         if not fits:
             self._land(step)
 

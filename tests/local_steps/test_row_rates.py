@@ -1,0 +1,84 @@
+"""How far rows go in an outer step: against plain arithmetic, and the same bits whatever the order of summation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipecomp.local_steps import row_rates
+from pipecomp.local_steps.row_rates import AHEAD, rates_of_rows, sums_of_rows
+
+
+def replicas_of(count: int, shape: tuple[int, ...], *, noise: float) -> list[Tensor]:
+    """What each has moved by: something in common, and noise of its own."""
+    draw = torch.Generator().manual_seed(count)
+    common = torch.randn(shape, generator=draw)
+    return [common + noise * torch.randn(shape, generator=draw) for _ in range(count)]
+
+
+def rates(moved: list[Tensor], mean: Tensor | None = None) -> Tensor:
+    mean = torch.stack(moved).mean(0) if mean is None else mean
+    sums = torch.stack([sums_of_rows(one, seed=7) for one in moved]).mean(0)
+    return rates_of_rows(mean, sums, len(moved))
+
+
+@pytest.mark.parametrize("shape", [(400, 32), (300, 4, 8)])
+@pytest.mark.parametrize("noise", [0.0, 0.5, 20.0])
+def test_rows_go_as_far_as_a_replicas_own_and_four_tenths(shape, noise):
+    moved = replicas_of(4, shape, noise=noise)
+    lengths = torch.stack(moved).flatten(2).square().sum(2).mean(0).sqrt()
+    mean = torch.stack(moved).mean(0).flatten(1).norm(dim=1)
+    wanted = AHEAD * (lengths / mean).clamp(1.0, 2.0)
+    # The share of noise in the mean, which has none here, is known within a tenth.
+    torch.testing.assert_close(rates(moved).float(), wanted, rtol=0.15, atol=0.0)
+
+
+def test_single_values_are_rows_and_exact():
+    moved = replicas_of(3, (50,), noise=1.0)
+    lengths = torch.stack(moved).square().mean(0).sqrt()
+    wanted = AHEAD * (lengths / torch.stack(moved).mean(0).abs()).clamp(1.0, math.sqrt(3))
+    torch.testing.assert_close(rates(moved).float(), wanted, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("shape", [(2, 768), (400, 32)])
+def test_noise_of_a_quantized_mean_makes_no_step_shorter(shape):
+    moved = replicas_of(4, shape, noise=2.0)
+    mean = torch.stack(moved).mean(0)
+    noisy = mean + mean.std() * 1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    exact, found = rates(moved), rates(moved, noisy)
+    assert float(found.mean()) == pytest.approx(float(exact.mean()), rel=0.12)
+    naive = (torch.stack(moved).square().sum(2).mean(0) / noisy.square().sum(1)).sqrt().clamp(1.0, 2.0)
+    assert AHEAD * naive.mean() < 0.8 * exact.mean()
+
+
+def test_the_order_of_summation_changes_no_bit(monkeypatch):
+    mean, order = torch.randn(64, 500, generator=torch.Generator().manual_seed(0)), torch.randperm(500)
+    sums = sums_of_rows(2 * mean, seed=0)
+    wanted = rates_of_rows(mean, sums, 4)
+    assert torch.equal(rates_of_rows(mean[:, order], sums, 4), wanted)
+    monkeypatch.setattr(row_rates, "_AT_ONCE", 1000)
+    assert torch.equal(rates_of_rows(mean, sums, 4), wanted)
+    assert not torch.equal(rates_of_rows(mean * (1 + 2**-10), sums, 4), wanted)
+
+
+def test_what_has_not_moved_stays_finite():
+    """A residual may come with the mean of a weight that no replica has moved, a row may be all zeros."""
+    still = torch.zeros(3, 4)
+    assert torch.equal(rates([still, still], still), torch.full((3,), AHEAD, dtype=torch.float64))
+    assert torch.equal(rates([still, still], still + 1e-3), torch.full((3,), AHEAD, dtype=torch.float64))
+    moved = [torch.eye(3), torch.eye(3)]
+    moved[0][1] = moved[1][1] = 0.0
+    assert torch.isfinite(rates(moved)).all()
+
+
+def test_a_single_replica_is_not_moved_further():
+    assert torch.equal(rates([torch.ones(5, 2)]), torch.ones(5, dtype=torch.float64))
+
+
+def test_nan_stays_nan():
+    moved = [torch.full((2, 3), math.nan), torch.ones(2, 3)]
+    mean = torch.stack(moved).mean(0)
+    assert bool((mean * rates(moved, mean)[:, None]).isnan().all())
