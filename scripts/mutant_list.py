@@ -24,6 +24,7 @@ LINK = ("tests/stages/test_link_exact.py",)
 CONSTANT_ERROR = (
     "tests/stages/test_constant_error.py::test_changes_have_the_fewest_bits_that_keep_the_error_of_the_values",
 )
+OUTER, ROWS = ("tests/local_steps/test_outer_steps.py",), ("tests/local_steps/test_row_rates.py",)
 STAGING = ("tests/stages/test_staging.py",)
 GRADIENT_STAGING = ("tests/allreduce/test_staging.py",)
 WIRE = ("tests/messages/test_wire.py",)
@@ -636,5 +637,21 @@ MUTANTS = (
         "else packet.buffer",
         STAGING,
         "the other stage gets an unsealed packet",
+    ),
+    Mutant(
+        "rates of rows count the noise of quantized averages",
+        "pipecomp/local_steps/row_rates.py",
+        "there = lengths * share",
+        "there = lengths * 1.0",
+        ROWS,
+        "with few bits replicas take outer steps that are too short",
+    ),
+    Mutant(
+        "an outer step forgets the steps that were taken while it was on its way",
+        "pipecomp/local_steps/common.py",
+        "self._common[name] + (own - then)",
+        "self._common[name] + 0 * (own - then)",
+        OUTER,
+        "a part of the training is done for nothing",
     ),
 )

@@ -70,7 +70,7 @@ def in_slices(rank: int, world: int, note: Any) -> tuple[list[int], bool]:
 def test_every_slice_is_asked_for():
     found = run_ranks(3, in_slices, timeout_s=HANG_S)
     assert all(right for _, right in found.values())
-    slice_bytes = 1 << 19
+    slice_bytes = 1 << 16
     whole = 2 * slice_bytes + 5
     assert found[0][0] == [0, slice_bytes, 2 * slice_bytes, whole, whole + slice_bytes, whole + 2 * slice_bytes]
     assert found[1][0] == []
