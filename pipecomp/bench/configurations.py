@@ -103,6 +103,7 @@ def local_lines(local_steps: int) -> tuple[Line, ...]:
         (f"{SIXTEEN}, 2 replicas, 4 bits {every}", aqsgd(3, 6), 16, {"bits": 4}),
         (f"{SIXTEEN}, 2 replicas, 4 bits {every}, overlapped", aqsgd(3, 6), 16, {"bits": 4, **overlap}),
         (f"{COARSE}, 2 replicas, 2 bits {every}, overlapped", aqsgd(2, 4), 16, {"bits": 2, **overlap}),
+        (f"{COARSE}, 2 replicas, 1 bit {every}, overlapped", aqsgd(2, 4), 16, {"bits": 1, **overlap}),
     )
     return tuple(
         Line(

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from pipecomp.stages.link.transport import Transport
 
-MOST_S = 1.0  # for which one message of an exchange waits: it comes to its end on a link that is never free, too
+MOST_S = 0.125  # for which one slice of an exchange waits: it comes to its end on a link that is never free, too
 _POLL_S = 0.002
 
 

@@ -85,7 +85,7 @@ def test_names_and_rates_are_checked():
     assert [line.name for line in lines_of("deepspeed")] == ["DeepSpeed FP32", "DeepSpeed BF16", TWICE]
     with pytest.raises(ConfigError, match="DeepSpeed FP32"):
         lines_of("megatron")
-    assert [line.period for line in lines_of("every", "8,32")] == [8] * 4 + [32] * 4
+    assert [line.period for line in lines_of("every", "8,32")] == [8] * 5 + [32] * 5
     assert lines_of(None, "4")[: len(LINES)] == LINES
     with pytest.raises(ConfigError, match="local_steps"):
         lines_of(None, "8,1")
