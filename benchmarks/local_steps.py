@@ -6,8 +6,8 @@
                                      [--out FOLDER] [--redraw]
 
 Fine-tunes convergence.py's pre-trained GPT-2 and classification.py's MiniLM with their settings: every line trains on
-the same number of samples. Each rank is a process on this machine. Unless --all says so, most lines are
-tried with H = 16 only, and some with GPT-2 only: EVERY_H and LEFT_OUT.
+the same number of samples. Each rank is a process on this machine. Unless --all says so, most lines are tried with
+H = 16 only, and some with GPT-2 only: EVERY_H and LEFT_OUT.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
 
 
 def _belongs(task: str, name: str, h: int) -> bool:
-    every = name in EVERY_H[task] or h == ONE_H or (h == 1 and name == PIPELINE)
-    return every and name not in LEFT_OUT[task]
+    tried = name in EVERY_H[task] or h == ONE_H or (h == 1 and name == PIPELINE)
+    return tried and name not in LEFT_OUT[task]
 
 
 def results(rows: list[Row]) -> list[str]:

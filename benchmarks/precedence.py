@@ -106,13 +106,13 @@ def _engine(gradients: dict[str, Any], folder: str) -> Any:
 
     shape, samples = (MODEL.tokens, MODEL.width), MODEL.samples * REPLICAS
     x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(0))
-    store = aqsgd(3, 6)
+    section = aqsgd(3, 6)
     config = {
         "train_micro_batch_size_per_gpu": MODEL.samples // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
         "steps_per_print": 10**9,
-        "pipecomp": {**store, "store": {**store["store"], "path": folder}, "gradients": gradients},
+        "pipecomp": {**section, "store": {**section["store"], "path": folder}, "gradients": gradients},
     }
     return pipecomp.initialize(
         modules(torch.nn.Sequential(*(Work() for _ in range(STAGES))), shape),

@@ -64,8 +64,8 @@ class OuterSteps:
         tied: Names of those that other stages hold too.
         averages: Averages over replicas.
         replicas: How many there are.
-        exact: Averages what is not compressed: one or two numbers for each row. None where nothing of the kind is
-            needed, see `LocalSteps.shares_rows`.
+        exact: Averages a few numbers of each row, not compressed. None where nothing of the kind is needed, see
+            `LocalSteps.shares_rows`.
         moments: The second moments of which replicas share the rows' means; None where each has its own.
 
     Attributes:
