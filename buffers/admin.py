@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import GRADIENT
 from pipecomp.buffers.budget import sample_hash
-from pipecomp.buffers.identity import FORMAT_KEY, RUN_KEY, configuration, link_key, read_run
+from pipecomp.buffers.identity import configuration, link_key, read_remarks, read_run
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
 from pipecomp.buffers.lmdb_file import ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
@@ -53,7 +53,10 @@ class LinkInfo:
 
 
 class Damaged(NamedTuple):
-    """A sample whose value is not what was stored; sample None: the file as a whole, its values were not read."""
+    """A sample whose value is not what was stored.
+
+    sample None: what is said about a link, or about the file: then it is pruned as a whole. link None: the file.
+    """
 
     rank: int | None
     link: str | None
@@ -132,6 +135,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
                 report.damaged += [Damaged(rank, None, None, problem) for problem in problems]
                 continue
             with closing(ValueFile(folder, readonly=True)) as file:
+                remarks = read_remarks(file)
+                report.damaged += [Damaged(rank, name, None, what) for name, what in remarks.problems.items()]
                 for name in file.table_names():
                     for checked in check_values(file, file.table(name, create=False)):
                         report.checked += 1
@@ -149,6 +154,8 @@ def prune(
     everything: bool = False,
 ) -> PruneReport:
     """Remove samples and make the files small again. Damaged values always go; without options nothing else does.
+
+    Where it is damaged what a store says about a link, or about itself (its run), the link's values go, or all.
 
     Of a file whose pages are damaged, all values that can still be read are kept.
 
@@ -217,12 +224,13 @@ def _copy(folder: Path, report: PruneReport, link: str | None, keep: Callable[[l
         closing(ValueFile(folder, readonly=True)) as old,
         closing(ValueFile(target)) as new,
     ):
-        for key in (FORMAT_KEY, RUN_KEY, *(link_key(name) for name in old.table_names() if name != link)):
-            remark = old.meta(key)
-            if remark is not None:
+        remarks = read_remarks(old)
+        for key, remark in remarks.whole.items():
+            if link is None or key != link_key(link):
                 new.set_meta(key, remark)
         for name in old.table_names():
-            _copy_link(old, new, name, report, (lambda ids: set()) if name == link else keep, create=name != link)
+            stays = name in remarks.links and name != link
+            _copy_link(old, new, name, report, keep if stays else lambda ids: set(), create=stays)
         new.sync()
 
 

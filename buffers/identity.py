@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipecomp.buffers.lmdb_file import ValueFile
 from pipecomp.errors import ConfigError, StoreError
@@ -28,6 +28,35 @@ def link_key(name: str) -> bytes:
 def configuration(settings: Mapping[str, Any]) -> str:
     """Hash, in short, what a link's activations depend on."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Remarks(NamedTuple):
+    """What a file says about itself, as far as it is whole.
+
+    links: whose settings, and whose file's format and run, are whole. problems: by link, None: of the file.
+    """
+
+    whole: dict[bytes, bytes]
+    links: list[str]
+    problems: dict[str | None, str]
+
+
+def read_remarks(file: ValueFile) -> Remarks:
+    """Read all of it; a damaged remark is no error here."""
+    names = file.table_names()
+    whole: dict[bytes, bytes] = {}
+    problems: dict[str | None, str] = {}
+    for name, key in ((None, FORMAT_KEY), (None, RUN_KEY), *((name, link_key(name)) for name in names)):
+        try:
+            value = file.meta(key)
+        except StoreError as error:
+            problems[name] = str(error)
+        else:
+            if value is not None:
+                whole[key] = value
+            elif name is not None:
+                problems[name] = f"{file.path}: {name} has no settings: its name, or theirs, is damaged"
+    return Remarks(whole, [] if None in problems else [name for name in names if name not in problems], problems)
 
 
 def read_run(file: ValueFile) -> str | None:

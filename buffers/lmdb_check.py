@@ -14,6 +14,7 @@ from typing import NamedTuple
 from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_structure
 
+from pipecomp.buffers.identity import read_remarks
 from pipecomp.buffers.lmdb_file import Row, Table, ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.buffers.value import HEADER_BYTES, read_header, verify_value
@@ -29,11 +30,16 @@ class Checked(NamedTuple):
 
 
 def structure_problems(path: Path) -> list[str]:
-    """List what is wrong with the pages of the LMDB file in folder `path`."""
+    """List what is wrong with the pages of the LMDB file in folder `path`, and with the keys in them."""
     try:
-        return list(verify_structure(str(path / DATA_FILE), subdir=False))
-    except (VerifyError, OSError) as error:
+        problems = list(verify_structure(str(path / DATA_FILE), subdir=False))
+        if not problems:
+            with closing(ValueFile(path, readonly=True)) as file:
+                for name in file.table_names():
+                    file.scan(file.table(name, create=False))
+    except (VerifyError, OSError, StoreError) as error:
         return [str(error)]
+    return problems
 
 
 def check_values(file: ValueFile, table: Table) -> Iterator[Checked]:
@@ -57,5 +63,7 @@ def unsound(path: Path) -> str | None:
     if problems:
         return f"its pages are damaged: {problems[0]}"
     with closing(ValueFile(path, readonly=True)) as file:
+        for problem in read_remarks(file).problems.values():
+            return problem
         tables = (file.table(name, create=False) for name in file.table_names())
         return next((c.problem for table in tables for c in check_values(file, table) if c.problem is not None), None)

@@ -22,6 +22,7 @@ import mmap
 import os
 import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from pipecomp.errors import StoreError
 MAP_BYTES = 1 << 30  # address space, not memory and not disk; grows by doubling
 MAX_LINKS = 255
 META = b"meta"
+_CRC = b"crc:"  # before a remark's key: the key of its CRC-32
 _RUNS = (16, 4, 1)
 _PAGE_HEADER = 16
 _RECORD_OVERHEAD = 8 + 10 + 2  # a record's header, its usual key, its entry in the page's index
@@ -100,6 +102,10 @@ def piece_sizes(size: int, page: int) -> tuple[int, ...]:
     return (*(small + (i < larger) for i in range(count)), *runs)
 
 
+def _crc(value: bytes) -> bytes:
+    return zlib.crc32(value).to_bytes(4, "big")
+
+
 def _keys(slot: int, sample: int, first: int, end: int) -> list[bytes]:
     return [_NEXT.pack(slot, i) if i else _FIRST.pack(slot, 0, sample) for i in range(first, end)]
 
@@ -147,18 +153,33 @@ class ValueFile:
         return file.stat().st_size if file.exists() else 0
 
     def meta(self, key: bytes) -> bytes | None:
-        """Read a remark about the file."""
-        with explained(self.path, "read"), self._reading, self._env.begin() as txn:
-            return txn.get(key, db=self._meta)
+        """Read a remark about the file. StoreError if it is not what was written (older files have no CRC-32)."""
+        with explained(self.path, "read"), self._reading, self._env.begin(db=self._meta) as txn:
+            value, crc = txn.get(key), txn.get(_CRC + key)
+        if crc is not None and (value is None or crc != _crc(value)):
+            raise StoreError(
+                f"{self.path}: what the store says about itself ({key.decode()}) is damaged; `pipecomp store prune "
+                f"{self.path}` removes what nobody can say any more where it belongs"
+            )
+        return value
 
     def set_meta(self, key: bytes, value: bytes) -> None:
         """Write a remark about the file."""
-        self._transact(lambda txn: txn.put(key, value, db=self._meta))
+
+        def body(txn: lmdb.Transaction) -> None:
+            txn.put(key, value, db=self._meta)
+            txn.put(_CRC + key, _crc(value), db=self._meta)
+
+        self._transact(body)
 
     def table_names(self) -> list[str]:
         """List the links that have a table."""
         with explained(self.path, "read"), self._reading, self._env.begin() as txn, txn.cursor() as cursor:
-            return [key.decode() for key in cursor.iternext(values=False) if key != META]
+            keys = [key for key in cursor.iternext(values=False) if key != META]
+        try:
+            return [key.decode() for key in keys]
+        except UnicodeDecodeError as error:
+            raise StoreError(f"{self.path}: damaged: no link is called {error.object!r}") from error
 
     def table(self, name: str, *, create: bool = True) -> Table:
         """Open the table of a link, with empty `places`: fill them from `scan`."""
@@ -175,7 +196,7 @@ class ValueFile:
             while more:
                 key = bytes(cursor.key())
                 if len(key) != _FIRST.size or key[8:10] != b"\0\0":
-                    raise StoreError(f"{self.path}: store of {table.name}: no beginning of a value at {key.hex()}")
+                    raise StoreError(f"{self.path}: store of {table.name}: no beginning of a value at {key[:32].hex()}")
                 slot, _, sample = _FIRST.unpack(key)
                 rows.append(Row(sample, slot, bytes(cursor.value()[:HEADER_BYTES])))
                 more = cursor.set_range(_NEXT.pack(slot + 1, 0))

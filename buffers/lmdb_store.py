@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -167,12 +168,16 @@ class LmdbEnvironment:
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Hold what `save` wrote to `folder` in place of all else, in the stores that are open.
 
-        False if there is nothing. StoreError if its links' settings differ; then the environment is of no use any more.
+        False, and nothing changes, if there is nothing, or it is a copy of a store that was damaged already: a warning
+        says so. StoreError if its links' settings differ; then the environment is of no use any more.
         """
         saved = Path(folder) / DATA_FILE
         if not saved.is_file():
             return False
         self.check()
+        if (problem := unsound(saved.parent)) is not None:
+            warnings.warn(f"{folder} is damaged and is not used: {problem}", stacklevel=2)
+            return False
         with self._lock:
             self.writer.drain()
             self.steps.refused = {}

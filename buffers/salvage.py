@@ -18,7 +18,7 @@ from pathlib import Path
 
 import lmdb
 
-from pipecomp.buffers.identity import FORMAT_KEY, RUN_KEY, link_key
+from pipecomp.buffers.identity import FORMAT_KEY, read_remarks
 from pipecomp.buffers.lmdb_check import structure_problems
 from pipecomp.buffers.lmdb_file import Table, ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE
@@ -50,12 +50,10 @@ def salvage(folder: Path, target: Path) -> bool:
 
 def _copy(folder: Path, target: Path) -> None:
     with closing(ValueFile(folder, readonly=True)) as old, closing(ValueFile(target)) as new:
-        names = old.table_names()
-        for key in (FORMAT_KEY, RUN_KEY, *map(link_key, names)):
-            remark = old.meta(key)
-            if remark is not None:
-                new.set_meta(key, remark)
-        for name in names:
+        remarks = read_remarks(old)
+        for key, remark in remarks.whole.items():
+            new.set_meta(key, remark)
+        for name in remarks.links:
             with suppress(*_UNREADABLE):
                 _copy_table(old, new, name)
         new.sync()

@@ -484,6 +484,22 @@ MUTANTS = (
         ("tests/buffers/test_value.py",),
         "a flipped bit on the disk becomes part of training",
     ),
+    Mutant(
+        "a stored setting's checksum is not compared",
+        "buffers/lmdb_file.py",
+        "if crc is not None and (value is None or crc != _crc(value)):",
+        "if False:",
+        ("tests/buffers/test_mending.py",),
+        "a flipped bit on the disk makes a store one of other settings, which no restart can open",
+    ),
+    Mutant(
+        "a checkpoint's copy of a damaged store takes its place",
+        "buffers/lmdb_store.py",
+        "if (problem := unsound(saved.parent)) is not None:",
+        "if (problem := None) is not None:",
+        ("tests/buffers/test_mending.py",),
+        "every restart loads the damage again",
+    ),
     # -- data and resuming
     Mutant(
         "replicas have each other's samples",

@@ -50,7 +50,8 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
     damaged = [d._asdict() for d in report.damaged]
     write_json(json_file, {"checked": report.checked, "damaged": damaged})
     for d in report.damaged:
-        place = "pages of the file" if d.sample is None else f"{d.link}, sample {entry_name(d.sample)}"
+        place = "the file" if d.link is None else d.link
+        place += "" if d.sample is None else f", sample {entry_name(d.sample)}"
         console.print(f"rank {d.rank}, {place}: {d.problem}", highlight=False)
     console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
     if damaged:

@@ -262,7 +262,9 @@ class OuterSteps:
         its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
         for flight, rows, sent in zip(shared["flights"], *its_own, strict=True):
             lands, keep = flight["lands"] if fits else step, flight["keep"]
-            moved, sums = map(self._here, (flight["mean"], flight["sums"]))
+            # The rate of this run counts, not that of when it was sent.
+            sums_of_run = flight["sums"] if self._options.outer.lr is None else {}
+            moved, sums = map(self._here, (flight["mean"], sums_of_run))
             its_rows, means = map(self._here, (rows, flight["row_means"] if rows else {}))
             before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
             self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, sums, its_rows, means, []))

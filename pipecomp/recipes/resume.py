@@ -211,7 +211,7 @@ class Checkpoints:
         """
         assert self.folder is not None
         copy = manifest.messages_copy(self.folder / f"global_step{self.step}", rank)
-        return mend(store.path, rank, copy=copy.is_dir())
+        return mend(store.path, rank, copy=copy)
 
     def _check(self, folder: Path) -> None:
         """Before anything of the checkpoint is used, or anything of its run is overwritten."""

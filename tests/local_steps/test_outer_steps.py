@@ -221,9 +221,13 @@ def test_other_intervals_begin_anew():
     train(other, resumed, range(3, 5))
 
 
-def test_with_other_intervals_what_was_on_its_way_arrives_under_the_steps_since():
-    """Two replicas go on as one, from the mean of their weights: as if the fragment had arrived when it was stopped."""
-    weights, outer = start(LocalSteps(local_steps=2, outer=Outer(lr=0.5), overlap=1), 2)
+@pytest.mark.parametrize(("before", "replicas"), [(0.5, 1), (None, 2)])
+def test_with_other_intervals_what_was_on_its_way_arrives_under_the_steps_since(before, replicas):
+    """Replicas go on from the mean of their weights: as if the fragment had arrived when they were stopped.
+
+    With the rate of the run that goes on, whatever the other one had.
+    """
+    weights, outer = start(LocalSteps(local_steps=2, outer=Outer(lr=before), overlap=1), 2)
     first = {name: w.clone() for name, w in weights[0].items()}
     train(weights, outer, range(2))
     for own in weights:  # a step that is not over
@@ -231,7 +235,7 @@ def test_with_other_intervals_what_was_on_its_way_arrives_under_the_steps_since(
             w += 1
     state = copy.deepcopy(outer[0].state_dict())
     state["weights"] = {name: (w + weights[1][name]) / 2 for name, w in weights[0].items()}
-    again, resumed = start(LocalSteps(local_steps=3, outer=Outer(lr=0.5)), 1)
+    again, resumed = start(LocalSteps(local_steps=3, outer=Outer(lr=0.5)), replicas)
     for name, w in again[0].items():
         w.copy_(first[name])  # what replicas had in common
     resumed[0].load_state_dict(state, 2)
