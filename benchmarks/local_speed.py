@@ -22,7 +22,7 @@ from pipecomp.bench.pipeline import measure, reference_compute
 LOCAL_STEPS, STEPS = 16, 2
 SLOWER = 10  # times, of what joins sites
 SITES = "0,2/1,3"  # a replica's two stages at each
-FINER, COARSE, COARSEST = local_lines(LOCAL_STEPS)[2:]
+COARSE, COARSEST = local_lines(LOCAL_STEPS)[3:]
 RATES = (5.8, 12.0)
 
 
@@ -42,13 +42,10 @@ class Case(NamedTuple):
 
 CASES = (
     *(Case(line, r) for r in RATES for line in (STOCK, TWICE)),
-    *(
-        case
-        for line in (COARSE.name, COARSEST.name, FINER.name)
-        for case in (Case(line), *(Case(line, r, sites) for r in RATES for sites in (False, True)))
-    ),
+    *(Case(line, r) for line in (COARSE.name, COARSEST.name) for r in (UNTHROTTLED, *RATES)),
+    *(Case(COARSEST.name, r, sites=True) for r in RATES),
 )
-BY_NAME = {line.name: line for line in (*LINES, FINER, COARSE, COARSEST)}
+BY_NAME = {line.name: line for line in (*LINES, COARSE, COARSEST)}
 
 
 def run(name: str, compute_s: float) -> Row:

@@ -11,10 +11,11 @@ would hold each other up by more than links do. Needs root.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,14 +23,14 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.paired import MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.configurations import EIGHT, aqsgd, rate_for
+from pipecomp.bench.configurations import aqsgd, rate_for
 
 REPLICAS, R, COMPUTE_S = 2, 5.8, 0.2  # of a micro-batch on a stage, a third of it forward
-MICRO_BATCHES, STAGE_WEIGHTS = 8, 2_000_000
+MICRO_BATCHES, STAGE_WEIGHTS = 8, (2000, 1000)
 LOCAL_STEPS, OVERLAP = 8, 4  # an interval; its first steps have an average in flight, the last ones none
 WARM_UP = 2  # intervals
+FORWARD, BACKWARD = 2, 4  # bits: links that stages fill alone, as with 6 bits back, have no room for averages
 METHODS: dict[str, dict[str, Any]] = {
-    "float32": {"method": "none"},
     "double_squeeze, 8 bits": {"method": "double_squeeze", "bits": 8},
     "double_squeeze, 1 bit": {"method": "double_squeeze", "bits": 1},
 }
@@ -62,14 +63,16 @@ def one_rank(
     torch.set_num_threads(1)
     engine = _engine({**METHODS[name], "local_steps": LOCAL_STEPS, "overlap": OVERLAP}, folder)
     outer = engine.local.exchanges.outer
-    gives_way = next(state.group.give_way for _, state in outer.states())
+    groups = [state.group for _, state in outer.states()]
+    gives_way = groups[0].give_way
     for _ in range(WARM_UP * LOCAL_STEPS):
         engine.train_batch()
     seconds, late = [], [0.0, 0.0]
     for interval in range(2 * pairs):
-        ways: tuple[Callable[[], None], ...] = (gives_way, _goes_on)
-        outer.give_way(ways[interval % 2])  # what is in flight from here on, until the middle of the interval
-        for _ in range(LOCAL_STEPS):
+        for step in range(LOCAL_STEPS):
+            if step == LOCAL_STEPS - 1:  # nothing is in flight; at the end of this step the next average leaves
+                for group in groups:
+                    group.give_way = (gives_way, None)[(interval + 1) % 2]
             began, waited = time.perf_counter(), _waited(engine)
             engine.train_batch()
             seconds.append(time.perf_counter() - began)
@@ -99,14 +102,14 @@ def _engine(gradients: dict[str, Any], folder: str) -> Any:
     class Work(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(STAGE_WEIGHTS))
+            self.weight = torch.nn.Parameter(torch.zeros(*STAGE_WEIGHTS))
 
         def forward(self, x: Any) -> Any:
             return Pause.apply(x * (1 + self.weight.mean()))
 
     shape, samples = (MODEL.tokens, MODEL.width), MODEL.samples * REPLICAS
     x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(0))
-    section = aqsgd(3, 6)
+    section = aqsgd(FORWARD, BACKWARD)
     config = {
         "train_micro_batch_size_per_gpu": MODEL.samples // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -123,10 +126,6 @@ def _engine(gradients: dict[str, Any], folder: str) -> Any:
     )
 
 
-def _goes_on() -> None:
-    return
-
-
 def _waited(engine: Any) -> float:
     return float(engine.comm_stats()["seconds"]["reduce"])
 
@@ -140,17 +139,18 @@ def _ratios(row: Row, way: str) -> list[float]:
 
 def results(rows: list[Row]) -> list[str]:
     """The page."""
+    weights = math.prod(STAGE_WEIGHTS) / 1e6
     text = f"""
         # Averages of replicas beside a pipeline's packets
 
         `python -m benchmarks precedence`, {STAGES} stages × {REPLICAS} replicas on {page.machine(rows)}, each rank in a
         network namespace of its own, at {rows[0]["rate"] / 1e6:.1f} Mbit/s both ways (r = {R:g}). Packets are those of
-        the model of [throughput.md](throughput.md), {EIGHT}; stages sleep for {1000 * COMPUTE_S:.0f} ms a micro-batch
-        instead of computing, so that nothing but the links can hold them up, and average {STAGE_WEIGHTS / 1e6:g} M
-        weights each. Replicas average after {LOCAL_STEPS} steps, and take {OVERLAP} more while they do. Every other
-        average waits with each slice while packets of the pipeline are leaving the machine, as averages do; the others
-        do not. The ratio is the median over intervals of a step with an average in flight to a step without; "late" are
-        the seconds that a rank waited for the average in the end.
+        the model of [throughput.md](throughput.md), AQ-SGD fw{FORWARD} bw{BACKWARD}; stages sleep for
+        {1000 * COMPUTE_S:.0f} ms a micro-batch instead of computing, so that nothing but the links can hold them up,
+        and average {weights:g} M weights each. Replicas average after {LOCAL_STEPS} steps, and take {OVERLAP} more
+        while they do. Every other average waits with each slice while packets of the pipeline are leaving the machine,
+        as averages do; the others do not. The ratio is the median over intervals of a step with an average in flight to
+        a step without; "late" are the seconds that a rank waited for the average in the end.
     """
     lines = [(row, way) for row in rows for way in WAYS]
     cells = {
@@ -170,7 +170,19 @@ def _line(row: Row) -> str:
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "only", pairs=(6, "of intervals"))
-    settings = [STAGES, REPLICAS, R, COMPUTE_S, MICRO_BATCHES, STAGE_WEIGHTS, LOCAL_STEPS, OVERLAP, WARM_UP]
+    settings = [
+        STAGES,
+        REPLICAS,
+        FORWARD,
+        BACKWARD,
+        R,
+        COMPUTE_S,
+        MICRO_BATCHES,
+        STAGE_WEIGHTS,
+        LOCAL_STEPS,
+        OVERLAP,
+        WARM_UP,
+    ]
     runs = Runs(given, "precedence", digest([asdict(MODEL), METHODS, settings]), ("name",))
     cases = [(name,) for name in chosen(METHODS, given.only)]
     runs.complete(run, cases, given.pairs, line=_line, page=results)

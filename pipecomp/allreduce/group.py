@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecomp.errors import LinkError, PeerLostError
+from pipecomp.sockets import tcp_sockets, wait_until_left
 
 _CALLS = 1 << 18  # tags of one group's messages, then they come round again
 _CHANNELS = 1 << 12
 SLICE = 1 << 16  # bytes sent at once by a group that gives way; at 10 Mbit/s a packet waits 50 ms for them
+_SLICE_S = 1.0  # after which the next one is sent, though this one has not left
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class _Mesh:
     """The connections among some ranks, made once; each group on them has tags of its own."""
 
     process_group: Any
+    sockets: frozenset[int]
     channels: int = 0
 
 
@@ -39,8 +42,9 @@ def _mesh(ranks: list[int], timeout_s: float) -> _Mesh:
     if found is None or not _alive(found.process_group):
         # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
         timeout = datetime.timedelta(seconds=timeout_s)
+        before = tcp_sockets()
         made = dist.new_group(ranks, backend=host_backend(), timeout=timeout, use_local_synchronization=True)
-        found = _meshes[key] = _Mesh(made)
+        found = _meshes[key] = _Mesh(made, tcp_sockets() - before)
     found.channels = (found.channels + 1) % _CHANNELS
     return found
 
@@ -94,7 +98,8 @@ class Group:
     """Exchange bytes among n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
 
     All ranks of the group must make it at the same point. `process_group` is the one that its messages use, None with
-    one rank. `give_way`, which all ranks must set or none, is called before each `SLICE` bytes are sent, and may wait.
+    one rank. `give_way`, which all ranks must set or none, is called before each `SLICE` bytes are sent, and may wait;
+    then no more than that waits in the system at a time.
 
     Args:
         group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one.
@@ -111,6 +116,7 @@ class Group:
         self._call = 0
         self._channel = 0
         self.process_group: Any = None
+        self._sockets = frozenset[int]()
         self.ranks, self.rank = [0], 0
         if dist.is_available() and dist.is_initialized():
             if isinstance(group, (list, tuple)):
@@ -123,6 +129,7 @@ class Group:
             if len(self.ranks) > 1:
                 mesh = _mesh(self.ranks, timeout_s)
                 self.process_group, self._channel = mesh.process_group, mesh.channels
+                self._sockets = mesh.sockets
 
     def again(self) -> Group:
         """The same ranks with messages of their own, for somebody else who may exchange at the same time."""
@@ -156,6 +163,7 @@ class Group:
                 if self.give_way is not None:
                     if pending.sends:
                         _wait(*pending.sends.pop())  # gloo waits for a send once
+                        wait_until_left(self._sockets, _SLICE_S)
                     self.give_way()
                 pending.sends.append((self.ranks[r], dist.isend(part, self.ranks[r], group, tag)))
                 self.bytes_sent += part.numel()

@@ -94,8 +94,8 @@ def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, Trans
             if mesh is not None:
                 made[name] = TlsTransport(mesh, peer, timeout_s=timeout_s, pacer=pacer)
             else:
-                group = groups[ranks[index], ranks[index + 1]]
-                made[name] = GlooTransport(group, timeout_s=timeout_s, pacer=pacer)
+                group, sockets = groups[ranks[index], ranks[index + 1]]
+                made[name] = GlooTransport(group, timeout_s=timeout_s, pacer=pacer, sockets=sockets)
     return made
 
 

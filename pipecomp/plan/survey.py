@@ -136,7 +136,7 @@ def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> M
             return None
         if mesh is not None:
             return TlsTransport(mesh, peer, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
-        group = groups[min(rank, peer), max(rank, peer)]
+        group, _ = groups[min(rank, peer), max(rank, peer)]
         return GlooTransport(group, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
 
     transports = [transport(rank - R), transport(rank + R)]

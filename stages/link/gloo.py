@@ -22,6 +22,7 @@ import time
 import zlib
 from collections import deque
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.stages.link.delivery import Delivery
+from pipecomp.sockets import leaving, tcp_sockets
 from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
 FRAME_BYTES = 1 << 19
@@ -48,14 +50,21 @@ class GlooTransport(Delivery):
     """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
 
     group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
-    counts as lost. pacer: slows down what is sent.
+    counts as lost. pacer: slows down what is sent. sockets: through which the group sends, as far as they are known.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float, pacer: Pacer | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float,
+        pacer: Pacer | None = None,
+        sockets: frozenset[int] = frozenset(),
+    ) -> None:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) != 2 or dist.get_rank() not in ranks:
             raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
-        self._group = group
+        self._group, self._sockets = group, sockets
         self._to = 1 - ranks.index(dist.get_rank())
         super().__init__(ranks[self._to])
         self._timeout = timedelta(seconds=timeout_s)
@@ -75,7 +84,7 @@ class GlooTransport(Delivery):
 
     def sending(self) -> bool:
         """Tell whether a packet waits; see Transport."""
-        return self._outbox.unfinished_tasks > 0 and self._failure is None
+        return self._failure is None and (self._outbox.unfinished_tasks > 0 or leaving(self._sockets))
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
@@ -235,7 +244,14 @@ def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
     return kind, size, total
 
 
-def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], dist.ProcessGroup]:
+class Neighbours(NamedTuple):
+    """A gloo group of two ranks, and through which of this process's sockets it sends."""
+
+    group: dist.ProcessGroup
+    sockets: frozenset[int]
+
+
+def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], Neighbours]:
     """Make a gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
 
     pipelines: for each replica the global ranks of its stages in order.
@@ -243,7 +259,8 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
     mine = {}
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
+            before = tcp_sockets()
             group = dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
             if dist.get_rank() in pair:
-                mine[pair] = group
+                mine[pair] = Neighbours(group, tcp_sockets() - before)
     return mine

@@ -52,13 +52,16 @@ def test_giving_way_changes_no_bit(method):
     assert all(asked >= 4 for _, asked in found.values())
 
 
-def in_slices(rank: int, world: int, note: Any) -> tuple[list[int], bool]:
+def in_slices(rank: int, world: int, note: Any) -> tuple[list[Any], bool]:
+    """What was done after how many bytes, and whether what came is right."""
+    from pipecomp.allreduce import group as of_groups
     from pipecomp.allreduce.group import SLICE, Group
     from pipecomp.cluster.rendezvous import join_processes
 
     join_processes()
     group, left = Group(), []
-    group.give_way = lambda: left.append(group.bytes_sent)
+    group.give_way = lambda: left.append(("asked", group.bytes_sent))
+    of_groups.wait_until_left = lambda sockets, most_s: left.append((f"{len(sockets)} left", group.bytes_sent))
     counts = [2 * SLICE + 5, 0, SLICE]  # what each rank sends to all
     data = torch.full((counts[rank],), rank, dtype=torch.uint8)
     pending = group.gather(data, counts)
@@ -67,11 +70,12 @@ def in_slices(rank: int, world: int, note: Any) -> tuple[list[int], bool]:
     return left, right
 
 
-def test_every_slice_is_asked_for():
+def test_every_slice_waits_for_the_one_before_and_is_asked_for():
+    """In the system one waits at a time: what is handed over cannot give way any more."""
     found = run_ranks(3, in_slices, timeout_s=HANG_S)
     assert all(right for _, right in found.values())
-    slice_bytes = 1 << 16
-    whole = 2 * slice_bytes + 5
-    assert found[0][0] == [0, slice_bytes, 2 * slice_bytes, whole, whole + slice_bytes, whole + 2 * slice_bytes]
+    one = 1 << 16
+    sent = [one, 2 * one, 2 * one + 5, 3 * one + 5, 4 * one + 5]  # before each slice but the first
+    assert found[0][0] == [("asked", 0), *((did, count) for count in sent for did in ("2 left", "asked"))]
     assert found[1][0] == []
-    assert found[2][0] == [0, slice_bytes]
+    assert found[2][0] == [("asked", 0), ("2 left", one), ("asked", one)]
