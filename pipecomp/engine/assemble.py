@@ -9,9 +9,9 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 
 from pipecomp.config import Config
-from pipecomp.engine.connect import pipelines
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
 from pipecomp.engine.local_steps import LocalExchanges
+from pipecomp.engine.matching import pipelines
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from pipecomp.stages import Source, build_stage, default_loss

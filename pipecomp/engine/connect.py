@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from pipecomp.checkpoint.run_id import Run, find_run, model_digest
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
+from pipecomp.engine.matching import pipelines
 from pipecomp.kernels.staging import Staging
 from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import BACKEND, current_mesh
@@ -26,17 +26,7 @@ from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import Transport
-from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.stages.partition.splitting import Stage
-
-
-def pipelines(grid: Any) -> list[list[int]]:
-    """For each replica the global ranks of its stages."""
-    return [
-        [grid._topo.get_rank(pipe=stage, data=replica) for stage in range(grid.pipe_parallel_size)]
-        for replica in range(grid.data_parallel_size)
-    ]
 
 
 def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
@@ -49,33 +39,6 @@ def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup
             if dist.get_rank() in members:
                 mine[tied.name] = group
     return mine
-
-
-def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all_ranks: AllRanks) -> None:
-    """Give every copy of a tied weight the values of its first holder, where they differ; every rank must call this.
-
-    They differ where each process has drawn its model's weights for itself, with another seed or none. Replicas need
-    nothing here: DeepSpeed gives them the weights of the first.
-    """
-    if not split_plan.tied:
-        return
-    copies = stage.tied_parameters()
-    digests = all_ranks.all_gather_object({name: _digest(p) for name, p in copies.items()})
-    replicas = pipelines(grid)
-    for tied in split_plan.tied:
-        if all(len({digests[ranks[s]][tied.name] for s in tied.stages}) == 1 for ranks in replicas):
-            continue
-        for ranks in replicas:
-            members = [ranks[s] for s in tied.stages]
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                dist.broadcast(copies[tied.name].detach(), src=members[0], group=group)
-                dist.destroy_process_group(group)
-
-
-def _digest(parameter: torch.Tensor) -> str:
-    values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy()).hexdigest()
 
 
 def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, Transport]:

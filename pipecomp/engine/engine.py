@@ -30,6 +30,7 @@ from pipecomp.engine.facts import run_facts
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
+from pipecomp.engine.matching import match_replicas
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
@@ -349,6 +350,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
     def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
         return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
+    def _broadcast_model(self) -> None:
+        match_replicas(list(self.module.parameters()), self.seq_data_parallel_group)
 
     def _aggregate_total_loss(self) -> Tensor:
         with nullcontext() if self.local is None else self.local.own_loss():

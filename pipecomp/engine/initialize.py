@@ -26,9 +26,10 @@ from pipecomp.cluster.rendezvous import collective_backend, join_processes
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import gradient_exchange, local_exchanges, pipeline_module, quantized_adam, trainable
-from pipecomp.engine.connect import match_tied, open_links, open_transports, tied_groups
+from pipecomp.engine.connect import open_links, open_transports, tied_groups
 from pipecomp.engine.dropout import fewest_bits, warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
+from pipecomp.engine.matching import match_tied
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch
 from pipecomp.mesh.process_group import current_mesh
