@@ -148,9 +148,10 @@ def results(rows: list[Row]) -> list[str]:
         the model of [throughput.md](throughput.md), AQ-SGD fw{FORWARD} bw{BACKWARD}; stages sleep for
         {1000 * COMPUTE_S:.0f} ms a micro-batch instead of computing, so that nothing but the links can hold them up,
         and average {weights:g} M weights each. Replicas average after {LOCAL_STEPS} steps, and take {OVERLAP} more
-        while they do. Every other average waits with each slice while packets of the pipeline are leaving the machine,
-        as averages do; the others do not. The ratio is the median over intervals of a step with an average in flight to
-        a step without; "late" are the seconds that a rank waited for the average in the end.
+        while they do. Every other average is sent in slices, each of which waits while the one before it or a packet of
+        the pipeline is leaving the machine, as averages do; the others are sent at once. The ratio is the median over
+        intervals of a step with an average in flight to a step without; "late" are the seconds that a rank waited for
+        the average in the end.
     """
     lines = [(row, way) for row in rows for way in WAYS]
     cells = {
