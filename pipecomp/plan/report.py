@@ -12,7 +12,7 @@ from rich.table import Table
 from pipecomp.activation_config import bits_text
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Job, Prediction
-from pipecomp.plan.search import Choice, choose_local_steps
+from pipecomp.plan.search import FEWEST_AVERAGES, Choice, choose_local_steps
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
@@ -106,7 +106,8 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
             said.append(
                 f"Averaging in every step takes {share:.0%} of the time. With gradients.local_steps {local_steps} "
                 f"replicas average after every {local_steps} steps only: {rest_s:.3g} s per step. That is another "
-                "training: compare losses."
+                f"training: compare losses. For a fine-tuning of fewer than {FEWEST_AVERAGES * local_steps} steps it is "
+                "too many."
             )
     return said
 

@@ -26,6 +26,7 @@ FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
 PAYS = 1.05  # compression must make a step so much faster
 SHARE = 0.05  # of a run's time that averaging replicas may take before local steps are proposed
 LOCAL_STEPS = (2, 4, 8, 16, 32)
+FEWEST_AVERAGES = 24  # of a fine-tuning: with half as many a classifier loses accuracy, and four replicas of GPT-2 loss
 _AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
 
 

@@ -22,6 +22,7 @@ from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
 from pipecomp.plan.options import networks_of
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
+from pipecomp.plan.report import advice
 from pipecomp.plan.search import choose, choose_average, choose_bits, choose_local_steps, layouts, shares
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.stages.link.boundary import Layout
@@ -372,6 +373,14 @@ class TestChoices:
         assert choose_local_steps(1.0, 0.1) == 2
         assert choose_local_steps(1.0, 0.7) == 16
         assert choose_local_steps(1.0, 100.0) == 32
+
+    def test_local_steps_are_proposed_with_the_length_of_training_that_they_need(self):
+        found = choose(job(K=2, M=8), AQSGD, uniform(2, 21e6))
+        step_s = (found.prediction if found.pays else found.plain).step_s
+        *_, said = advice(found, [("double_squeeze", 0.1 * step_s), ("none", step_s)])
+        assert "With gradients.local_steps 2 replicas average after every 2 steps only" in said
+        assert said.endswith("For a fine-tuning of fewer than 48 steps it is too many.")
+        assert "local_steps" not in " ".join(advice(found, [("none", 0.001 * step_s)]))
 
     def test_layouts_and_shares(self):
         assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
