@@ -106,8 +106,8 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
             said.append(
                 f"Averaging in every step takes {share:.0%} of the time. With gradients.local_steps {local_steps} "
                 f"replicas average after every {local_steps} steps only: {rest_s:.3g} s per step. That is another "
-                f"training: compare losses. For a fine-tuning of fewer than {FEWEST_AVERAGES * local_steps} steps it is "
-                "too many."
+                "training: compare losses. It is too many for a fine-tuning of fewer than "
+                f"{FEWEST_AVERAGES * local_steps} steps."
             )
     return said
 

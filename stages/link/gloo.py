@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.delivery import Delivery
 from pipecomp.sockets import leaving, tcp_sockets
+from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
 FRAME_BYTES = 1 << 19

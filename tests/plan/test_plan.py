@@ -379,7 +379,7 @@ class TestChoices:
         step_s = (found.prediction if found.pays else found.plain).step_s
         *_, said = advice(found, [("double_squeeze", 0.1 * step_s), ("none", step_s)])
         assert "With gradients.local_steps 2 replicas average after every 2 steps only" in said
-        assert said.endswith("For a fine-tuning of fewer than 48 steps it is too many.")
+        assert said.endswith("It is too many for a fine-tuning of fewer than 48 steps.")
         assert "local_steps" not in " ".join(advice(found, [("none", 0.001 * step_s)]))
 
     def test_layouts_and_shares(self):
