@@ -72,7 +72,7 @@ def _damage(file: Path, store: str) -> str | None:
     at = data.find(b"PCMV")
     data[at + 60] ^= 1
     file.write_bytes(data)
-    return mend(store, 1, copy=store / "none")
+    return mend(store, 1, copy=file.parent / "none")
 
 
 def test_both_ends_hold_the_same_centers_and_go_on_bit_for_bit(tmp_path: Path) -> None:
