@@ -6,6 +6,7 @@ that never hands the file to LMDB (`lmdb.verify`), and then every value by its C
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -63,7 +64,6 @@ def unsound(path: Path) -> str | None:
     if problems:
         return f"its pages are damaged: {problems[0]}"
     with closing(ValueFile(path, readonly=True)) as file:
-        for problem in read_remarks(file).problems.values():
-            return problem
         tables = (file.table(name, create=False) for name in file.table_names())
-        return next((c.problem for table in tables for c in check_values(file, table) if c.problem is not None), None)
+        damaged = (c.problem for table in tables for c in check_values(file, table) if c.problem is not None)
+        return next(itertools.chain(read_remarks(file).problems.values(), damaged), None)

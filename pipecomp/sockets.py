@@ -14,11 +14,13 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 _TCP_INFO_BYTES = 168
 _MIN_RTT, _DELIVERY_RATE = struct.Struct("148x I"), struct.Struct("160x Q")  # µs, bytes/s; Linux 4.9
 _POLL_S = 0.0005
+_Made = TypeVar("_Made")
 _SLACK = 1 << 14  # bytes: acknowledgements of the last ones may be 40 ms late
 
 
@@ -29,6 +31,13 @@ def tcp_sockets() -> frozenset[int]:
     except OSError:
         return frozenset()
     return frozenset(fd for fd in map(int, names) if _tcp_info(fd) is not None)
+
+
+def with_sockets(make: Callable[[], _Made]) -> tuple[_Made, frozenset[int]]:
+    """Return what `make` makes, and the sockets that it has connected for it."""
+    before = tcp_sockets()
+    made = make()
+    return made, tcp_sockets() - before
 
 
 def leaving(sockets: Collection[int]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecomp.errors import LinkError, PeerLostError
-from pipecomp.sockets import tcp_sockets, wait_until_left
+from pipecomp.sockets import wait_until_left, with_sockets
 
 _CALLS = 1 << 18  # tags of one group's messages, then they come round again
 _CHANNELS = 1 << 12
@@ -42,9 +43,8 @@ def _mesh(ranks: list[int], timeout_s: float) -> _Mesh:
     if found is None or not _alive(found.process_group):
         # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
         timeout = datetime.timedelta(seconds=timeout_s)
-        before = tcp_sockets()
-        made = dist.new_group(ranks, backend=host_backend(), timeout=timeout, use_local_synchronization=True)
-        found = _meshes[key] = _Mesh(made, tcp_sockets() - before)
+        make = partial(dist.new_group, ranks, backend=host_backend(), timeout=timeout, use_local_synchronization=True)
+        found = _meshes[key] = _Mesh(*with_sockets(make))
     found.channels = (found.channels + 1) % _CHANNELS
     return found
 

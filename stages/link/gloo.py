@@ -22,6 +22,7 @@ import time
 import zlib
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.sockets import leaving, tcp_sockets
+from pipecomp.sockets import leaving, with_sockets
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
@@ -256,11 +257,10 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
 
     pipelines: for each replica the global ranks of its stages in order.
     """
-    mine = {}
+    mine, timeout = {}, timedelta(seconds=timeout_s)
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
-            before = tcp_sockets()
-            group = dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
+            made = with_sockets(partial(dist.new_group, list(pair), backend="gloo", timeout=timeout))
             if dist.get_rank() in pair:
-                mine[pair] = Neighbours(group, tcp_sockets() - before)
+                mine[pair] = Neighbours(*made)
     return mine
