@@ -66,10 +66,14 @@ class CropCanvas:
         return line * self.canvas_columns + column
 
     def shift(self, start: int) -> tuple[int, int]:
-        """Give the pixels, down and right, that `start` stands for."""
+        """Give the pixels, down and right, that `start` stands for: within the margin."""
         line, column = divmod(start, self.canvas_columns)
         down, right = line - self.margins[0], column - self.margins[1]
-        return _rounded(down * self.input_lines, self.lines), _rounded(right * self.input_columns, self.columns)
+        return self._pixels(down, self.lines, self.input_lines), self._pixels(right, self.columns, self.input_columns)
+
+    def _pixels(self, places: int, of_map: int, of_input: int) -> int:
+        # A margin of 1 pixel where a place has 2 is a whole place, which stands for 2 pixels: more than a crop moves.
+        return max(-self.margin, min(self.margin, _rounded(places * of_input, of_map)))
 
     def has(self, start: int) -> bool:
         """Whether a window that begins there lies in the canvas."""

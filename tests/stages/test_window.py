@@ -55,6 +55,35 @@ def test_windows_lie_where_the_crop_is(lines, columns, stride, margin, data):
         assert canvas.shift(start) == (down, right)
 
 
+@given(
+    lines=st.integers(1, 6),
+    columns=st.integers(1, 6),
+    strides=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    margin=st.integers(0, 7),
+    data=st.data(),
+)
+def test_the_crop_of_a_window_lies_within_the_margin(lines, columns, strides, margin, data):
+    """What a stage reads from the window that it received, it can find in the canvas that it sends to."""
+    down, right = (data.draw(st.integers(-margin, margin)) for _ in "xy")
+    inputs = lines * int(np.prod(strides)), columns * int(np.prod(strides))
+    for stride in strides:
+        canvas = CropCanvas(inputs[0] // stride, inputs[1] // stride, *inputs, margin)
+        start = canvas.start(down, right, 0)
+        down, right = canvas.shift(start)
+        assert max(abs(down), abs(right)) <= margin
+        assert canvas.has(canvas.start(down, right, 0))
+
+
+@pytest.mark.parametrize("margin", [1, 3, 5])
+@pytest.mark.parametrize("stride", [2, 3, 4])
+def test_every_crop_is_found_again_behind_the_next_block(stride, margin):
+    canvas = CropCanvas(4, 6, 4 * stride, 6 * stride, margin)
+    for moved in range(-margin, margin + 1):
+        found = canvas.shift(canvas.start(moved, -moved, 0))
+        assert canvas.has(canvas.start(*found, 0))
+        assert all(abs(a - b) <= stride / 2 for a, b in zip(found, (moved, -moved), strict=True))
+
+
 def test_a_first_visit_fills_the_frame_with_its_edges():
     window = torch.randn(4, 6 * C)
     start = CANVAS.start(2, -1, 0)
