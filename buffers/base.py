@@ -104,7 +104,7 @@ class MessageStore(Protocol):
         """Give the inventory's line of each of these samples, None where it is not held."""
 
     def drop(self, samples: Iterable[int]) -> None:
-        """Forget these samples; the next visit sends them in full precision."""
+        """Forget these samples; their next visit is a first one."""
 
     def stats(self) -> dict[str, float]:
         """Count `samples`, `stored_bytes`, `hits`, `misses`, `evictions`, `declined` and `wait_seconds`.

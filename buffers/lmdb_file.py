@@ -115,7 +115,7 @@ def _check_length(file: Path, size: int) -> None:
     if expected is not None and size < expected:
         raise StoreError(
             f"{file}: is cut short: it has {size} of {expected} bytes. Put a complete copy there, or remove it with "
-            f"`pipecomp store prune {file.parent} --everything`: then activations are sent in full precision once"
+            f"`pipecomp store prune {file.parent} --everything`: then all samples are sent as first visits once more"
         )
 
 

@@ -62,7 +62,7 @@ class StepWriter:
         if count:
             warnings.warn(
                 f"{self._folder.path}: to the end, the disk refused the latest activations of {count} samples. If the "
-                "run goes on, they are sent in full precision once",
+                "run goes on, they are sent as first visits once more",
                 stacklevel=3,
             )
 

@@ -266,5 +266,5 @@ class LmdbEnvironment:
             raise StoreError(
                 f"{self.path}: the machine stopped before everything was on disk, and the message store is damaged: "
                 f"{problem}. `pipecomp store prune {self.path}` keeps what is intact, with --everything nothing; what "
-                "is missing is sent in full precision once"
+                "is missing is sent as a first visit once more"
             )

@@ -123,8 +123,8 @@ class Transport:
 
     def check_given(self, given: Mapping[str, object]) -> None:
         """Refuse what only one of the backends has."""
-        if self.backend == "gloo":
-            require_unset("transport", "keys", given, "only with backend 'tls', not 'gloo'")
+        if self.backend != "tls":
+            require_unset("transport", "keys", given, f"only with backend 'tls', not '{self.backend}'")
         if self.backend == "tls" and given.get("trusted_network") is not False:
             require_unset("transport", "trusted_network", given, "only with backend 'gloo', not 'tls'")
 

@@ -112,6 +112,8 @@ BAD = [
         "of this link",
     ),
     ({"activations": {"method": "none", "forward_bits": 4}}, "activations.forward_bits", "only with"),
+    ({"transport": {"keys": "folder"}}, "transport.keys", "only with"),
+    ({"transport": {"backend": "gloo", "keys": "folder"}}, "transport.keys", "only with"),
     ({"activations": {"method": "fp16", "backward_bits": 8}}, "activations.backward_bits", "only with"),
     ({"activations": {"method": "direct", "first_visit": 8}}, "activations.first_visit", "only with"),
     ({"activations": {"method": "none", "backward_top_k": 0.2}}, "activations.backward_top_k", "only with"),

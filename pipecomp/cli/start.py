@@ -55,6 +55,9 @@ def train(
         int | None, typer.Option(help="Tokens of a sample; by default what the model takes, at most 1024.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Training precision: fp32 or bf16.")] = "fp32",
+    dropout: Annotated[
+        float | None, typer.Option(help="Of embeddings, attention and blocks; by default the model's own.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of samples, dropout and rounding.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for model, plan, metrics and report; by default runs/train-DATE-TIME.")
@@ -91,6 +94,7 @@ def train(
         "--batch": batch,
         "--block-size": tokens,
         "--dtype": dtype,
+        "--dropout": dropout,
         "--seed": seed,
         "--save-every": save_every,
         "--store": store,
@@ -113,6 +117,8 @@ def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -
         require(value is None or value >= least, named, value, f"a whole number from {least}")
     require(given["--lr"] > 0, "--lr", given["--lr"], "a number above 0")
     require(given["--dtype"] in ("fp32", "bf16"), "--dtype", given["--dtype"], "fp32 or bf16")
+    dropout = given["--dropout"]
+    require(dropout is None or 0 <= dropout < 1, "--dropout", dropout, "0, or a share below 1")
     going_on = "a folder: with --save-every a run goes on there"
     require(given["--save-every"] is None or out is not None, "--out", None, going_on)
     for path in data:

@@ -56,7 +56,7 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
     console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
     if damaged:
         console.print(
-            f"`pipecomp store prune {path}` keeps what is whole and removes the rest, which is sent in full precision "
+            f"`pipecomp store prune {path}` keeps what is whole and removes the rest, which is sent as first visits "
             "once; a run with --resume auto does so by itself",
             highlight=False,
             soft_wrap=True,

@@ -41,12 +41,12 @@ def wanted_keys(config: Any = None) -> str | None:
     if not isinstance(transport, Mapping):
         return named
     backend, folder = transport.get("backend", "auto"), transport.get("keys")
-    if backend == "gloo":
-        return None
+    if backend != "tls":
+        return None if backend == "gloo" else named
     found = folder if isinstance(folder, str) and folder else named
-    if backend == "tls" and found is None:
+    if found is None:
         raise ConfigError("transport.keys", folder, f"a folder of keys with backend 'tls', here or in {KEYS}")
-    return found if backend == "tls" else named
+    return found
 
 
 def meeting(rank: int, world: int) -> Meeting:

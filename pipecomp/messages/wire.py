@@ -6,8 +6,8 @@
     payload
     check    4 bytes    CRC-32 (zlib's) over all before it; zero without the checksum flag
 
-Lengths are checked against the header's own numbers and the caller's limit before anything is allocated. Bytes that
-are not exactly one such packet raise `WireError` saying what differed.
+Lengths are checked against the header's own numbers, and they and the number of samples against the caller's limits,
+before anything is allocated. Bytes that are not exactly one such packet raise `WireError` saying what differed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pipecomp.kernels import ops
 MAGIC = b"PCMP"
 VERSION = 1
 MAX_PAYLOAD_BYTES = 1 << 34
+MAX_SAMPLES = (1 << 32) - 1  # what the header's field holds
 
 _HEADER = struct.Struct("<4sHBBBBBBBHQIIIIIQ")
 _SAMPLE = struct.Struct("<QBIIQQ")
@@ -179,14 +180,18 @@ def seal(packet: np.ndarray) -> None:
     _CHECK.pack_into(packet, end, ops.crc32(packet[:end]) if packet[_FLAGS_AT] & _FLAG_CHECKSUM else 0)
 
 
-def peek(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Header:
+def peek(
+    packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, most_samples: int = MAX_SAMPLES
+) -> Header:
     """Read the header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
-    return _parse(packet, max_payload_bytes)[0]
+    return _parse(packet, max_payload_bytes, most_samples)[0]
 
 
-def decode(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Header, np.ndarray]:
+def decode(
+    packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, most_samples: int = MAX_SAMPLES
+) -> tuple[Header, np.ndarray]:
     """Header and payload (a view into `packet`) of uint8 [length]. Raises WireError if it is anything else."""
-    header, payload, checked = _parse(packet, max_payload_bytes)
+    header, payload, checked = _parse(packet, max_payload_bytes, most_samples)
     (sent_check,) = _CHECK.unpack_from(packet, packet.size - _CHECK.size)
     check = ops.crc32(packet[: -_CHECK.size]) if checked else 0
     if check != sent_check:
@@ -194,7 +199,7 @@ def decode(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) ->
     return header, payload
 
 
-def _parse(packet: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarray, bool]:
+def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tuple[Header, np.ndarray, bool]:
     if packet.size < _HEADER.size + _CHECK.size:
         raise WireError(f"packet of {packet.size} bytes is shorter than a header of {_HEADER.size}")
     (
@@ -222,6 +227,8 @@ def _parse(packet: np.ndarray, max_payload_bytes: int) -> tuple[Header, np.ndarr
         raise WireError(f"packet has format version {version}, this rank reads {VERSION}: install the same pipecomp")
     if payload > max_payload_bytes:
         raise WireError(f"packet claims a payload of {payload} bytes, above the limit of {max_payload_bytes}")
+    if count > most_samples:  # each becomes an object, many times as large as its bytes
+        raise WireError(f"packet claims {count} samples, above the limit of {most_samples}")
     expected = packet_bytes(count, payload)
     if packet.size != expected:
         raise WireError(f"packet has {packet.size} bytes where its header says {expected}")

@@ -78,7 +78,7 @@ def find(
             answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline
             if theirs != pipeline:
                 _log.warning(
-                    f"{folder} is of {theirs}, this run is of {pipeline}: samples are sent in full precision once, "
+                    f"{folder} is of {theirs}, this run is of {pipeline}: samples are sent as first visits once more, "
                     "error-feedback residuals start empty, random generators start anew"
                 )
         except ConfigError as error:

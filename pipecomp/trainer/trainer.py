@@ -38,7 +38,7 @@ class PipelineTrainer:
     same everywhere, as it is when it comes from metrics, logs and state. Training logs also have link_compression,
     link_wait_seconds, store_hit_rate and grad_compression, see `reports.TrafficMeter`. A training that is resumed from
     a checkpoint goes on with the same losses; cached activations in memory (store.backend "memory") are not saved, and
-    those samples are sent in full precision again.
+    those samples are sent as first visits again.
 
     Args:
         model: A folder or hub name, of which each process reads only its stage, or a Hugging Face model, which stays

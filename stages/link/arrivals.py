@@ -9,27 +9,32 @@ import torch
 from torch import Tensor
 
 from pipecomp.kernels.staging import Copy, Staging
-from pipecomp.messages.wire import Kind, peek
+from pipecomp.messages.wire import MAX_SAMPLES, Header, Kind, peek
 from pipecomp.stages.link.transport import Transport
 
 
 class Arrivals:
     """Starts copying each packet of a transport to the device that the stage computes on, as it comes.
 
-    then: called with every packet after that, on the thread that receives it; None for nothing.
+    most_samples: of a packet; one that claims more is a WireError before its samples are read. then: called with every
+    packet's header after that, on the thread that receives it; None for nothing.
     """
 
     def __init__(self, transport: Transport, staging: Staging) -> None:
-        self.then: Callable[[np.ndarray], None] | None = None
+        self.most_samples = MAX_SAMPLES
+        self.then: Callable[[Header], None] | None = None
         self._staging = staging
         self._copies: dict[int, tuple[np.ndarray, Copy]] = {}  # by the packet's identity, which lasts while it is here
         transport.on_arrival = self._arrived
 
     def _arrived(self, packet: np.ndarray) -> None:
-        if not self._staging.immediate and peek(packet).kind is not Kind.INVENTORY:  # those are read on the host
+        if self._staging.immediate and self.then is None:
+            return
+        header = peek(packet, most_samples=self.most_samples)
+        if not self._staging.immediate and header.kind is not Kind.INVENTORY:  # those are read on the host
             self._copies[id(packet)] = packet, self._staging.to_device(_tensor(packet))
         if self.then is not None:
-            self.then(packet)
+            self.then(header)
 
     def payload(self, packet: np.ndarray, payload: np.ndarray) -> Tensor:
         """Give the payload, a view into `packet`, on the device: uint8 [bytes], at any address.

@@ -32,9 +32,14 @@ class Bounds(NamedTuple):
     width: int
     changed: int = 0
 
+    @property
+    def most_samples(self) -> int:
+        """Of a packet of any kind."""
+        return max(self.samples, EVALUATED)
+
     def check(self, header: Header, rows: int) -> None:
         """WireError if a packet says that it holds more. rows: what it says of each sample."""
-        most = max(self.samples, EVALUATED) if header.kind is Kind.EVAL_ACTIVATION else self.samples
+        most = self.most_samples if header.kind is Kind.EVAL_ACTIVATION else self.samples
         for what, got, allowed, ok in (
             ("samples", len(header.samples), f"at most {most}", len(header.samples) <= most),
             ("rows of a sample", rows, f"at most {self.rows}", rows <= self.rows),
@@ -48,7 +53,7 @@ class Bounds(NamedTuple):
 
     def most_bytes(self, codecs: LinkCodecs, dtype: torch.dtype) -> int:
         """Length of the longest packet. dtype: the stages' own."""
-        samples = max(self.samples, EVALUATED)
+        samples = self.most_samples
         every = [codecs.activation(dtype), codecs.activations.first_visit(dtype)]
         every += [codecs.gradient(dtype), codecs.evaluation(dtype)]
         head = 0

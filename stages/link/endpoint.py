@@ -147,6 +147,7 @@ class Endpoint:
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
         """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
         self.bounds, self._bounded_dtype = bounds, dtype
+        self.arrivals.most_samples = bounds.most_samples
         self.transport.limit(bounds.most_bytes(self._codecs, dtype))
 
     # -- sending and receiving packets
@@ -254,7 +255,7 @@ class Endpoint:
         packet = self.transport.recv()
         self.stats.wait_seconds += time.perf_counter() - began
         try:
-            header, payload = decode(packet)
+            header, payload = decode(packet, most_samples=self.arrivals.most_samples)
         except WireError as error:
             raise WireError(f"link {self.index}, from rank {self.transport.peer}: {error}") from error
         expected = (kind, self.index, at.step, at.micro_batch)

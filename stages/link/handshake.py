@@ -86,7 +86,7 @@ def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.
 
 def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarray:
     """Receive the payload of the same part from the peer. LinkError if it is anything else that comes."""
-    header, payload = decode(end.transport.recv())
+    header, payload = decode(end.transport.recv(), most_samples=end.arrivals.most_samples)
     if (header.kind, header.link, header.step, header.micro_batch) != (Kind.INVENTORY, end.index, step, part):
         raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()}, not its inventory")
     return payload

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.buffers.base import entry_id
 from pipecomp.errors import PipecompError
-from pipecomp.messages.wire import Kind, peek
+from pipecomp.messages.wire import Header, Kind
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.handshake import agree
 from pipecomp.stages.link.receiver import LinkReceiver
@@ -45,9 +43,8 @@ class Links:
         ways = [way for end in self for way in (end.stats.forward, end.stats.backward)]
         return sum(way.code_bits for way in ways), sum(way.values_quantized for way in ways)
 
-    def prefetch_arrived(self, packet: np.ndarray) -> None:
+    def prefetch_arrived(self, header: Header) -> None:
         """Load what is cached of a micro-batch that has arrived before its turn; called on a receiving thread."""
-        header = peek(packet)
         samples = [sample.id for sample in header.samples]
         gradients = [entry_id(i, gradient=True) for i in samples] if self.gradients else []
         if header.kind is Kind.ACTIVATION:

@@ -81,6 +81,15 @@ def test_golden_without_checksum():
     assert decode(message)[0] == HEADER
 
 
+@pytest.mark.parametrize("read", [wire.peek, wire.decode])
+def test_more_samples_than_allowed_are_not_read(read, monkeypatch):
+    message = encode(HEADER, payload("aabbcc"))
+    read(message, most_samples=2)
+    monkeypatch.setattr(wire, "Sample", lambda *fields: pytest.fail("a sample was read"))
+    with pytest.raises(WireError, match="packet claims 2 samples, above the limit of 1"):
+        read(message, most_samples=1)
+
+
 samples = st.builds(
     lambda i, form, start, count, base, version: Sample(i, form, start, count, base, version),
     st.integers(0, 2**64 - 1),

@@ -12,8 +12,9 @@ from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeo
 from pipecomp.messages import wire
 from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.bounds import EVALUATED, Bounds
 from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.handshake import agree, recv_part
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
@@ -350,6 +351,21 @@ def test_a_payload_of_another_length_is_refused(more, visits):
     with pytest.raises(WireError, match="bytes where its samples need"):
         down.recv_activation(Position(visits, 0))
     assert down.store.inventory() == before
+
+
+@pytest.mark.parametrize("part_of", ["training", "agreement", "prefetching"])
+def test_a_table_of_samples_is_not_read_where_it_is_too_long(part_of, monkeypatch):
+    up, down = link({"method": "none"})
+    down.limit(Bounds(B, S, H), torch.float32)
+    every = tuple(wire.Sample(i, wire.Form.PLAIN, 0, 0) for i in range(EVALUATED + 1))
+    header = wire.Header(kind=wire.Kind.ACTIVATION, method=wire.Method.CAST, link=0, step=0, micro_batch=0)
+    packet = wire.encode(dataclasses.replace(header, samples=every), np.zeros(0, dtype=np.uint8))
+    monkeypatch.setattr(wire, "Sample", lambda *fields: pytest.fail("a sample was read"))
+    up.transport.send(packet)
+    if part_of == "prefetching":
+        down.arrivals.then = lambda header: pytest.fail("it was told of")
+    with pytest.raises(WireError, match="packet claims 65 samples, above the limit of 64"):
+        recv_part(down, 0, 0) if part_of == "agreement" else down.recv_activation(Position(0, 0))
 
 
 def test_damaged_bytes_change_nothing():

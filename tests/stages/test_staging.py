@@ -218,12 +218,13 @@ def test_what_arrives_is_being_copied_before_its_turn():
     config = Config.from_dict({"activations": {"method": "direct"}})
     a, b = loopback_pair()
     up, down = LinkSender(0, config, a, None), LinkReceiver(0, config, b, None, staging=Noticed())
-    arrived: list[tuple[int, list[int]]] = []
-    down.arrivals.then = lambda packet: arrived.append((packet.size, list(copies)))
+    arrived: list[tuple[tuple[int, ...], list[int]]] = []
+    down.arrivals.then = lambda header: arrived.append((tuple(s.id for s in header.samples), list(copies)))
     layout = Layout((1, 2), (0, 0), (S, 2), S)
     x_BSH = torch.randn(2, S, H)
     up.send_activation(x_BSH, layout, Position(0, 0))
     y_BSH, _ = down.recv_activation(Position(0, 0))
-    assert arrived == [(copies[0], copies)]  # the whole packet, when it came, and nothing after that
+    assert arrived == [(layout.ids, copies)]
+    assert copies == [up.stats.forward.bytes_sent]  # the whole packet, when it came, and nothing after that
     down.send_gradient(y_BSH, layout, Position(0, 0))
     assert torch.equal(up.recv_gradient(layout, Position(0, 0)) == 0, y_BSH == 0)
