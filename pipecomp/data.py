@@ -199,7 +199,10 @@ class TrainLoader:
 
 
 def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | None = None) -> list[MicroBatch]:
-    """All samples in order, the last micro-batch possibly short; for `engine.eval_batch`."""
+    """All samples in order, the last micro-batch possibly short; for `engine.eval_batch`.
+
+    micro_batch: samples of each, at most 64 or as many as in training, unless `engine.allow_evaluation` allows more.
+    """
     if not isinstance(data, Sized):
         raise DataError(f"evaluation data is a {type(data).__name__} without a length")
     numbered, make = _Numbered(data), partial(_numbered_batch, collate or default_collate)

@@ -18,6 +18,7 @@ from pipecomp.kernels.staging import Staging
 from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.netlab.throttle import throttle_to
+from pipecomp.stages.link.boundary import Crossing
 from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.codebook import BLOCK
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
@@ -119,24 +120,26 @@ def open_links(
         links = Links(environment=environment, described=both, gradients=keeps_gradients, **ends)
         links.agree()
         for name, end in ends.items():
-            bounds = _bounds(engine, crossings[name])
+            bounds = bounds_of(engine, crossings[name])
             if bounds is not None:
                 end.limit(bounds, weight.dtype)
         opened.pop_all()
     return links, run
 
 
-def _bounds(engine: PipelineEngine, crossing: Any) -> Bounds | None:
-    """What a packet of a link may hold; None for plain modules, whose samples may have any number of rows."""
-    positions = getattr(engine.stage.config, "max_position_embeddings", None)
-    if crossing.canvas is not None:
-        rows = crossing.canvas.lines
-    elif isinstance(positions, int) and positions > 0:
+def bounds_of(engine: PipelineEngine, crossing: Crossing) -> Bounds | None:
+    """What a packet of a link may hold; None for a model that names no most positions: its samples may have any."""
+    rows = crossing.rows
+    if rows is None:
+        positions = getattr(engine.stage.config, "max_position_embeddings", None)
+        if not isinstance(positions, int) or positions <= 0:
+            return None
         rows = 2 * positions  # where positions are relative, a model may be given more than it was made for
-    else:
-        return None
-    store = engine.pipecomp_config.store
+    settings = engine.pipecomp_config
+    store = settings.store
     changed = engine.micro_batch_size * engine.micro_batches * (store.drift_check or 0)
+    if settings.activations.backward_method == "delta":
+        changed *= 2  # a sample's gradient is an entry of its own
     if store.clusters is not None:
         changed = -(-store.clusters // BLOCK)
     return Bounds(engine.micro_batch_size, rows, crossing.width, changed)

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
 from pipecomp.checkpoint.run_id import Run
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.collectives import gathered
 from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.config import Config
@@ -36,7 +37,7 @@ from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
-from pipecomp.errors import SplitError
+from pipecomp.errors import SplitError, require
 from pipecomp.schedule.in_flight import InFlight
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.modules import ModuleStage
@@ -194,7 +195,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Evaluate batches without touching the message stores; arguments and result as DeepSpeed's.
 
         Args:
-            data_iter: Batches for the first and the last stage.
+            data_iter: Batches for the first and the last stage, each of at most 64 samples, or as many as a training
+                micro-batch has; `allow_evaluation` allows more.
             *args: DeepSpeed's.
             on_logits: Called on the last stage as `on_logits(logits, labels)` for every micro-batch in place of the
                 loss function; labels may be missing then.
@@ -202,6 +204,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
         Returns:
             The mean loss; with `on_logits` the list of what it returned (tensors), on the last stage only.
+
+        Raises:
+            DataError: A batch has more samples than allowed; nothing of it was sent.
         """
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
@@ -209,6 +214,27 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             result = super().eval_batch(data_iter, *args, **kwargs)
         self.progress.evaluations += 1
         return result
+
+    def allow_evaluation(self, samples: int) -> None:
+        """Let the batches of `eval_batch` have so many samples; every rank must call this, with the same number.
+
+        Each rank takes no more from the stage before than all have agreed on: that is what its memory must hold.
+
+        Args:
+            samples: Of a batch at most. Fewer than 64, or than a training micro-batch has, change nothing.
+
+        Raises:
+            ConfigError: It is no number of samples.
+            LinkError: On every rank, if they differ.
+        """
+        allowed = "a whole number, 1 or more"
+        require(isinstance(samples, int) and samples >= 1, "samples", samples, allowed)
+        with self.propagate_failure():
+            for end in self.links:
+                end.allow_evaluation(samples)
+            # A stage that is ahead sends only when all have come here, and take what it sends.
+            ranks = AllRanks(missed=self.guard.missed)
+            ranks.assert_same_on_all_ranks({"samples of an evaluation batch": samples})
 
     def save_checkpoint(
         self, save_dir: str, tag: Any = None, client_state: dict | None = None, save_latest: bool = True, **kwargs: Any

@@ -56,6 +56,7 @@ class StageWork:
         engine = self._engine
         batch = self._next_batch(micro_batch)
         if engine.is_first_stage():
+            self._check_size(len(batch.ids), micro_batch)
             layout = engine.stage.layout(batch.ids, batch.inputs)
             inputs: dict[str, Tensor | None] = {
                 k: v.to(engine.device, non_blocking=True) for k, v in batch.inputs.items()
@@ -88,6 +89,23 @@ class StageWork:
         config = engine.pipecomp_config
         known = engine.module.training and config.activations.method == "aqsgd" and config.store.clusters is None
         return as_micro_batch(batch, number_from=None if known else micro_batch << 32)
+
+    def _check_size(self, samples: int, micro_batch: int) -> None:
+        """DataError for more samples than the next stage takes, which would end the run there."""
+        engine = self._engine
+        link = engine.links.to_next
+        if link is None or link.bounds is None:
+            return
+        training = engine.module.training
+        most = link.bounds.samples if training else link.bounds.most_samples
+        if samples > most:
+            kind, remedy = "evaluation", f"or call engine.allow_evaluation({samples}) on every rank before"
+            if training:
+                kind, remedy = "training", "as the configuration's train_micro_batch_size_per_gpu says"
+            raise DataError(
+                f"micro-batch {micro_batch} of {kind} has {samples} samples, allowed: at most {most}: make it smaller, "
+                f"{remedy}"
+            )
 
     def forward(self, buffer_id: int, micro_batch: int) -> None:
         """Run this rank's stage, and on the last one the loss."""

@@ -303,6 +303,7 @@ class PipelineTrainer:
             facts = alike.dataset_facts(samples, name)
         alike.check_arguments(ranks, self.args, **facts)
         engine = self.engine
+        engine.allow_evaluation(self.args.per_device_eval_batch_size)
         loader = self._eval_loaders.of(
             data, samples, self.args, replicas=self.replicas, replica=engine.grid.data_parallel_id
         )

@@ -110,10 +110,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What crosses a link, the same for both its ends. width: H. settings: what both ends compare, JSON values."""
+    """What crosses a link, the same for both its ends.
+
+    width: H. settings: what both ends compare, JSON values. rows: of every sample; None where samples differ.
+    """
 
     width: int
     settings: dict[str, Any]
+    rows: int | None = None
     canvas: CropCanvas | None = None
 
 

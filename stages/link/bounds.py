@@ -16,7 +16,7 @@ from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Header, Kind, packet_bytes
 
 ROW_BYTES = 20  # of a sample in an inventory
-EVALUATED = 64  # samples of a micro-batch in evaluation, whose size no configuration names
+EVALUATED = 64  # samples of a micro-batch in evaluation, whose size no configuration names, unless more are allowed
 _INVENTORY_BYTES = 1 << 12  # of a part of the handshake beside its table
 
 
@@ -24,18 +24,20 @@ class Bounds(NamedTuple):
     """The most that a packet may hold.
 
     samples: of a training micro-batch. rows: of a sample, padding included. width: values of a row, exactly. changed:
-    samples that both ends may compare in one check for drift.
+    entries of the stores that both ends may compare in one check for drift. evaluated: samples of a micro-batch in
+    evaluation; those of training may be evaluated too.
     """
 
     samples: int
     rows: int
     width: int
     changed: int = 0
+    evaluated: int = EVALUATED
 
     @property
     def most_samples(self) -> int:
-        """Of a packet of any kind."""
-        return max(self.samples, EVALUATED)
+        """Of a packet of any kind; those of evaluation may have as many."""
+        return max(self.samples, self.evaluated)
 
     def check(self, header: Header, rows: int) -> None:
         """WireError if a packet says that it holds more. rows: what it says of each sample."""

@@ -38,7 +38,7 @@ from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, payload_of, seal
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.bounds import Bounds
+from pipecomp.stages.link.bounds import EVALUATED, Bounds
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -149,6 +149,11 @@ class Endpoint:
         self.bounds, self._bounded_dtype = bounds, dtype
         self.arrivals.most_samples = bounds.most_samples
         self.transport.limit(bounds.most_bytes(self._codecs, dtype))
+
+    def allow_evaluation(self, samples: int) -> None:
+        """From now on take evaluation micro-batches of so many samples, or `EVALUATED` if that is more."""
+        if self.bounds is not None:
+            self.limit(self.bounds._replace(evaluated=max(EVALUATED, samples)), self._bounded_dtype)
 
     # -- sending and receiving packets
 

@@ -177,7 +177,8 @@ class ModuleStage(PipelineStage):
             (_, lines, columns), (_, input_lines, input_columns) = shape, self._shapes[0]
             canvas = CropCanvas(lines, columns, input_lines, input_columns, self._margin)
         settings = {"cut": cut, "shape": list(shape), "margin": self._margin}
-        return Crossing(width=_rows(shape)[1], settings=settings, canvas=canvas)
+        rows, width = _rows(shape)
+        return Crossing(width=width, settings=settings, rows=rows, canvas=canvas)
 
 
 def to_rows(x: Tensor) -> Tensor:

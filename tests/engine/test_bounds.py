@@ -1,0 +1,107 @@
+"""What the packets of a link are held to, from the model and the batch that the ranks have agreed on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipecomp.config import Config
+from pipecomp.engine.connect import bounds_of
+from pipecomp.errors import WireError
+from pipecomp.messages import wire
+from pipecomp.messages.link_codecs import LinkCodecs
+from pipecomp.stages import build_stage, modules, plan
+from pipecomp.stages.link.boundary import Crossing
+from pipecomp.stages.link.bounds import EVALUATED, Bounds
+from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.receiver import LinkReceiver
+from tests.dist.small import LENGTH, gpt2
+
+MICRO_BATCH, MICRO_BATCHES = 3, 4
+CHANGED = 10 * MICRO_BATCH * MICRO_BATCHES  # every 10 steps both ends compare
+AQSGD = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory", "drift_check": 5}}
+
+
+def engine(stage: Any, section: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        stage=stage,
+        pipecomp_config=Config.from_dict(section),
+        micro_batch_size=MICRO_BATCH,
+        micro_batches=MICRO_BATCHES,
+    )
+
+
+def cut(model: nn.Sequential, shape: tuple[int, ...], **options: Any) -> Any:
+    source = modules(model, shape, **options)
+    return build_stage(source, plan(source, None, [0, 1]), 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "options", "rows", "width"),
+    [
+        (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)), (6,), {}, 1, 5),
+        (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)), (7, 6), {}, 7, 5),
+        (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()), (3, 8, 9), {}, 8, 4 * 9),
+        (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()), (3, 8, 9), {"margin": 2}, 8, 4 * 9),
+    ],
+)
+def test_plain_modules_have_samples_of_one_shape(model, shape, options, rows, width):
+    stage = cut(model, shape, **options)
+    assert bounds_of(engine(stage, {}), stage.crossing(0)) == Bounds(MICRO_BATCH, rows, width, CHANGED)
+
+
+def test_a_few_bytes_that_announce_gigabytes_of_plain_modules():
+    stage = cut(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)), (6,))
+    ends = loopback_pair(timeout_s=1.0)
+    down = LinkReceiver(0, Config.from_dict({}), ends[1], None)
+    bounds = bounds_of(engine(stage, {}), stage.crossing(0))
+    assert bounds is not None
+    down.limit(bounds, torch.float32)
+    huge = wire.Header(
+        kind=wire.Kind.ACTIVATION, method=wire.Method.CAST, link=0, step=0, micro_batch=0, tokens=1 << 20, hidden=4096,
+        samples=(wire.Sample(0, wire.Form.PLAIN, 0, 0),),
+    )  # fmt: skip
+    ends[0].send(wire.encode(huge, torch.zeros(0, dtype=torch.uint8).numpy()))
+    with pytest.raises(WireError, match="1048576 rows of a sample; the agreed model and batch: at most 1"):
+        down.recv_activation(Position(0, 0))
+
+
+def test_language_models_have_positions_or_no_bounds():
+    stage = SimpleNamespace(config=gpt2(1, 16).config)
+    crossing = Crossing(width=16, settings={})
+    assert bounds_of(engine(stage, {}), crossing) == Bounds(MICRO_BATCH, 2 * LENGTH, 16, CHANGED)
+    assert bounds_of(engine(SimpleNamespace(config=SimpleNamespace()), {}), crossing) is None
+
+
+@pytest.mark.parametrize(("backward", "entries"), [("direct", 1), ("delta", 2)])
+def test_all_entries_of_the_samples_between_two_checks_are_counted(backward, entries):
+    section = {**AQSGD, "activations": {"method": "aqsgd", "backward_method": backward}}
+    bounds = bounds_of(engine(SimpleNamespace(config=gpt2(1, 16).config), section), Crossing(width=1, settings={}))
+    assert bounds is not None
+    changed = entries * 5 * MICRO_BATCH * MICRO_BATCHES
+    assert bounds.changed == changed
+    many = bounds._replace(changed=1000 * changed)  # so that the table is longer than packets of a micro-batch
+    most = many.most_bytes(LinkCodecs(Config.from_dict(section).activations, 0), torch.float32)
+    assert 1000 * changed * 20 <= most - wire.packet_bytes(0, 0)
+
+
+def test_evaluation_has_as_many_samples_as_are_allowed():
+    codecs = LinkCodecs(Config.from_dict({}).activations, 0)
+    bounds = Bounds(MICRO_BATCH, 8, 16)
+    assert (bounds.most_samples, bounds._replace(samples=99).most_samples) == (EVALUATED, 99)
+    more = bounds._replace(evaluated=128)
+    assert more.most_samples == 128
+    assert more.most_bytes(codecs, torch.float32) >= wire.packet_bytes(128, 128 * 8 * 16 * 4)
+    every = tuple(wire.Sample(i, wire.Form.PLAIN, 0, 1) for i in range(128))
+    header = wire.Header(
+        kind=wire.Kind.EVAL_ACTIVATION, method=wire.Method.CAST, link=0, step=0, micro_batch=0, tokens=8, hidden=16,
+        samples=every,
+    )  # fmt: skip
+    more.check(header, 8)
+    with pytest.raises(WireError, match="128 samples; the agreed model and batch: at most 64"):
+        bounds.check(header, 8)
