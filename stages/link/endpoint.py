@@ -18,9 +18,10 @@ Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micr
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, pa
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.transport import Transport
+from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
 
@@ -148,7 +149,31 @@ class Endpoint:
         """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
         self.bounds, self._bounded_dtype = bounds, dtype
         self.arrivals.most_samples = bounds.most_samples
-        self.transport.limit(bounds.most_bytes(self._codecs, dtype))
+        self.transport.limit(self.most_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a packet of the peer."""
+        if self.bounds is None:
+            return MAX_PACKET_BYTES
+        return self.bounds.most_bytes(self._codecs, self._bounded_dtype)
+
+    @contextlib.contextmanager
+    def taking(self, most_bytes: int) -> Iterator[None]:
+        """Inside, take packets of so many bytes too; the peer must know when, and the last one must have come inside.
+
+        Raises WireError if that is more than any packet may have.
+        """
+        if most_bytes > MAX_PACKET_BYTES:
+            raise WireError(
+                f"link {self.index}: rank {self.transport.peer} announces a packet of {most_bytes} bytes, allowed: "
+                f"{MAX_PACKET_BYTES}"
+            )
+        self.transport.limit(max(most_bytes, self.most_bytes))
+        try:
+            yield
+        finally:
+            self.transport.limit(self.most_bytes)
 
     def allow_evaluation(self, samples: int) -> None:
         """From now on take evaluation micro-batches of so many samples, or `EVALUATED` if that is more."""

@@ -1,7 +1,9 @@
-"""What both ends of a link do before the first step: compare settings, then what their stores hold.
+"""What both ends of a link do before the first step, and when a checkpoint is loaded: compare settings and stores.
 
 A sample stays only if both ends hold the same version of it with the same digest; everything else is dropped at both
-ends and sent uncompressed on its next visit. A run that starts with equal stores exchanges two short packets.
+ends and sent uncompressed on its next visit. A run that starts with equal stores exchanges two short packets. Where
+stores differ, both ends send a table of what they hold, which may be longer than any packet of training: each end says
+when it is ready to take one of the length that the other has announced, and none is sent before.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import numpy as np
 
 from pipecomp.buffers.base import Held, MessageStore
 from pipecomp.errors import LinkError, WireError
-from pipecomp.messages.wire import Header, Kind, Method, decode, encode
+from pipecomp.messages.wire import Header, Kind, Method, decode, encode, packet_bytes
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
 
 _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of the table, SHA-256 of the settings
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])
+_SUMMARY_PART, _TABLE_PART, _READY_PART = 0, 1, 4  # 2 and 3 are those of a check for drift
 
 
 def summarize(store: MessageStore) -> tuple[int, int, bytes]:
@@ -41,11 +44,12 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
     """
     store = end.store
     end.reload()  # what is held may be another checkpoint's, and what differs will go
+    end.changed.clear()  # it is compared here
     table = as_table(store.inventory() if store is not None else [])
     described = json.dumps(settings, sort_keys=True).encode()
     mine = (*_summary(table), hashlib.sha256(described).digest())
-    send_part(end, 0, 0, np.frombuffer(_SUMMARY.pack(*mine), dtype=np.uint8))
-    summary = recv_part(end, 0, 0)
+    send_part(end, 0, _SUMMARY_PART, np.frombuffer(_SUMMARY.pack(*mine), dtype=np.uint8))
+    summary = recv_part(end, 0, _SUMMARY_PART)
     if summary.size != _SUMMARY.size:
         raise WireError(f"link {end.index}: rank {end.transport.peer} sent a summary of {summary.size} bytes")
     theirs = _SUMMARY.unpack(summary.tobytes())
@@ -58,7 +62,11 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
         end.next_version = max(mine[1], theirs[1]) + 1
     if theirs[:3] == mine[:3]:
         return 0
-    drop = np.setdiff1d(table, exchange_tables(end, 0, 1, table, rows=theirs[0]))["sample"].tolist()
+    with end.taking(packet_bytes(0, theirs[0] * _ROW.itemsize)):
+        send_part(end, 0, _READY_PART, np.empty(0, dtype=np.uint8))
+        recv_part(end, 0, _READY_PART)
+        other = exchange_tables(end, 0, _TABLE_PART, table, rows=theirs[0])
+    drop = np.setdiff1d(table, other)["sample"].tolist()
     if drop:
         assert store is not None
         store.drop(drop)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,36 @@ def test_both_ends_of_a_link(ends):
         assert seen == where
         down.send_gradient(y_BSH, where, Position(step, 0))
         assert up.recv_gradient(where, Position(step, 0)).shape == (B, S, H)
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_ends_compare_tables_that_are_longer_than_their_packets(ends, late):
+    """As when a checkpoint is loaded: whichever end is late, its limit is not in the way, and holds afterwards."""
+    config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}})
+    stores = [MemoryStore("link-0", bits=32, group_size=None) for _ in ends]
+    for number, store in enumerate(stores):
+        store.put_many([(i, 1, torch.ones(1, 1)) for i in range(number, 500)])
+    up, down = LinkSender(0, config, ends[0], stores[0]), LinkReceiver(0, config, ends[1], stores[1])
+    for end in (up, down):
+        end.limit(Bounds(1, 1, 1), torch.float32)
+        end.changed.update(range(600))
+    limits = [end.most_bytes for end in ends]
+    assert max(limits) < 500 * 20
+    if late is not None:
+        take = ends[late].limit
+        ends[late].limit = lambda most: (time.sleep(0.3), take(most))
+    assert together([lambda: agree(up, {}), lambda: agree(down, {})]) == [1, 0]
+    assert stores[0].inventory() == stores[1].inventory() != []
+    assert [end.most_bytes for end in ends] == limits
+    assert up.changed == down.changed == set(), "they are the same now"
+
+
+def test_a_table_that_no_packet_can_hold_is_refused(ends):
+    config = Config.from_dict({"activations": {"method": "direct"}})
+    down = LinkReceiver(0, config, ends[1], None)
+    said = "rank 0 announces a packet of 17179869185 bytes, allowed: 17179869184"
+    with pytest.raises(WireError, match=said), down.taking((1 << 34) + 1):
+        pytest.fail("it is taken")
 
 
 class TestBounds:
