@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from pipecomp.errors import NonFiniteError, StoreError
+from pipecomp.errors import NonFiniteError, StoreError, WireError
 
 STEPS_BEHIND = 2  # whole steps that may wait for the disk before `submit_step` makes the training wait
 
@@ -67,7 +67,7 @@ class Writer:
         """Raise StoreError if a job failed."""
         if self._error is not None:
             self._told = True
-            if isinstance(self._error, NonFiniteError):  # of what was to be stored: no fault of the store's
+            if isinstance(self._error, (NonFiniteError, WireError)):  # of what was to be stored, not of the store
                 raise self._error
             raise StoreError(f"an earlier write in the background failed: {self._error}") from self._error
 

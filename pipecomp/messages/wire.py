@@ -233,10 +233,6 @@ def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tup
     if flags & ~_FLAG_CHECKSUM:
         raise WireError(f"packet has unknown flags {flags:#x}")
     try:
-        samples = tuple(
-            Sample(number, _known(Form, form), *rest)
-            for number, form, *rest in _SAMPLE.iter_unpack(packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size])
-        )
         header = Header(
             kind=_known(Kind, kind),
             method=_known(Method, method),
@@ -250,12 +246,17 @@ def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tup
             tokens=tokens,
             hidden=hidden,
             group_size=group_size,
-            samples=samples,
+            samples=_samples(packet, count),
         )
     except ValueError as error:
         raise WireError(f"packet has an unknown code: {error}") from error
-    for s in samples:
+    for s in header.samples:
         if s.start + s.count > tokens:
             raise WireError(f"{header.describe()}: sample {s.id} has tokens {s.start}..{s.start + s.count} of {tokens}")
-    start = _HEADER.size + count * _SAMPLE.size
-    return header, packet[start : start + payload], bool(flags & _FLAG_CHECKSUM)
+    return header, payload_of(packet, count), bool(flags & _FLAG_CHECKSUM)
+
+
+def _samples(packet: np.ndarray, count: int) -> tuple[Sample, ...]:
+    """Read the table of samples. Raises ValueError for an unknown form."""
+    table = packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size]
+    return tuple(Sample(number, _known(Form, form), *rest) for number, form, *rest in _SAMPLE.iter_unpack(table))

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipecomp.buffers.base import Settled
 from pipecomp.errors import BaseMismatchError, LinkError, StoreError, WireError
 from pipecomp.kernels import ops
 from pipecomp.messages.clustered import Clustered
@@ -28,6 +29,7 @@ from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.codebook import Codebook
 from pipecomp.stages.link.endpoint import FORWARD, MAX_TENSOR_BYTES, Endpoint, Packet, Position
+from pipecomp.stages.link.finite import check_finite
 
 NEAR = 8  # centers nearest to a row, of which the one with the smallest scales is taken
 
@@ -41,7 +43,7 @@ class Clusters:
     def __init__(self, end: Endpoint, codec: Clustered, changes: VisitCodecs) -> None:
         self._end, self._codec, self._changes = end, codec, changes
         self._book: Codebook | None = None
-        self._packets: list[Packet] = []  # of this step, of which it is not known yet whether they can be encoded
+        self._unsettled: list[Settled] = []  # raise if a packet of this step had what must not be kept
 
     def code_by(self, codec: Clustered, changes: VisitCodecs) -> None:
         """Code what comes next with other bits; the centers stay."""
@@ -67,12 +69,15 @@ class Clusters:
 
         packet = self._end.pack(replace(header, method=codec.method), codec.payload_bytes(*x_TH.shape), encode, at)
         if not self._end.staging.immediate:
-            self._packets.append(packet)
+            self._unsettled.append(packet.settle)
         self._learn(book, number_T, y_TH, samples)
         return packet, y_TH
 
     def decode(self, header: Header, payload: Tensor, at: Position) -> Tensor:
-        """Decode a micro-batch, float32 [T, H], and let the centers follow it."""
+        """Decode a micro-batch, float32 [T, H], and let the centers follow it.
+
+        Raises WireError for what decodes to NaN or Inf; on a GPU later, and then `end_step` keeps nothing of the step.
+        """
         codec = self._codec_of(header, at)
         tokens = sum(s.count for s in header.samples)
         expected = codec.payload_bytes(tokens, header.hidden)
@@ -83,8 +88,9 @@ class Clusters:
         number_T = codec.numbers(payload, tokens)
         y_TH = book.centers_CH[number_T]
         codec.decode(payload, y_TH)
-        if self._end.staging.immediate and not torch.isfinite(y_TH).all():
-            raise WireError(self._end.where(at, "activations that decode to NaN or Inf"))
+        settled = check_finite(self._end, y_TH, at, f"activations of samples {[s.id for s in header.samples]}")
+        if settled is not None:
+            self._unsettled.append(settled)
         self._learn(book, number_T, y_TH, header.samples)
         return y_TH
 
@@ -92,11 +98,11 @@ class Clusters:
         """Put the centers that a step has changed into the store."""
         if self._book is None or self._end.store is None:
             return
-        packets, self._packets = self._packets, []
+        unsettled, self._unsettled = self._unsettled, []
 
         def settled() -> None:
-            for packet in packets:
-                packet.settle()
+            for each in unsettled:
+                each()
 
         puts = [(block, self._book.version, state) for block, state in self._book.take_changed()]
         self._end.store.put_many(puts, settled)
@@ -105,7 +111,7 @@ class Clusters:
 
     def reload(self) -> None:
         """Go on with what the store holds: of the next packet on, and without what was not put."""
-        self._book, self._packets = None, []
+        self._book, self._unsettled = None, []
 
     def _codebook(self, hidden: int, at: Position) -> Codebook:
         """Give the codebook of rows of so many values, loaded from the store if it is not here."""

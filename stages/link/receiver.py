@@ -46,11 +46,11 @@ class LinkReceiver(LinkEnd):
 
     def _decode_visits(self, header: Header, payload: Tensor, layout: Layout, at: Position) -> Tensor:
         changes = self._activations.changes(layout)
-        x_TH = self._activations.decode(header, payload, changes, at, torch_dtype(header.dtype))
+        x_TH, settled = self._activations.decode(header, payload, changes, at, torch_dtype(header.dtype))
         not_kept = changes.dropped()
         if not_kept:
             self._unsettled.setdefault(at, set()).update(not_kept)
-        self._activations.keep(changes)
+        self._activations.keep(changes, settled)
         if self._gradients is not None:
             self._versions[at] = [s.version for s in header.samples]
         return x_TH
@@ -87,5 +87,5 @@ class LinkReceiver(LinkEnd):
         packet, _ = gradients.encode(u_TH, samples, changes, layout, at, g_TH.dtype)
         if self._pass_nonfinite:
             packet.settle()
-        gradients.keep(changes, packet)
+        gradients.keep(changes, packet.settle)
         return packet

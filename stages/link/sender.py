@@ -52,7 +52,7 @@ class LinkSender(LinkEnd):
         packet, seen = self._activations.encode(x_TH, samples, changes, layout, at, x_TH.dtype)
         if at.micro_batch == 0:
             self._sample_errors([x_TH[rows] for rows in layout.rows()], seen)
-        self._activations.keep(changes, packet)
+        self._activations.keep(changes, packet.settle)
         if self._goes_on:
             self._unsettled[at] = {s.id for s in samples if s.form is Form.FULL}
         return packet
@@ -107,6 +107,6 @@ class LinkSender(LinkEnd):
     ) -> Tensor:
         self._codec_of(header, self._codecs.backward)
         changes = gradients.changes(layout)
-        u_TH = gradients.decode(header, payload, changes, at, torch_dtype(header.dtype))
-        gradients.keep(changes)
+        u_TH, settled = gradients.decode(header, payload, changes, at, torch_dtype(header.dtype))
+        gradients.keep(changes, settled)
         return u_TH / unit

@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import CachedActivation
+from pipecomp.buffers.base import CachedActivation, Settled
 from pipecomp.errors import BaseMismatchError, LinkError, WireError
 from pipecomp.kernels import ops
 from pipecomp.messages.link_codecs import LinkCodecs, VisitCodecs
@@ -30,6 +30,7 @@ from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.endpoint import BACKWARD, FORWARD, Endpoint, Packet, Position
+from pipecomp.stages.link.finite import check_finite
 
 Code = Callable[[range, list[Tensor]], None]
 
@@ -120,8 +121,13 @@ class Visits:
 
         return self._end.pack(header, ends[-1], encode, at), seen
 
-    def decode(self, header: Header, payload: Tensor, changes: Changes, at: Position, dtype: torch.dtype) -> Tensor:
-        """Decode a micro-batch, float32 [T, H]; `keep` has to follow. dtype: the stages' own."""
+    def decode(
+        self, header: Header, payload: Tensor, changes: Changes, at: Position, dtype: torch.dtype
+    ) -> tuple[Tensor, Settled | None]:
+        """Decode a micro-batch, float32 [T, H]; `keep` has to follow, with what else is returned.
+
+        dtype: the stages' own. Raises WireError for what decodes to NaN or Inf; on a GPU later, see `check_finite`.
+        """
         samples, hidden = header.samples, header.hidden
         if not self._codecs.may_have(header.bits, header.first_bits):
             got = header.first_bits or "full"
@@ -150,11 +156,13 @@ class Visits:
         def keeps(s: Sample) -> bool:
             return s.form is Form.DELTA or (s.form is Form.FULL and changes.may_keep(s.id))
 
-        return torch.cat(self._visit(changes, samples, hidden, at, code, keeps))
+        x_TH = torch.cat(self._visit(changes, samples, hidden, at, code, keeps))
+        what = "activations" if self._kind is Kind.ACTIVATION else "gradients"
+        return x_TH, check_finite(self._end, x_TH, at, f"{what} of samples {[s.id for s in samples]}")
 
-    def keep(self, changes: Changes, packet: Packet | None = None) -> None:
-        """Change the store; what `packet` brought to the other end, only if it could be encoded."""
-        put = changes.make(None if packet is None or self._end.staging.immediate else packet.settle)
+    def keep(self, changes: Changes, settled: Settled | None = None) -> None:
+        """Change the store; settled: raises, on a GPU, if nothing may be kept. See `MessageStore.put_many`."""
+        put = changes.make(None if self._end.staging.immediate else settled)
         if self._end.compares:
             self._end.changed.update(put)
 

@@ -368,6 +368,53 @@ def test_a_table_of_samples_is_not_read_where_it_is_too_long(part_of, monkeypatc
         recv_part(down, 0, 0) if part_of == "agreement" else down.recv_activation(Position(0, 0))
 
 
+def with_value(end, at, value):
+    """Let this end's next packet have a float32 at this byte of its payload, as a rank that was taken over could."""
+    sent = end.transport.send
+
+    def send(message):
+        header, data = wire.decode(finished(message))
+        data = data.copy()
+        data[at : at + 4] = np.frombuffer(np.float32(value).tobytes(), dtype=np.uint8)
+        end.transport.send = sent
+        sent(wire.encode(header, data))
+
+    end.transport.send = send
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("what", ["first visit", "change", "gradient's first visit", "gradient's change"])
+def test_what_decodes_to_no_number_is_not_kept(what, value):
+    up, down = link({"method": "aqsgd", "backward_method": "delta"})
+    before = 0 if "first" in what else 1
+    for step in range(before):
+        down.send_gradient(pass_over(up, down, torch.randn(B, S, H), layout(), step), layout(), Position(step, 0))
+        up.recv_gradient(layout(), Position(step, 0))
+    at = Position(before, 0)
+    if "gradient" in what:
+        end, kind = up, "gradients"
+        g_BSH = pass_over(up, down, torch.randn(B, S, H), layout(), before)
+        with_value(down, B * S // 8, value)  # a scale, behind a bit for each token
+        down.send_gradient(g_BSH, layout(), at)
+    else:
+        end, kind = down, "activations"
+        with_value(up, 0, value)
+        up.send_activation(torch.randn(B, S, H), layout(), at)
+
+    def received():
+        up.recv_gradient(layout(), at) if end is up else down.recv_activation(at)
+        end.store.inventory()  # of a device the store knows it first
+
+    held_before = held(end)
+    said = rf"link 0, step {before}, micro-batch 0, {kind} of samples \[1, 2, 3\] that decode to NaN or Inf"
+    inventory = end.store.inventory()
+    with pytest.raises(WireError, match=said):
+        received()
+    if end.staging.immediate:
+        assert end.store.inventory() == inventory
+        assert all(torch.equal(held(end)[i].m_nH, held_before[i].m_nH) for i in held_before)
+
+
 def test_damaged_bytes_change_nothing():
     up, down = link({"method": "aqsgd"})
     sent = up.transport.send

@@ -16,9 +16,10 @@ import torch
 
 from pipecomp.buffers import open_environment
 from pipecomp.config import Config
-from pipecomp.errors import NonFiniteError
+from pipecomp.errors import NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.pool import Pool
+from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
@@ -165,6 +166,36 @@ def test_what_cannot_be_encoded_is_neither_sent_nor_stored(tmp_path, backend, fi
     if backend == "lmdb":
         with closing(open_environment(backend, tmp_path, 0, bits=16)) as again:
             assert [h.version for h in again.link("link-0", {}).inventory()] == ([] if first else [1, 2])
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "memory"])
+def test_what_decodes_to_no_number_is_not_stored(tmp_path, backend):
+    """The stage may have computed with it by then: a device is not waited for."""
+    up, down, wires, stores = ends({}, tmp_path, LazyStaging(), backend)
+    layout = Layout((1, 2), (0, 0), (S, S), S)
+    for step in range(2):
+        up.send_activation(torch.randn(2, S, H), layout, Position(step, 0))
+        wires[0].drain()
+        if step == 0:
+            down.recv_activation(Position(0, 0))
+            stores[1].commit()
+    header, data = wire.decode(wires[1]._inner._inbox.get())
+    data = data.copy()
+    data[:4] = np.frombuffer(np.float32("nan").tobytes(), dtype=np.uint8)  # the first scale
+    wires[0]._inner.send(wire.encode(header, data))
+
+    def received() -> None:
+        down.recv_activation(Position(1, 0))
+        stores[1].commit()
+        stores[1].flush()
+
+    with pytest.raises(WireError, match=r"link 0, step 1, micro-batch 0, activations of samples \[1, 2\] that decode"):
+        received()
+    for one in stores:
+        one.close()
+    if backend == "lmdb":
+        with closing(open_environment(backend, tmp_path, 1, bits=16)) as again:
+            assert [h.version for h in again.link("link-0", {}).inventory()] == [1, 2]
 
 
 def test_an_overflow_of_fp16_is_known_before_its_gradient_is_sent(tmp_path):
