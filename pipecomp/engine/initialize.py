@@ -12,6 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -50,6 +51,7 @@ def initialize(
     lr_scheduler: Any = None,
     parameter_groups: Callable[[Any], list[dict[str, Any]]] | None = None,
     shuffle: bool = True,
+    tokens: int | None = None,
 ) -> PipelineEngine:
     """Make the engine of this rank; every rank of the run calls this with the same arguments.
 
@@ -69,6 +71,8 @@ def initialize(
         parameter_groups: From the stage to its parameters in groups with options of their own, as torch's optimizers
             take them; by default one group of all.
         shuffle: Whether every epoch has a new order of samples, by the section's seed.
+        tokens: Of a sample, where bits are measured for training; by default as many as the longest of the first of
+            `training_data` has, and without data 512.
 
     Returns:
         The engine. It trains with `train_batch`.
@@ -95,7 +99,8 @@ def initialize(
             module = pipeline_module(model, agreed.plan, agreed.ds_config, loss_fn, agreed.settings.seed)
             match_tied(module.forward_funcs[0], agreed.plan, module.mpu(), all_ranks)
             engine = _engine(agreed, module, optimizer, lr_scheduler, parameter_groups or trainable)
-        _connect(engine, agreed, training_data, all_ranks, heartbeat)
+        length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
+        _connect(engine, agreed, length, all_ranks, heartbeat)
     _at_exit(engine)
     if training_data is not None:
         sampler = ShardedSampler(
@@ -149,8 +154,13 @@ def _engine(
     return engine
 
 
-def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ranks: AllRanks, heartbeat: Any) -> None:
-    """Open the engine's links, with bits that are measured where the configuration says "auto" or names a rate."""
+def _connect(
+    engine: PipelineEngine, agreed: Agreed, tokens: Callable[[Stage], int], all_ranks: AllRanks, heartbeat: Any
+) -> None:
+    """Open the engine's links, with bits that are measured where the configuration says "auto" or names a rate.
+
+    tokens: counts those of a sample, asked where bits are measured.
+    """
     settings = agreed.settings
     mesh = current_mesh()
     if mesh is not None:
@@ -160,8 +170,7 @@ def _connect(engine: PipelineEngine, agreed: Agreed, training_data: Any, all_ran
         engine.local.give_way(transports.values())
     if wants_measuring(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"
-        tokens = sample_length(training_data, engine.stage)
-        batch = Batch(engine.micro_batch_size, tokens, engine.micro_batches)
+        batch = Batch(engine.micro_batch_size, tokens(engine.stage), engine.micro_batches)
         fewest = fewest_bits(engine.stage, settings.activations)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest)
     if engine.global_rank == 0 and settings.store.clusters is None:  # else masks are not what changes are made of

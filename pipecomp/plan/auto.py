@@ -36,7 +36,7 @@ ERRORS = {"forward_bits": 0.07, "backward_bits": 0.1}
 """What "auto" keeps, of values themselves and of changes; benchmarks/constant_error.py trains with these errors."""
 _WAYS = ("forward", "back")
 _TOKENS = 512
-_LOOKED_AT = 32  # samples
+LOOKED_AT = 32  # samples
 _log = logging.getLogger(__name__)
 
 
@@ -117,7 +117,7 @@ def settle(
 def sample_length(data: Any, stage: Stage) -> int:
     """Count the tokens of the longest of the first samples. Without data 512: compute and bytes grow alike."""
     try:
-        return max(len(data[i]["input_ids"]) for i in range(min(_LOOKED_AT, len(data))))
+        return max(len(data[i]["input_ids"]) for i in range(min(LOOKED_AT, len(data))))
     except (TypeError, KeyError, IndexError, ValueError):
         return min(_TOKENS, getattr(stage.config, "max_position_embeddings", _TOKENS))
 

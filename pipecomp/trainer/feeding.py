@@ -22,6 +22,7 @@ from transformers.trainer_utils import RemoveColumnsCollator, has_length
 from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch
 from pipecomp.errors import DataError
 from pipecomp.kernels import ops
+from pipecomp.plan.auto import LOOKED_AT
 
 TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
 
@@ -113,6 +114,21 @@ def make_sampler(
         return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
     shuffle = args.train_sampling_strategy == "random"
     return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)
+
+
+def longest_sample(samples: Samples, seed: int) -> int:
+    """Count the tokens of the longest of the first samples as the collator makes them, padding included.
+
+    Args:
+        samples: The dataset.
+        seed: Of what a collator draws.
+
+    Raises:
+        DataError: If what the collator makes is no batch.
+    """
+    places = range(min(LOOKED_AT, len(samples.data)))
+    batch = _Batches(samples, seed, TRAINING)[0, list(places)]
+    return int(batch.inputs["input_ids"].shape[1])
 
 
 def data_seed(args: Any) -> int:

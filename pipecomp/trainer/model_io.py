@@ -18,6 +18,7 @@ from transformers.trainer_utils import align_special_tokens, set_seed
 
 from pipecomp.checkpoint.writing import ModelAttempts, write_state
 from pipecomp.errors import require
+from pipecomp.plan.auto import wants_measuring
 from pipecomp.trainer import arguments, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
@@ -49,8 +50,17 @@ class EngineHolder:
         """This rank's stage, or the given model while no engine is open."""
         return self._given if self.engine is None else self.engine.stage
 
-    def open(self, args: Any, processing_class: Any, fire: Callable[[str], None]) -> Any:
-        """Make the engine; every rank must call this. fire(event): tells the callbacks."""
+    def open(
+        self, args: Any, processing_class: Any, fire: Callable[[str], None], tokens: Callable[[], int | None]
+    ) -> Any:
+        """Make the engine; every rank must call this.
+
+        Args:
+            args: TrainingArguments.
+            processing_class: Trainer's.
+            fire: Called with an event's name, tells the callbacks.
+            tokens: Counts those of a sample, asked where bits are measured; None where that is not known.
+        """
         from pipecomp.engine.initialize import initialize
 
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer
@@ -61,6 +71,7 @@ class EngineHolder:
             loss_fn=self._loss,
             optimizer=(self._optimizers.optimizer or arguments.optimizer_maker(args)) if own else None,
             parameter_groups=arguments.parameter_groups(args) if own else None,
+            tokens=tokens() if wants_measuring(self._pipeline.settings) else None,
         )
         require(
             not args.use_cpu or engine.device.type == "cpu",

@@ -25,7 +25,7 @@ from pipecomp.errors import require
 from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
-from pipecomp.trainer.feeding import EvalLoaders, Samples
+from pipecomp.trainer.feeding import EvalLoaders, Samples, data_seed, longest_sample
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.training import Training
 
@@ -169,7 +169,7 @@ class PipelineTrainer:
     def engine(self) -> Any:
         """The engine, made at first use: all ranks must come here together the first time."""
         if self._holder.engine is None:
-            engine = self._holder.open(self.args, self.processing_class, partial(fire, self))
+            engine = self._holder.open(self.args, self.processing_class, partial(fire, self), self._sample_tokens)
             self.callback_handler.model, self.callback_handler.optimizer = engine.stage, engine.optimizer
         return self._holder.engine
 
@@ -318,6 +318,12 @@ class PipelineTrainer:
             on_step=partial(fire, self, "on_prediction_step"),
         )
         return evaluation.run(loader, prefix, loss_only=loss_only, arrays=arrays)
+
+    def _sample_tokens(self) -> int | None:
+        """Count a training sample's tokens, None without data."""
+        if self.train_dataset is None:
+            return None
+        return longest_sample(self._samples(self.train_dataset, "train_dataset"), data_seed(self.args))
 
     def _samples(self, data: Any, name: str) -> Samples:
         """Make a dataset with the columns that the model takes. name: for errors."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from pipecomp.activation_config import ConstantError
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
-from tests.dist.small import ds_config, gpt2, samples
+from tests.dist.small import LENGTH, ds_config, gpt2, samples
+from tests.dist.trainer_work import unequal
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -128,6 +130,45 @@ def test_no_packet_has_more_bits_than_its_link_hides():
     assert ranks[0] == {"0->1": [8, 8]}
     assert ranks[1] == {"0->1": [8, 8], "1->2": [2, 4]}
     assert ranks[2] == {"1->2": [2, 4]}
+
+
+def measured_for_a_trainer(rank, world, note, folder):
+    """With how many tokens bits are measured: of data as the collator makes them, and of none."""
+    import tests.dist.trainer_work as work
+    from pipecomp import PipelineTrainer
+    from pipecomp.plan import auto
+
+    def wide(chosen):
+        return {k: torch.nn.functional.pad(x, (0, 20 - x.shape[1])) for k, x in work.padded(chosen).items()}
+
+    seen, timed = {}, auto.time_stage
+
+    def time_stage(stage, count, tokens):
+        seen[name] = count, tokens
+        return timed(stage, count, tokens)
+
+    auto.time_stage = time_stage
+    for name, data, collate in (
+        ("padded", work.unequal(40), work.padded),
+        ("wide", work.unequal(40), wide),
+        ("none", None, work.padded),
+    ):
+        section = {"activations": {"method": "direct", "forward_bits": RATED, "backward_bits": RATED}}
+        trainer = PipelineTrainer(gpt2(2, 16), work.arguments(folder), collate, data, pipecomp=section)
+        state = torch.get_rng_state()
+        tokens = trainer._sample_tokens()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert trainer.engine is not None
+        assert seen[name] == (work.MICRO_BATCH, tokens or LENGTH)
+        trainer.end()
+    return {name: tokens for name, (_, tokens) in seen.items()}
+
+
+def test_a_trainer_measures_with_samples_as_long_as_its_own(tmp_path):
+    longest = max(len(s["input_ids"]) for s in unequal(32))
+    expected = {"padded": longest, "wide": 20, "none": LENGTH}
+    assert longest < 20 < LENGTH
+    assert run_ranks(2, measured_for_a_trainer, str(tmp_path), timeout_s=HANG_S) == {0: expected, 1: expected}
 
 
 def refused(rank, world, note):
