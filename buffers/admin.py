@@ -296,7 +296,7 @@ def _mend_pages(folder: Path) -> None:
         if not salvage(folder, target):
             raise StoreError(
                 f"{folder}: the file's pages are damaged ({problems[0]}), and none of its values can be read. "
-                f"`pipecomp store prune {folder} --everything` removes it; then every sample is sent as a first visit once more"
+                f"`pipecomp store prune {folder} --everything` removes it; then all samples are sent as first visits"
             )
 
 

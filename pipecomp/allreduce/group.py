@@ -37,14 +37,16 @@ class _Mesh:
 _meshes: dict[tuple[tuple[int, ...], float], _Mesh] = {}
 
 
-def _mesh(ranks: list[int], timeout_s: float) -> _Mesh:
+def _mesh(ranks: list[int], timeout_s: float, *, shared: bool) -> _Mesh:
     key = (tuple(ranks), timeout_s)
-    found = _meshes.get(key)
+    found = _meshes.get(key) if shared else None
     if found is None or not _alive(found.process_group):
         # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
         timeout = datetime.timedelta(seconds=timeout_s)
         make = partial(dist.new_group, ranks, backend=host_backend(), timeout=timeout, use_local_synchronization=True)
-        found = _meshes[key] = _Mesh(*with_sockets(make))
+        found = _Mesh(*with_sockets(make))
+        if shared:
+            _meshes[key] = found
     found.channels = (found.channels + 1) % _CHANNELS
     return found
 
@@ -104,15 +106,17 @@ class Group:
     Args:
         group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one.
         timeout_s: seconds of silence after which a rank counts as lost.
+        shared: whether the connections may be those of other groups of the same ranks. Messages are told apart by tags;
+            torch's collectives are not, and need connections of their own to be started by a thread of their own.
 
     Raises:
         LinkError: if this rank is none of them.
     """
 
-    def __init__(self, group: Any = None, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, group: Any = None, *, timeout_s: float = 120.0, shared: bool = True) -> None:
         self.bytes_sent = 0
         self.give_way: Callable[[], None] | None = None
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._call = 0
         self._channel = 0
         self.process_group: Any = None
@@ -127,13 +131,13 @@ class Group:
                 raise LinkError(f"rank {dist.get_rank()} is not one of the group's ranks {self.ranks}")
             self.rank = self.ranks.index(dist.get_rank())
             if len(self.ranks) > 1:
-                mesh = _mesh(self.ranks, timeout_s)
+                mesh = _mesh(self.ranks, timeout_s, shared=shared)
                 self.process_group, self._channel = mesh.process_group, mesh.channels
                 self._sockets = mesh.sockets
 
     def again(self) -> Group:
         """The same ranks with messages of their own, for somebody else who may exchange at the same time."""
-        other = Group(self.ranks, timeout_s=self._timeout_s)
+        other = Group(self.ranks, timeout_s=self.timeout_s)
         other.give_way = self.give_way
         return other
 

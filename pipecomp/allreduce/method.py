@@ -107,6 +107,11 @@ class Method:
         """What averages; residuals: of one state."""
         raise AssertionError(f"{type(self).__name__} gives neither `average` nor `hook`")
 
+    @property
+    def by_hook(self) -> bool:
+        """Whether it gives `hook`."""
+        return type(self).hook is not Method.hook
+
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage | None:
         """What averages DDP's buckets over torch's `group`, in place of `average`; None if nothing does.
 

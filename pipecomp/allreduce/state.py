@@ -87,12 +87,13 @@ class State:
             raise ConfigError("local_steps", self.options.local_steps, allowed)
         self.seed, self.loss_scale = seed, 1.0
         self.staging: Staging | None = None
-        self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s)
+        chosen = self.options.chosen
+        shared = not (chosen.by_hook and isinstance(group, (list, tuple)))
+        self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s, shared=shared)
         self.memory = Residuals(self.group.rank, self.group.size)
         self._counters = Counters()
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
-        chosen = self.options.chosen
         layers = self.options.layerwise
         self._hook = chosen.hook(self._hooks_group(group), layers)
         self._average: Average | None = None

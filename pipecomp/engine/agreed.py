@@ -50,7 +50,7 @@ def agree(
         if isinstance(model, Modules):
             _check_modules(settings, own_loss)
         _check_stages(settings, split_plan)
-        _check_precision(ds_config)
+        check_precision(ds_config)
         check_gradients(settings.gradients, ds_config, split_plan, dist.get_world_size() // split_plan.num_stages)
         _complete(ds_config)
         recomputes = take_checkpointing(ds_config)
@@ -119,7 +119,7 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
     return read_json_object("config", config)
 
 
-def _check_precision(ds_config: dict[str, Any]) -> None:
+def check_precision(ds_config: dict[str, Any]) -> None:
     """DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once."""
     zero = ds_config.get("zero_optimization", {}).get("stage", 0)
     require(
@@ -127,6 +127,13 @@ def _check_precision(ds_config: dict[str, Any]) -> None:
         "zero_optimization.stage",
         zero,
         "1 with fp16, whose loss scaling is right only there",
+    )
+    autocast = ds_config.get("torch_autocast", {})
+    require(
+        not autocast.get("enabled") or autocast.get("dtype") not in ("fp16", "float16", "torch.float16", "half"),
+        "torch_autocast.dtype",
+        autocast.get("dtype"),
+        "bfloat16: each rank would have a loss scale of its own, or the section fp16 with ZeRO 1",
     )
 
 

@@ -96,16 +96,23 @@ def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> Local
     tied = [group for group in split_plan.trained_ties if stage in group.stages]
 
     def exchange(
-        prefix: str, ranks: list[int], held: dict[str, TiedRanks], options: Gradients = options
+        prefix: str,
+        ranks: list[int],
+        held: dict[str, TiedRanks],
+        options: Gradients = options,
+        *,
+        steps: int = local.local_steps,
     ) -> GradientExchange:
-        seed, timeout_s = settings.seed, settings.transport.timeout_s
+        # Nothing holds a faster replica back within an interval: it waits for what all of its steps took less. Whether
+        # the others are there at all is the heartbeat's to find.
+        seed, timeout_s = settings.seed, steps * settings.transport.timeout_s
         return GradientExchange(options, ranks, held, stage=stage, seed=seed, timeout_s=timeout_s, prefix=prefix)
 
     inner = None
     if tied and options.method != "none":
         here = replicas[grid.data_parallel_id]
         held = {g.name: TiedRanks(tuple(here[s] for s in g.stages), len(g.stages)) for g in tied}
-        inner = exchange("local ", [here[stage]], held)
+        inner = exchange("local ", [here[stage]], held, steps=1)
     all_tied = {g.name: TiedRanks(tuple(own), 1) for g in tied}
     outer, rows = exchange("outer ", own, all_tied), None
     if local.shares_rows:

@@ -274,8 +274,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
         The checkpoint may be of other cuts, another K and another number of replicas. Then every rank takes its
         parameters and their optimizer states out of the files of all stages, which must be on its machine; every
-        sample is sent as a first visit once more, error-feedback residuals start empty, and random generators stay as they
-        are.
+        sample is sent as a first visit once more, error-feedback residuals start empty, and random generators stay as
+        they are.
 
         Raises:
             StoreError: On every rank, if the stores are of another run than the checkpoint.

@@ -98,17 +98,6 @@ class GradientExchange:
         self._tied = {name: state(t.ranks, ops.mix_seed(seed, *name.encode())) for name, t in tied.items()}
 
     @property
-    def _one_after_the_other(self) -> bool:
-        """Whether tied weights and all others are averaged by torch's PowerSGD over the same ranks.
-
-        Its callbacks wait, in the few threads of one process group, for more of the group's work: two at a time can
-        block each other.
-        """
-        if self._data is None or not self._data.options.chosen.by_matrix:
-            return False
-        return any(state.group.process_group is self._data.group.process_group for state in self._tied.values())
-
-    @property
     def averages_replicas(self) -> bool:
         """Whether it wants all gradients, not those of tied weights alone."""
         return self._data is not None
@@ -130,8 +119,6 @@ class GradientExchange:
                 g = grads[name]
                 out = g if g.is_contiguous() else None
                 waiting.append((state.submit(g, "weight", out=out), g, self._tied_ranks[name].stages))
-                if self._one_after_the_other:
-                    waiting[-1][0].wait()
         rest = {name: g for name, g in grads.items() if name not in self._tied}
         finish_rest = None if self._data is None else submit_named(self._data, rest, label=label)
 

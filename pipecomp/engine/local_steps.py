@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from pipecomp.checkpoint.reshard_read import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.engine.precedence import Precedence
 from pipecomp.errors import ConfigError
+from pipecomp.files import replacing
 from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.stages.link.transport import Transport
@@ -121,7 +123,7 @@ class LocalTraining:
         if replica > 0:
             del state["shared"]
             state["optimizer"] = engine.optimizer.state_dict()
-        with _file(folder, engine.stage_id, replica).open("wb") as file:
+        with replacing(_file(folder, engine.stage_id, replica)) as file:
             torch.save(state, file)
 
     def load(self, folder: Path, pipeline: dict[str, Any] | None, *, same: bool, with_optimizer: bool) -> None:
@@ -143,7 +145,8 @@ class LocalTraining:
             own = _open(folder, stage, replica)
             self.outer.load_state_dict({**own, "shared": shared}, engine.global_steps)
             if with_optimizer and replica > 0:
-                engine.optimizer.load_state_dict(own["optimizer"])
+                # Copied: the optimizer keeps what it is given, and these lie in the file, which may be written again.
+                engine.optimizer.load_state_dict(deepcopy(own["optimizer"]))
             return
         weights: dict[str, Tensor] = {}
         for index in stages:
@@ -155,13 +158,14 @@ class LocalTraining:
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """What replicas share, of several stages together: these take outer steps after the same inner steps."""
     flights = [dict(flight) for flight in parts[0]["flights"]]
-    momentum = dict(parts[0]["momentum"])
+    by_name = {key: dict(parts[0][key]) for key in ("common", "momentum")}
     for part in parts[1:]:
-        momentum |= part["momentum"]
+        for key, found in by_name.items():
+            found.update(part[key])
         for mine, other in zip(flights, part["flights"], strict=True):
             for key in ("mean", "sums", "row_means"):
                 mine[key] = {**mine[key], **other[key]}
-    return {**parts[0], "momentum": momentum, "flights": flights}
+    return {**parts[0], **by_name, "flights": flights}
 
 
 def _mean(values: list[Tensor]) -> Tensor:

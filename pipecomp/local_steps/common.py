@@ -112,9 +112,16 @@ class CommonWeights:
         found = {name: self._sgd.state[common].get("momentum_buffer") for name, common in self._common.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
-    def set_momentum(self, momentum: Mapping[str, Tensor]) -> None:
-        """Go on with what `momentum` returned; that of other weights is let go."""
+    def beyond_weights(self) -> dict[str, Tensor]:
+        """Return those common weights that a file of the model's own, half precision, does not hold exactly."""
+        return {name: common for name, common in self._common.items() if self._weights[name].dtype != common.dtype}
+
+    @torch.no_grad()
+    def go_on(self, beyond: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
+        """Go on with what `beyond_weights` and `momentum` returned; that of other weights is let go."""
         for name, common in self._common.items():
+            if name in beyond:
+                common.copy_(beyond[name])
             self._sgd.state.pop(common, None)
             if name in momentum:
                 self._sgd.state[common]["momentum_buffer"] = momentum[name].to(common, copy=True)

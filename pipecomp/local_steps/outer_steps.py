@@ -29,14 +29,15 @@ class Averages(Protocol):
 
 @dataclass(slots=True)
 class _Flight:
-    """A fragment that is being averaged. lands: the step after which it is taken; waits: for what has not arrived.
+    """A fragment that is being averaged. sent_at, lands: the steps after which it was sent and is taken.
 
-    keep: the share of its own weights that a replica keeps then; None where it keeps how far it has come since `sent`,
-    its own weights when it was sent. mean: of the replicas' outer gradients. sums: of rows of these, the mean of the
-    replicas' own. rows: its own means of rows of second moments; row_means: those of all.
+    waits: for what has not arrived. keep: the share of its own weights that a replica keeps then; None where it keeps
+    how far it has come since `sent`, its own weights when it was sent. mean: of the replicas' outer gradients. sums: of
+    rows of these, the mean of the replicas' own. rows: its own means of rows of second moments; row_means: of all.
     """
 
     fragment: int
+    sent_at: int
     lands: int
     keep: float | None
     sent: dict[str, Tensor]
@@ -93,7 +94,7 @@ class OuterSteps:
         self._common: CommonWeights | None = None
         self._flights: list[_Flight] = []
         self.taken, self.averaged_at = 0, 0
-        self._met: int | None = None  # the step after which all replicas were the same, in `meet`
+        self._even: dict[int, int] = {}  # the step after which all replicas last had the same of a fragment
 
     @property
     def synchronous(self) -> bool:
@@ -109,7 +110,7 @@ class OuterSteps:
     def forget(self) -> None:
         """Begin anew with the next step: weights were loaded that are the same on all replicas."""
         self._land(None)
-        self._common = None
+        self._common, self._even = None, {}
 
     def after_step(self, step: int) -> None:
         """Do what is due after `step` inner steps of the run; every replica must call this after every step."""
@@ -125,19 +126,23 @@ class OuterSteps:
         self._timetable.passed(step)
 
     def meet(self, step: int) -> None:
-        """Take an outer step with all weights after `step` inner steps, due or not: all replicas have the same then.
+        """Take an outer step with what replicas differ in after `step` inner steps: all have the same weights then.
 
-        Every replica must call this; the next interval begins.
+        Every replica must call this; the next interval begins. What was sent after this very step takes none but that:
+        there is no movement for another one, only momentum.
         """
-        if self._common is None or self.synchronous or self._met == step:
+        if self._common is None or self.synchronous:
             return
         for flight in self._flights:
             flight.lands = step
+            if flight.sent_at == step:
+                flight.keep = 0.0
         self._land(step)
         for fragment in range(len(self._fragments)):
-            self._send(fragment, step, overlap=0)
+            if self._even.get(fragment) != step:
+                self._send(fragment, step, overlap=0)
         self._land(step)
-        self._timetable.began = self._met = step
+        self._timetable.began = step
 
     def _send(self, fragment: int, step: int, *, overlap: int) -> None:
         assert self._common is not None
@@ -157,7 +162,7 @@ class OuterSteps:
                 waits.append(self._exact.submit(few, label=label + kind))
         keep = self._options.mixing if overlap else 0.0
         sent = {name: self._weights[name].detach().clone() for name in names} if keep is None else {}
-        self._flights.append(_Flight(fragment, step + overlap, keep, sent, moved, sums, rows, means, waits))
+        self._flights.append(_Flight(fragment, step, step + overlap, keep, sent, moved, sums, rows, means, waits))
 
     def _land(self, step: int | None) -> None:
         """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
@@ -172,6 +177,8 @@ class OuterSteps:
                     self._common.hand_out_since(flight.sent)
                 else:
                     self._common.hand_out(flight.mean, flight.keep)
+                    if flight.sent_at == step and not flight.keep:
+                        self._even[flight.fragment] = step
                 if self._moments is not None:
                     self._moments.follow(flight.rows, flight.row_means)
                 self.taken += 1
@@ -210,6 +217,7 @@ class OuterSteps:
         flights = [
             {
                 "fragment": f.fragment,
+                "sent_at": f.sent_at,
                 "lands": f.lands,
                 "keep": f.keep,
                 "mean": _copied(f.mean),
@@ -229,6 +237,8 @@ class OuterSteps:
                 "began": self._timetable.began,
                 "taken": self.taken,
                 "averaged_at": self.averaged_at,
+                "even": dict(self._even),
+                "common": {} if common is None else _copied(common.beyond_weights()),
                 "momentum": {} if common is None else _copied(common.momentum()),
                 "flights": flights,
             },
@@ -251,12 +261,13 @@ class OuterSteps:
         if not shared["begun"]:
             return
         self._common = CommonWeights(self._weights, self._options.outer, self._replicas)
-        self._common.set_momentum({name: m for name, m in shared["momentum"].items() if name in self._weights})
+        self._common.go_on(shared["common"], shared["momentum"])
         for name, own in self._weights.items():
             own.copy_(state["weights"][name])
         self.taken, self.averaged_at = shared["taken"], shared["averaged_at"]
         fits = self.fits(shared) and not state.get("recut", False)
         self._timetable.began = shared["began"] if fits or self.fits(shared) else step
+        self._even = dict(shared["even"]) if fits else {}
         # Another cut has the first replica's optimizer states on all replicas, which no row means belong to.
         nothing: list[dict[str, Tensor]] = [{} for _ in shared["flights"]]
         its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
@@ -267,7 +278,8 @@ class OuterSteps:
             moved, sums = map(self._here, (flight["mean"], sums_of_run))
             its_rows, means = map(self._here, (rows, flight["row_means"] if rows else {}))
             before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
-            self._flights.append(_Flight(flight["fragment"], lands, keep, before, moved, sums, its_rows, means, []))
+            place = flight["fragment"], flight["sent_at"], lands
+            self._flights.append(_Flight(*place, keep, before, moved, sums, its_rows, means, []))
         if not fits:
             self._land(step)
 

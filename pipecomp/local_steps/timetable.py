@@ -64,8 +64,11 @@ def fragments_of(weights: Mapping[str, Tensor], tied: Set[str], count: int) -> l
         [['a', 'b'], ['c']]
     """
     order = [name for name in weights if name in tied] + [name for name in weights if name not in tied]
-    if count > len(order) - max(0, len(tied & set(order)) - 1):
-        raise ConfigError("gradients.fragments", count, f"at most the {len(order)} weights that a stage trains")
+    most = len(order) - max(0, len(tied & set(order)) - 1)
+    if count > most:
+        raise ConfigError(
+            "gradients.fragments", count, f"at most {most}, the weights that a stage trains; tied ones are one"
+        )
     total, before = sum(weights[name].numel() for name in order), 0
     found: list[list[str]] = [[] for _ in range(count)]
     for place, name in enumerate(order):

@@ -155,7 +155,7 @@ class CompressionCallback(TrainerCallback):
         scaled = self._scaler is not None
         require(not scaled, "fp16", True, "bf16 with local_steps: each process would have a loss scale of its own")
         assert self._state is not None
-        self._local = LocalStepsOfTrainer(local, ddp, self._state, trainer.args)
+        self._local = LocalStepsOfTrainer(local, ddp, self._state, trainer.optimizer, trainer.args)
         if checkpoint is not None:
             self._local.load(Path(checkpoint), trainer.optimizer, trainer.state.global_step)
         handlers.append(self._local)

@@ -42,6 +42,7 @@ class LocalStepsOfTrainer(TrainerCallback):
         options: H, the outer optimizer, fragments and overlap.
         ddp: Around Trainer's model.
         state: Averages.
+        optimizer: Trainer's.
         args: Trainer's; `average_tokens_across_devices` is switched off, which would wait for all processes in every
             step.
 
@@ -49,13 +50,13 @@ class LocalStepsOfTrainer(TrainerCallback):
         ConfigError: For more fragments than weights.
     """
 
-    def __init__(self, options: LocalSteps, ddp: DistributedDataParallel, state: State, args: Any) -> None:
+    def __init__(
+        self, options: LocalSteps, ddp: DistributedDataParallel, state: State, optimizer: Any, args: Any
+    ) -> None:
         weights = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-        self._optimizer: Any = None
-        exact = _Averages(State("none", group=state.group)) if options.shares_rows else None
-        moments = None
-        if options.second_moments == "rows":
-            moments = SecondMoments(weights, lambda: self._optimizer.state)
+        self._exact = State("none", group=state.group) if options.shares_rows else None
+        exact = None if self._exact is None else _Averages(self._exact)
+        moments = SecondMoments(weights, lambda: optimizer.state) if options.second_moments == "rows" else None
         self.outer = OuterSteps(options, weights, set(), _Averages(state), state.group.size, exact, moments)
         self._rank = state.group.rank
         self._group = state.group
@@ -67,7 +68,6 @@ class LocalStepsOfTrainer(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on with the process's own weights."""
-        self._optimizer = kwargs["optimizer"]
         self._common.close()
         self.outer.start(state.global_step)
 
@@ -87,6 +87,11 @@ class LocalStepsOfTrainer(TrainerCallback):
         if logs is not None and "train_loss" in logs:
             self._common.close()
             self.outer.meet(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the thread that averages rows; see `CompressionCallback.on_train_end`."""
+        if self._exact is not None:
+            self._exact.close()
 
     def _before_evaluation(self, control: Any) -> None:
         if control.should_evaluate or control.should_save:

@@ -254,6 +254,8 @@ class Training:
         trainer, args, state, length = self._trainer, self._trainer.args, self._trainer.state, self._length
         steps = state.global_step - self._first_step
         loss = self._losses.total() / max(steps, 0.001)
+        if steps:  # also where a callback has ended the training early
+            self._engine.average_replicas()
         self._recording.end(self._engine, self._gather_reports(), page=self._report)
         if args.max_steps <= 0:
             samples = len(trainer.train_dataset) * args.num_train_epochs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +52,28 @@ def test_giving_way_changes_no_bit(method):
     found = run_ranks(3, both_ways, method, timeout_s=HANG_S)
     assert len({bits for bits, _ in found.values()}) == 1
     assert all(asked >= 4 for _, asked in found.values())
+
+
+def two_at_a_time(rank: int, world: int, note: Any, method: str) -> list[bool]:
+    """Two states of the same ranks, whose threads come to send in another order on each rank."""
+    from pipecomp.allreduce import State
+    from pipecomp.cluster.rendezvous import join_processes
+
+    join_processes()
+    states = [State(method, group=[0, 1], **METHODS[method]) for _ in range(2)]
+    for number, state in enumerate(states):
+        state.group.give_way = partial(time.sleep, 0.3 if number == rank else 0.0)
+    x = [torch.full((5, 500), 1.0 + rank), torch.full((5, 100), 3.0 + rank)]
+    means = [state.submit(each, "x") for state, each in zip(states, x, strict=True)]
+    found = [torch.allclose(mean.wait(), each - rank + 0.5) for mean, each in zip(means, x, strict=True)]
+    for state in states:
+        state.close()
+    return found
+
+
+@pytest.mark.parametrize("method", ["fp16", "powersgd", "none"])
+def test_states_of_the_same_ranks_do_not_meet_each_other(method):
+    assert run_ranks(2, two_at_a_time, method, timeout_s=HANG_S) == {0: [True, True], 1: [True, True]}
 
 
 def in_slices(rank: int, world: int, note: Any) -> tuple[list[Any], bool]:

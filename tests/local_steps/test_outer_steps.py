@@ -210,6 +210,55 @@ def test_replicas_meet_when_they_are_asked_to(overlap):
     assert (outer[0].stats()["began"], outer[0].stats()["in_flight"]) == (3, [])
 
 
+@pytest.mark.parametrize("mixing", [None, 0.5])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_end_of_a_training_takes_no_step_by_momentum_alone(overlap, mixing):
+    """An interval has just ended: what it has sent arrives, and all is as it would be after the next landing."""
+    replicas = 2 if overlap else 1
+    options = LocalSteps(local_steps=2, outer=NESTEROV, overlap=overlap, mixing=mixing if overlap else None)
+    weights, outer = start(options, replicas)
+    train(weights, outer, range(6))
+    for each in outer:
+        each.meet(6)
+    ahead, late = start(options, replicas)
+    train(ahead, late, range(6))
+    for each in late:
+        each.after_step(6 + overlap)  # nothing has moved since
+    for own, other in zip(weights, ahead, strict=True):
+        for name in SIZES:
+            if mixing is None or not overlap:
+                torch.testing.assert_close(own[name], other[name], rtol=1e-12, atol=1e-12)
+            assert torch.equal(own[name], weights[0][name])
+    assert outer[0].stats()["outer_steps"] == 3
+    state = copy.deepcopy(outer[0].state_dict())
+    again, resumed = start(options, 1)
+    for name, w in again[0].items():
+        w.copy_(weights[0][name])
+    resumed[0].load_state_dict(state, 6)
+    resumed[0].meet(6)  # a finished training that is started again
+    assert all(torch.equal(again[0][name], weights[0][name]) for name in SIZES)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_replicas_meet_again_after_going_back(local):
+    """To a checkpoint with local steps, and to one without."""
+    weights, outer = start(LocalSteps(local_steps=4), 1)
+    train(weights, outer, range(2))
+    first = {name: w.clone() for name, w in weights[0].items()}
+    state = copy.deepcopy(outer[0].state_dict())
+    train(weights, outer, range(2, 3))
+    outer[0].meet(3)
+    for name, w in weights[0].items():
+        w.copy_(first[name])
+    if local:
+        outer[0].load_state_dict(state, 2)
+    else:
+        outer[0].forget()
+    train(weights, outer, range(2, 3))
+    outer[0].meet(3)
+    assert outer[0].stats()["averaged_at"] == 3
+
+
 def test_other_intervals_begin_anew():
     weights, outer = start(LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=0.0), 2)
     train(weights, outer, range(3))
@@ -242,6 +291,22 @@ def test_with_other_intervals_what_was_on_its_way_arrives_under_the_steps_since(
     for name, theta in first.items():
         mean = torch.stack([moved(r, 0, name) + moved(r, 1, name) for r in (0, 1)]).mean(0)
         torch.testing.assert_close(again[0][name], theta + 0.5 * mean + 1, rtol=1e-12, atol=1e-12)
+
+
+def test_common_weights_of_half_precision_go_on_exactly():
+    """A model's file has them rounded."""
+    weights = {"a": torch.full((4,), 1.0, dtype=torch.bfloat16)}
+    options = LocalSteps(local_steps=1 + 1, outer=Outer(lr=0.6))
+    outer = OuterSteps(options, weights, set(), Meeting(1).of(0), 1)
+    outer.start(0)
+    weights["a"] += 2**-7
+    outer.after_step(2)
+    again = {"a": weights["a"].clone()}
+    resumed = OuterSteps(options, again, set(), Meeting(1).of(0), 1)
+    resumed.load_state_dict(copy.deepcopy(outer.state_dict()), 2)
+    for each in (outer, resumed):
+        assert each._common is not None
+        assert float(each._common._common["a"][0]) == pytest.approx(1 + 0.6 * 2**-7)
 
 
 def test_weights_of_half_precision_start_from_what_they_were_given():

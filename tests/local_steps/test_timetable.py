@@ -75,7 +75,7 @@ def test_fragments_are_of_about_equal_size(sizes, tied, count, wanted):
 def test_more_fragments_than_weights_are_refused():
     with pytest.raises(ConfigError, match=r"gradients\.fragments: got 3"):
         fragments_of(weights(1, 1), set(), 3)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"got 3, allowed: at most 2,"):
         fragments_of(weights(1, 1, 1), {"w0", "w1"}, 3)
 
 
