@@ -28,16 +28,21 @@ from pipecomp.plan.auto import ERRORS
 FORWARD_ERROR, BACKWARD_ERROR = ERRORS["forward_bits"], ERRORS["backward_bits"]
 EXACT_BITS = 32
 RATES = [1.0, 3.0, 0.3333]  # times the task's own learning rate
-EXACT, BASE, CONSTANT = "FP32", "fw3 bw6", "constant error"
+MOST = (3, 6)  # bits forward and back of any packet but first visits
+EXACT, BASE = "FP32", f"fw{MOST[0]} bw{MOST[1]}"
+CONSTANT = f"constant error {FORWARD_ERROR:g}/{BACKWARD_ERROR:g}, at most {BASE}"
 KEYS = ("task", "dropout", "rate", "stages", "method", "seed")
-SETUP = digest([shootout.SETUP, FORWARD_ERROR, BACKWARD_ERROR])
-
+SETUP = digest([shootout.SETUP])
 
 FIRST = {"first_visit": FIRST_BITS}
 LINES: dict[str, dict[str, Any]] = {
     EXACT: {"method": "none"},
-    BASE: quantized("aqsgd", 3, 6) | FIRST,
-    CONSTANT: shootout.constant_error(FORWARD_ERROR, BACKWARD_ERROR),
+    BASE: quantized("aqsgd", *MOST) | FIRST,
+    CONSTANT: shootout.constant_error(FORWARD_ERROR, BACKWARD_ERROR)
+    | {
+        "forward_bits": {"error": FORWARD_ERROR, "max": MOST[0]},
+        "backward_bits": {"error": BACKWARD_ERROR, "max": MOST[1]},
+    },
     "fw2 bw4": quantized("aqsgd", 2, 4) | FIRST,
     "fw2 bw2": quantized("aqsgd", 2, 2) | FIRST,
     "fw2 bw2, changes back": quantized("aqsgd", 2, 2) | CHANGES_BACK,
@@ -155,7 +160,8 @@ def results(rows: list[Row]) -> list[str]:
         ({DROPOUT["GPT-2"]:g}; before adapters {DROPOUT["Llama"]:g}) and without, and with learning rates that are
         multiples of the task's own. Constant error is one setting for all of them: AQ-SGD with changes both ways, each
         packet with the fewest bits whose error is at most {FORWARD_ERROR:g} of the activations and
-        {BACKWARD_ERROR:g} of the gradients, first visits too. Lines with bits send first visits with {FIRST_BITS}.
+        {BACKWARD_ERROR:g} of the gradients, first visits too; but changes have no more than {MOST[0]} bits forward and
+        {MOST[1]} back, whatever their error. Lines with bits send first visits with {FIRST_BITS}.
 
         Training loss: mean over the last epoch. Beside FP32 and {BASE}: of the run with the same seed; in brackets the
         smallest and the largest of the seeds. Bytes: both ways, over all epochs, headers and scales included. Bits: per

@@ -34,7 +34,7 @@ def advice(dropout: float, activations: Activations) -> str | None:
     return (
         f"this model trains with dropout {dropout:g}, which makes the changes that AQ-SGD sends larger: "
         f"activations.forward_bits {bits} may cost more than 1 % of the training loss. Use {FEWEST_BITS} or more, "
-        '{"error": 0.07}, which takes as many as are needed, or no dropout (`--dropout 0` of a recipe)'
+        '{"error": 0.05}, which takes as many as are needed, or no dropout (`--dropout 0` of a recipe)'
     )
 
 

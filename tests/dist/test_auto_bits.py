@@ -56,7 +56,7 @@ def test_every_rank_takes_the_same_bits(forward, backward, with_data, tmp_path):
     (first, said), (second, silent) = ranks[0], ranks[1]
     assert first == second
     for (f, b), _ in first:
-        assert f in ((3,) if forward == 3 else (2, *(ConstantError(error=0.07, max=n) for n in range(3, 9))))
+        assert f in ((3,) if forward == 3 else (2, *(ConstantError(error=0.05, max=n) for n in range(3, 9))))
         assert b in [ConstantError(error=0.1, max=n) for n in range(4, 9)]
     assert len(said) == 2
     assert "bits 'auto': " in said[0]

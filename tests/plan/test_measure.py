@@ -113,7 +113,7 @@ def test_lengths_of_samples():
     assert sample_length([], stage) == 16
 
 
-FORWARD, BACKWARD = ConstantError(error=0.07), ConstantError(error=0.1)
+FORWARD, BACKWARD = ConstantError(error=0.05), ConstantError(error=0.1)
 LEAST = (2, ConstantError(error=0.1, max=4))
 
 
@@ -144,7 +144,7 @@ class TestDecision:
     def test_a_link_that_compute_hides(self):
         found = self.decided(self.seen(21e6, 21e6))
         assert found[:2] == (replace(FORWARD, max=3), replace(BACKWARD, max=6))
-        said = "bits 'auto': 2 to 3 forward (error 0.07), 2 to 6 back (error 0.1): the most that compute time hides ("
+        said = "bits 'auto': 2 to 3 forward (error 0.05), 2 to 6 back (error 0.1): the most that compute time hides ("
         assert found.reason.startswith(said)
         assert "21 Mbit/s" in found.reason
 
