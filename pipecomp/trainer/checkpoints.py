@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, write_state
 from pipecomp.cluster.collectives import broadcast
-from pipecomp.errors import ConfigError, require
+from pipecomp.errors import ConfigError, WireError, require
 from pipecomp.stages.partition.planning import SplitPlan
 
 STATE_FILE = "trainer_state.json"
@@ -181,15 +181,27 @@ def remove(folder: str) -> None:
 def keep_only(output_dir: str, best: str, group: Any) -> None:
     """Delete all checkpoints but this one, on every machine; every rank must call this."""
     dist.barrier(group=group)
-    _remove(output_dir, sorted(broadcast(_folders(output_dir), group=group) - {Path(best).name}))
+    there = broadcast(sorted(_folders(output_dir)), group=group)
+    _remove(output_dir, there, keep=Path(best).name)
 
 
 def _folders(output_dir: str) -> set[str]:
     return {path.name for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
 
 
-def _remove(output_dir: str, names: list[str]) -> None:
-    """One rank of each machine deletes there; on a common disk it does no harm that several do."""
+def _remove(output_dir: str, names: Any, *, keep: str | None = None) -> None:
+    """One rank of each machine deletes there; on a common disk it does no harm that several do.
+
+    names: as rank 0 says them. Only checkpoints that this machine has in `output_dir` itself are deleted; WireError for
+    what cannot be one, such as a path that leads out of it.
+    """
+    if not isinstance(names, list) or not all(_is_name(name) for name in names):
+        allowed = f"allowed: names of {PREFIX_CHECKPOINT_DIR}-* there"
+        raise WireError(f"rank 0 wants {repr(names)[:200]} deleted in {output_dir}, {allowed}")
     if os.environ["LOCAL_RANK"] == "0":
-        for name in names:
+        for name in sorted(_folders(output_dir) & set(names) - {keep}):
             shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")

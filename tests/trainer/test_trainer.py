@@ -595,6 +595,51 @@ def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
     assert checkpoints._last(str(tmp_path)).name == "checkpoint-40"
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["../beside"],
+        ["checkpoint-1/../../beside"],
+        ["{beside}"],
+        [".."],
+        ["outputs"],
+        [7],
+        "checkpoint-1",
+        {"checkpoint-1"},
+    ],
+)
+def test_rank_0_names_no_folder_beside_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Any
+) -> None:
+    output, beside = tmp_path / "run", tmp_path / "beside"
+    for folder in (output / "checkpoint-1", output / "outputs", beside):
+        folder.mkdir(parents=True)
+    said = [str(beside) if name == "{beside}" else name for name in names] if isinstance(names, list) else names
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: said)
+    with pytest.raises(WireError, match=r"rank 0 wants .* deleted in .*, allowed: names of checkpoint-\* there"):
+        checkpoints.rotate(str(output), 1, None, None)
+    with pytest.raises(WireError):
+        checkpoints.keep_only(str(output), "checkpoint-2", None)
+    assert all(folder.is_dir() for folder in (output / "checkpoint-1", output / "outputs", beside))
+
+
+def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: ["checkpoint-0", "checkpoint-1"])
+    checkpoints.rotate(str(tmp_path), 2, None, None)  # the other is not here, or gone already
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
+    checkpoints.keep_only(str(tmp_path), "elsewhere/checkpoint-3", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
 def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_stores.dist, "get_rank", lambda: 0)
     store, folder = tmp_path / "messages", tmp_path / "checkpoint-1"
