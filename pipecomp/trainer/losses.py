@@ -8,7 +8,7 @@ computes; so each micro-batch is weighed by its share. S tokens, V vocabulary, C
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import ModelOutput
 
+from pipecomp.data import MicroBatch
 from pipecomp.errors import require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.architectures import architecture_of, head_name
@@ -42,14 +43,25 @@ def labels_in(labels: Tensor, *, causal: bool) -> int:
     return int((labels[..., 1:] if causal else labels).ge(0).sum())
 
 
+def trained_labels(stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
+    """List the labels that the loss is given of micro-batches, as the engine gives them to it.
+
+    Args:
+        stage: The last one, which leaves out what a causal model would have to predict from padding.
+        batches: Complete ones, with the inputs of the first stage.
+    """
+    given = [(batch, batch.labels) for batch in batches if batch.labels is not None]
+    return [stage.trained_labels(stage.layout(batch.ids, batch.inputs), labels) for batch, labels in given]
+
+
 class StepLoss:
     """The loss function of a training engine: the model's own mean, weighed by `share`.
 
     Args:
         config: The model's; its `architectures` name the class.
         label_smoothing: `TrainingArguments.label_smoothing_factor`.
-        own: Trainer's compute_loss_func, which is given an output that has logits only, and in training the step's
-            number of labels, by which it divides a sum.
+        own: Trainer's compute_loss_func, which is given an output that has logits only, and the number of labels, of
+            the step in training and of the micro-batch in evaluation, by which it divides a sum.
 
     Attributes:
         share: Micro-batches of the step, of all replicas together, for each of its labels: a fraction, set before
@@ -87,24 +99,28 @@ class StepLoss:
         if count == 0:
             return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
         if self._own is not None:
-            count_all = torch.tensor(total, device=logits.device)
-            return self._own(Output(logits=logits), labels, num_items_in_batch=count_all) * micro_batches
+            return self._own_loss(logits, labels, total) * micro_batches
         return self.plain(logits, labels) * (count * micro_batches / total)
 
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over a micro-batch's labels, as for evaluation."""
         if self._own is not None:
-            return self._own(Output(logits=logits), labels, num_items_in_batch=None)
+            return self._own_loss(logits, labels, labels_in(labels, causal=self.causal))
         if self._smoother is None:
             return self._loss(logits, labels)
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
         return smoothed
 
+    def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:
+        """The user's loss, told that it is one of `count` labels: a tensor, as Trainer gives it."""
+        assert self._own is not None
+        return self._own(Output(logits=logits), labels, num_items_in_batch=torch.tensor(count, device=logits.device))
+
     def weigh(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
         """Set `share` for a step.
 
         Args:
-            labels: Of each micro-batch.
+            labels: Of each micro-batch, as the loss is given them: see `trained_labels`.
             replicas: Of the pipeline.
             group: The last stages of all replicas, each of which must call this; None to count this replica alone.
             device: For the reduction.

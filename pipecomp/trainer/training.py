@@ -18,7 +18,7 @@ from pipecomp.cluster.interruption import Interruption
 from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
-from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.losses import StepLoss, trained_labels
 from pipecomp.trainer.recording import Recording
 from pipecomp.trainer.reports import LossMeter, TrafficMeter
 
@@ -221,7 +221,7 @@ class Training:
             return
         batches = self._loader.begin_step(micro_batches)
         if engine.is_last_stage():
-            labels = [batch.labels for batch in batches if batch.labels is not None]
+            labels = trained_labels(engine.stage, batches)
             self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
 
     def _log(self, logs: dict[str, float]) -> None:

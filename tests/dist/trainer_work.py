@@ -187,8 +187,8 @@ def folders(where: str) -> list[str]:
     return sorted(path.name for path in Path(where).glob("checkpoint-*"))
 
 
-def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
     """A loss of the user's own, as Trainer's compute_loss_func: twice the cross-entropy of the next token."""
     logits, targets = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
     total = 2 * torch.nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
-    return total / (targets.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
+    return total / num_items_in_batch

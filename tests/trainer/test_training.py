@@ -1,0 +1,58 @@
+"""What a training of PipelineTrainer counts, makes and keeps, on one process with a stand-in for the engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import tests.dist.trainer_work as work
+from pipecomp.data import MicroBatch
+from pipecomp.stages import split
+from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.training import Training
+from tests.dist.small import gpt2
+
+
+def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
+    """A stage knows nothing of padding, so each sample that begins with some has one label less."""
+    stage = split(gpt2(2, 16), num_stages=2)[1]
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [0, 1, 1, 1, 1, 1, 1, 1]])
+    labels = torch.randint(0, 97, mask.shape).masked_fill(mask == 0, -100)
+    batch = MicroBatch((4, 2, 7), {"input_ids": labels.clamp(min=0), "attention_mask": mask}, labels)
+    told: list[int] = []
+
+    def own(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+        told.append(int(num_items_in_batch))
+        return work.summed(outputs, labels, num_items_in_batch)
+
+    for loss in (StepLoss(stage.config), StepLoss(stage.config, own=own)):
+        engine = SimpleNamespace(
+            is_first_stage=lambda: False, is_last_stage=lambda: True, stage=stage, device=torch.device("cpu")
+        )
+        training = object.__new__(Training)
+        training._engine = engine
+        training._loader = SimpleNamespace(begin_step=lambda count: [batch] * count)
+        training._trainer = SimpleNamespace(replicas=1)
+        training._loss = loss
+        training._loss_group = None
+        training._load(1)
+        given = stage.trained_labels(stage.layout(batch.ids, batch.inputs), labels)
+        logits = torch.randn(3, 8, 97)
+        assert torch.equal(loss(logits, given), loss.plain(logits, given))
+    assert told == [4 + 7 + 6] * 2
+
+
+def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_it() -> None:
+    config = gpt2(1, 16).config
+    config.architectures = ["GPT2LMHeadModel"]
+    labels, told = torch.tensor([[5, 3, -100, 2], [1, 2, 3, 4]]), []
+
+    def own(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        told.append(num_items_in_batch)
+        return outputs.logits.sum()
+
+    StepLoss(config, own=own).plain(torch.zeros(2, 4, 97), labels)
+    assert torch.is_tensor(told[0])
+    assert int(told[0]) == 5
