@@ -1,4 +1,4 @@
-"""What carries packets between stages: rate and latency of every link in each direction, and lines that they share.
+"""What carries packets: rate and latency of every link in each direction, and lines that they share.
 
 K stages, link k between stages k and k + 1.
 """
@@ -43,12 +43,14 @@ class Network:
     """All links. forward, backward: link k's lines to stage k + 1 and back.
 
     shared: whether what a stage sends to both its neighbours passes one line, and what it receives from both another
-    one, as with one network card for each stage.
+    one, as with one network card for each stage. between: what connects the replicas of a stage; None where only the
+    stages' links are known. It is all there is with one stage.
     """
 
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
     shared: bool = True
+    between: Line | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -59,31 +61,42 @@ class Network:
         )
 
     @property
+    def lines(self) -> tuple[Line, ...]:
+        """All of them, the replicas' too."""
+        return (*self.forward, *self.backward, *(() if self.between is None else (self.between,)))
+
+    @property
     def latency_s(self) -> float:
         """The longest of all lines."""
-        return max((line.latency_s for line in (*self.forward, *self.backward)), default=0.0)
+        return max((line.latency_s for line in self.lines), default=0.0)
 
     @property
     def slowest(self) -> float:
         """Bits per second of the slowest line."""
-        return min((line.bits_per_s for line in (*self.forward, *self.backward)), default=math.inf)
+        return min((line.bits_per_s for line in self.lines), default=math.inf)
 
 
 def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> Network:
-    """Links that are all alike, in both directions. bits_per_s: of content."""
-    lines = (Line(bits_per_s=bits_per_s, latency_s=latency_s),) * (stages - 1)
-    return Network(forward=lines, backward=lines, shared=shared)
+    """Links that are all alike, in both directions, and between replicas. bits_per_s: of content."""
+    line = Line(bits_per_s=bits_per_s, latency_s=latency_s)
+    lines = (line,) * (stages - 1)
+    return Network(forward=lines, backward=lines, shared=shared, between=line)
 
 
 def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> Network:
-    """Links with a rate each, or one for all; ConfigError for another number of them."""
+    """Links with a rate each, or one for all; ConfigError for another number of them. Replicas have the slowest's."""
     if len(bits_per_s) == 1:
         return uniform(stages, bits_per_s[0], latency_s)
     require(
         len(bits_per_s) == stages - 1, "bandwidth", list(bits_per_s), f"one rate, or {stages - 1} for {stages} stages"
     )
     lines = tuple(Line(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
-    return Network(forward=lines, backward=lines)
+    return Network(forward=lines, backward=lines, between=min(lines, key=lambda line: line.bits_per_s))
+
+
+def between_replicas(network: Network) -> Network:
+    """Make the network of a single stage whose replicas these links connect, one with the next."""
+    return Network(forward=(), backward=(), between=Line(bits_per_s=network.slowest, latency_s=network.latency_s))
 
 
 def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:

@@ -26,7 +26,7 @@ from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import with_bits
-from pipecomp.plan.network import Network
+from pipecomp.plan.network import Network, between_replicas
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile
@@ -42,8 +42,9 @@ _MEET_S = 300.0
 @exchanged
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """profile, speeds: of the slowest machine. network: of what connects the stages, None without a launcher.
+    """profile, speeds: of the slowest machine. network: of what connects the stages, or the replicas of a single stage.
 
+    network is None where nothing connects anything: without a launcher, and for one process.
     slowdowns: how many times the profile's seconds each rank's machine takes, at most 1; empty without a launcher.
     """
 
@@ -81,19 +82,21 @@ def survey_ranks(
 ) -> Survey | None:
     """Measure all ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
-    Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS.
+    Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS. With one stage
+    the links between neighbouring replicas are measured, over which their gradients go.
     stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many.
     """
     rank, world = read_launch(os.environ).place
     K = stages or world
     require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")
+    length, R = (K, world // K) if K > 1 else (world, 1)  # replicas of one stage are neighbours as stages are
     joined = dist.is_initialized()
     if joined:
         mesh = current_mesh() if dist.get_backend() == BACKEND else None
     else:
         mesh = _join(rank, world)
     try:
-        link = _links(rank, world // K, K, pacer_to, mesh)
+        link = _links(rank, R, length, pacer_to, mesh)
         seen = gathered((link, survey_machine(model, tokens, dtype, samples, store)))
         dist.barrier()
     finally:
@@ -103,15 +106,15 @@ def survey_ranks(
             mesh.close()
     if rank != 0:
         return None
-    R = world // K
-    links = [[seen[k * R + r][0] for r in range(R)] for k in range(K - 1)]
+    links = [[seen[k * R + r][0] for r in range(R)] for k in range(length - 1)]
+    measured = network_of(links) if links else None
     machines = [survey for _, survey in seen]
     profile = slowest_profile([m.profile for m in machines])
     whole_s = sum(profile.block_seconds())
     return Survey(
         profile=profile,
         speeds=slowest_speeds([m.speeds for m in machines]),
-        network=network_of(links) if K > 1 else None,
+        network=between_replicas(measured) if K == 1 and measured is not None else measured,
         slowdowns=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
     )
 
@@ -127,7 +130,7 @@ def _join(rank: int, world: int) -> Mesh | None:
 
 
 def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> Measured | None:
-    """Measure this rank's link to the next stage, together with all others."""
+    """Measure this rank's link to the next of K ranks, together with all others; R such rows side by side."""
     pipelines = [[k * R + r for k in range(K)] for r in range(R)]
     groups = neighbour_groups(pipelines, _TIMEOUT_S) if mesh is None else {}
 

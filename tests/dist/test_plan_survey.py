@@ -66,6 +66,15 @@ def test_two_ranks_measure_what_connects_them(model):
     assert list(model.iterdir()) == [model / "config.json"]
 
 
+def test_replicas_of_one_stage_measure_what_connects_them(model):
+    found, _ = run_ranks(2, planned, model, {"stages": 1}, timeout_s=HANG_S)[0]
+    assert (found["links"], found["chosen"]["replicas"]) == ([], 2)
+    # A gradient of float32 over a line of at most 1 Tbit/s, there and back.
+    assert found["chosen"]["average_s"] > 32 * sum(found["parameters"]) / 1e12
+    alone, _ = run_ranks(1, planned, model, {"stages": 1}, timeout_s=HANG_S)[0]
+    assert alone["chosen"]["average_s"] == 0
+
+
 def test_options_that_ranks_measure_are_refused(model):
     ranks = run_ranks(2, planned, model, {"bandwidth": "1gbit"}, timeout_s=HANG_S)
     assert "bandwidth: got '1gbit'" in ranks[0][1]

@@ -242,14 +242,23 @@ class TestPrediction:
 
     def test_replicas_average_and_tied_weights_are_shared(self):
         alone, pair = job(K=1), job(K=1, replicas=2)
-        found = predict(pair, Config(), uniform(1, 1e6))
-        assert found.average_s == average_seconds(Config(), pair.plan.parameters[0], 2, uniform(1, 1e15), Speeds())
         slow = Network(forward=(Line(bits_per_s=1e6),), backward=(Line(bits_per_s=1e7),))
         d = pair.plan.parameters[0]
         expected = predict_average("none", d, 2, bandwidth_bit_per_s=1e6).total_s
         assert average_seconds(Config(), d, 2, slow, Speeds()) == pytest.approx(expected)
         assert average_seconds(Config(), d, 1, slow, Speeds()) == 0
         assert alone.batch * 2 == pair.batch
+        for links in (
+            uniform(1, 1e6),
+            chain(1, (1e6,)),
+            Network(forward=(), backward=(), between=Line(bits_per_s=1e6)),
+        ):
+            found = predict(pair, Config(), links)
+            assert found.average_s == pytest.approx(expected), "replicas of one stage have a network too"
+            assert found.step_s == pytest.approx(predict(alone, Config(), links).step_s + expected)
+        distant = predict_average("none", d, 2, bandwidth_bit_per_s=1e6, latency_s=0.5).total_s
+        assert distant > expected
+        assert predict(pair, Config(), uniform(1, 1e6, 0.5)).average_s == pytest.approx(distant)
         tied, untied = (predict(job(tied=t), Config(), uniform(2, 1e7)).step_s for t in (True, False))
         assert tied == pytest.approx(untied + predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e7).total_s)
 
@@ -436,6 +445,21 @@ def test_the_command(folder):
     assert at["AQ-SGD fw2 bw4", "10 Mbit/s"] < at["AQ-SGD fw4 bw8", "10 Mbit/s"] < at["none", "10 Mbit/s"]
     assert at["none", "1 Gbit/s"] < at["none", "10 Mbit/s"]
     Config.from_dict(found["config"]["pipecomp"])
+
+
+def test_replicas_of_a_whole_model_average_over_the_network(folder):
+    """One stage on each node: all gradients cross the links in every step, which is worth local steps."""
+    out = folder / "plan.json"
+    arguments = ["plan", "--model", str(folder / "model"), "--tokens", "64", "--batch", "8", "--speed", "1"]
+    arguments += ["--nodes", "4", "--bandwidth", "10mbit", "--delay", "20ms", "--json", str(out)]
+    done = CliRunner().invoke(app, [*arguments, "--stages", "1"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    bits = 32 * sum(found["parameters"])
+    assert found["chosen"]["average_s"] > bits / 1e7, "a ring of four sends 1.5 times as much"
+    assert "With gradients.local_steps 32 replicas average after every 32 steps only" in " ".join(done.output.split())
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert json.loads(out.read_text())["chosen"]["stages"] > 1, "fewer bytes cross the links between stages"
 
 
 def test_links_and_machines_that_differ(folder):
