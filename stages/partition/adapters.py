@@ -23,6 +23,10 @@ from pipecomp.files import replacing
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's own, before the names in WEIGHTS_FILE
+# Values of init_lora_weights with which peft changes the base model's weights. When it loads a saved adapter it does so
+# again; what it cannot find again then, samples or random numbers decided: such a folder is right nowhere.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_NOT_FOUND_AGAIN = ("pissa_niter", "corda", "lora_ga")
 _INSIDE = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
@@ -52,6 +56,12 @@ def adapter_of(model: Any) -> Adapter | None:
         raise SplitError(f"adapters {', '.join(sorted(found))}: a model that is split may have one")
     ((name, config),) = found.items()
     _check(config)
+    if _starts_as(config, _NOT_FOUND_AGAIN):
+        raise SplitError(
+            f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that nobody who "
+            "loads the saved adapter finds again: convert it with peft's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...), and give that folder, or start with 'pissa' or 'olora'"
+        )
     return Adapter(config=config, name=name)
 
 
@@ -61,6 +71,11 @@ def _check(config: Any) -> None:
         raise SplitError(f"adapter: got {type(config).__name__} of type {kind}, allowed: a peft.LoraConfig")
     if getattr(config, "layer_replication", None):
         raise SplitError("LoraConfig.layer_replication: a model whose blocks are repeated cannot be split")
+
+
+def _starts_as(config: Any, values: tuple[str, ...]) -> bool:
+    """Whether init_lora_weights is one of these, or begins with one; peft takes them in any case."""
+    return str(getattr(config, "init_lora_weights", True)).lower().startswith(values)
 
 
 def from_folder(path: str) -> tuple[Adapter, str] | None:
@@ -75,13 +90,19 @@ def from_folder(path: str) -> tuple[Adapter, str] | None:
 
 
 def read(path: str) -> Adapter:
-    """Read a saved adapter, to be trained on. SplitError if the folder has none."""
+    """Read a saved adapter, to be trained on. SplitError if the folder has none, or one for changed base weights."""
     config_class = _peft().PeftConfig
     if not (Path(path) / WEIGHTS_FILE).is_file():
         raise SplitError(f"{path}: no adapter there, looked for {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = config_class.from_pretrained(path)
     config.inference_mode = False  # as it was saved
     _check(config)
+    if _starts_as(config, _CHANGES_BASE):
+        raise SplitError(
+            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter is "
+            "right only on base weights that peft changes: give a PeftModel in memory, or convert the adapter with "
+            "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
     return Adapter(config=config, weights=str(path))
 
 

@@ -203,6 +203,28 @@ class TestRefused:
         with pytest.raises(SplitError, match="give a PeftModel in memory"):
             pretrained("anything", lora=lora("llama", **more))
 
+    @pytest.mark.parametrize("init", ["pissa", "olora"])
+    def test_a_folder_whose_base_weights_peft_changes(self, init: str, tmp_path: Path) -> None:
+        """peft changes the base weights again when it loads the adapter, so what is saved here is right there."""
+        whole = shaken(peft.get_peft_model(base("llama"), lora("llama", init_lora_weights=init))).eval()
+        parts = split(whole, num_stages=2)
+        save_pretrained(parts, tmp_path / "adapter")
+        with torch.no_grad():
+            expected = whole(**batch()).logits
+            assert torch.equal(through([part.eval() for part in parts]), expected)
+            again = peft.PeftModel.from_pretrained(base("llama"), tmp_path / "adapter").eval()
+            assert torch.allclose(again(**batch()).logits, expected, atol=1e-5)
+        base("llama").save_pretrained(tmp_path / "base")
+        with pytest.raises(SplitError, match=f"init_lora_weights: got '{init}'.* give a PeftModel in memory"):
+            pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter")
+
+    @pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "lora_ga"])
+    def test_a_start_that_no_folder_can_hold(self, init: str) -> None:
+        model = peft.get_peft_model(base("llama"), lora("llama"))
+        model.peft_config["default"].init_lora_weights = init
+        with pytest.raises(SplitError, match=f"init_lora_weights: got '{init}'.* convert it"):
+            split(model, num_stages=2)
+
     def test_random_weights(self) -> None:
         adapter = pretrained_adapter()
         model = base("llama")
