@@ -136,12 +136,11 @@ struct Layout {
         int64_t g = groups == 1 ? 0 : r.id % groups;
         int64_t start = g * group;
         r.whole = H - start < group ? H - start : group;
-        int64_t skip = piece * PIECE;
-        r.n = r.whole - skip < PIECE ? r.whole - skip : PIECE;
-        if (pieces == 1) r.n = r.whole;
-        if (r.n < 0) r.n = 0;
+        // Pieces that a short group does not fill are empty ones at its end: what comes before them may write up to there.
+        int64_t skip = piece * PIECE < r.whole ? piece * PIECE : r.whole;
+        r.n = pieces > 1 && r.whole - skip > PIECE ? PIECE : r.whole - skip;
         r.column = start + skip;
-        r.byte = r.row * row_bytes + g * group_bytes + skip * bits / 8;
+        r.byte = r.row * row_bytes + g * group_bytes + code_bytes(skip);
         return r;
     }
     int64_t code_bytes(int64_t n) const { return (n * bits + 7) / 8; }

@@ -15,11 +15,18 @@ KEPT_BYTES = 64 << 20  # of buffers that nobody uses
 class Pool:
     """uint8 buffers of powers of two; one comes back once no array or tensor refers to what `take` returned.
 
-    make: makes a new one, for pinned memory. kept_bytes: most that lie here unused; more is given back to the system.
+    make: makes a new one, for pinned memory. kept_bytes: most that lie here unused; more is given back to the system,
+    and `let_go` is told before.
     """
 
-    def __init__(self, make: Callable[[int], np.ndarray] | None = None, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], np.ndarray] | None = None,
+        kept_bytes: int = KEPT_BYTES,
+        let_go: Callable[[np.ndarray], None] = lambda _: None,
+    ) -> None:
         self._make = make or (lambda size: np.empty(size, dtype=np.uint8))
+        self._let_go = let_go
         self._lock = threading.RLock()  # a buffer may come back while its thread takes another
         self._free: dict[int, list[np.ndarray]] = {}
         self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the buffer's identity
@@ -45,3 +52,5 @@ class Pool:
             if self._kept + root.size <= self._kept_bytes:
                 self._free.setdefault(root.size, []).append(root)
                 self._kept += root.size
+                return
+        self._let_go(root)

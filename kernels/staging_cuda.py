@@ -55,15 +55,26 @@ class CudaStaging:
         self.device = device
         self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}
         self._left = pinned_bytes
-        self._pool = Pool(self._pinned, pinned_bytes + KEPT_BYTES)
+        self._pinned: set[int] = set()  # addresses of buffers
+        self._pool = Pool(self._make, pinned_bytes + KEPT_BYTES, self._let_go)
         self._under_way: dict[bool, deque[tuple[torch.cuda.Event, Tensor]]] = {True: deque(), False: deque()}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a buffer may be let go while its thread makes another
 
-    def _pinned(self, size: int) -> np.ndarray:
+    def _make(self, size: int) -> np.ndarray:
         with self._lock:
             pin = self._left >= size
             self._left -= size if pin else 0
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pin).numpy()
+        made = torch.empty(size, dtype=torch.uint8, pin_memory=pin).numpy()
+        if pin:
+            with self._lock:
+                self._pinned.add(made.ctypes.data)
+        return made
+
+    def _let_go(self, buffer: np.ndarray) -> None:
+        with self._lock:
+            if buffer.ctypes.data in self._pinned:
+                self._pinned.remove(buffer.ctypes.data)
+                self._left += buffer.size
 
     def buffer(self, size: int) -> np.ndarray:
         """See Staging."""

@@ -151,15 +151,21 @@ class State:
         """Average one of DDP's buckets in place and return a future of its buffer."""
         if self._hook is None:
             return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
-        buffer, scale, layers = bucket.buffer(), self.loss_scale, [number for number, _ in self._slices(bucket)]
+        buffer, layers = bucket.buffer(), [number for number, _ in self._slices(bucket)]
+        scale = self._hooks_scale(self.loss_scale)
         self._count(buffer)
         if scale == 1:
             return self._run_hook(bucket, "ddp", buffer, layers)
         buffer.div_(scale)
         return self._run_hook(bucket, "ddp", buffer, layers).then(lambda f: f.value().mul_(scale))
 
-    def _run_lone(self, x: Tensor, out: Tensor, key: str, scale: float) -> torch.futures.Future[Tensor]:
+    def _hooks_scale(self, loss_scale: float) -> float:
+        """What a hook gets values divided by: the loss scale if it keeps something of them; half precision needs it."""
+        return 1.0 if self._kept() is None else loss_scale
+
+    def _run_lone(self, x: Tensor, out: Tensor, key: str, loss_scale: float) -> torch.futures.Future[Tensor]:
         """Average a tensor by torch's hook, into `out`."""
+        scale = self._hooks_scale(loss_scale)
         lone = LoneBucket(out.copy_(x) if scale == 1 else x.to(torch.float32) / scale, 0)
         future = self._run_hook(lone, key, x, [key])
         return future if scale == 1 else future.then(lambda f: out.copy_(f.value() * scale))

@@ -172,7 +172,8 @@ class Checkpoints:
             return path, state
         same = own is None or self._same_pipeline(own["pipeline"])
         if same:
-            load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
+            with AllRanks(missed=engine.guard.missed).collective_errors():
+                load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
         elif engine.global_rank == 0 and any(True for _ in engine.gradients.states()):
             _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
         self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])

@@ -186,10 +186,19 @@ def save_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int)
 
 
 def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
-    """Go on with what `save_residuals` wrote; they start empty where the checkpoint was made without."""
+    """Go on with what `save_residuals` wrote; they start empty where the checkpoint was made without.
+
+    Raises ConfigError if only some of a group's ranks have theirs: their random draws would not be the same any more.
+    """
     for name, state in states:
-        if (folder / _file(name, rank)).is_file():
-            saving.load(state, folder / _file(name, rank), device)
+        file = folder / _file(name, rank)
+        found = state.group.gather_numbers([float(file.is_file())])
+        if all(there for (there,) in found):
+            saving.load(state, file, device)
+        elif any(there for (there,) in found):
+            lacking = [r for r, (there,) in zip(state.group.ranks, found, strict=True) if not there]
+            files = ", ".join(_file(name, r) for r in lacking)
+            raise ConfigError("load_dir", str(folder), f"a folder that also has {files} on the machines of these ranks")
 
 
 def _file(name: str, rank: int) -> str:

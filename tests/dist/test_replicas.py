@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import ConfigError
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 
@@ -100,6 +102,14 @@ def two_replicas(rank: int, world: int, note: Any, folder: str) -> dict[str, Any
         out[f"loaded {name}"] = norms(engine)
         engine.close()
 
+    if rank == 1:
+        next(Path(folder).glob("*/pipecomp-gradients-*-rank-1.*")).unlink()
+    engine = start(SQUEEZE)
+    with pytest.raises(ConfigError) as caught:
+        engine.load_checkpoint(folder)
+    out["incomplete"] = str(caught.value)
+    engine.close()
+
     type(get_accelerator()).is_fp16_supported = lambda self: True
     fp16 = {"enabled": True, "initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 2}
     engine = start(SQUEEZE | {"bits": 2}, fp16=fp16, **ZERO1)
@@ -142,6 +152,14 @@ def test_residuals_are_loaded_with_the_rest_of_a_run_only(two: dict[int, Any]) -
     for rank in (0, 1):
         assert all(norm > 0 for norm in two[rank]["loaded all"].values())
         assert not any(two[rank]["loaded module"].values())
+
+
+def test_residuals_of_some_ranks_alone_are_refused(two: dict[int, Any]) -> None:
+    """Random draws are counted in the same files: with other counts replicas would part without a word."""
+    for rank in (0, 1):
+        assert "load_dir: got" in two[rank]["incomplete"]
+        assert "rank-1.safetensors" in two[rank]["incomplete"]
+        assert "rank-0.safetensors" not in two[rank]["incomplete"]
 
 
 def test_residuals_in_fp16_are_without_the_loss_scale(two: dict[int, Any]) -> None:

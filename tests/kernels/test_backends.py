@@ -442,6 +442,22 @@ else:
                 assert all(map(same, (*got, m_got), (*want, m_want)))
 
     @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    @pytest.mark.parametrize(
+        ("rows", "H", "group"), [(3, 90_000, 70_000), (1, 270_000, 250_000), (2, 165_000, 130_000)]
+    )
+    @pytest.mark.parametrize("threads", range(1, 9))
+    def test_a_last_group_that_fills_few_of_its_pieces_ends_where_it_ends(rows, H, group, threads):
+        """However the pieces are shared out, no thread writes beyond its own."""
+        x, m, o = torch.randn(rows, H), torch.randn(rows, H), Options(4, group)
+        want, m_want = reference.quantize(x, o), m.clone()
+        wanted = reference.delta_quantize_(x, m_want, o)
+        for isa in {name.rsplit("-", 1)[0] for name in BACKENDS}:
+            backend = native.Backend(path, isa, threads)
+            assert all(map(same, backend.quantize(x, o), want))
+            m_got = m.clone()
+            assert all(map(same, (*backend.delta_quantize_(x, m_got, o), m_got), (*wanted, m_want)))
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
     @pytest.mark.parametrize("group", [200_003, 70_000, 512, 3])
     def test_large_sums_are_shared_among_threads_without_a_difference(group):
         x, e = torch.randn(200_003), torch.randn(200_003)

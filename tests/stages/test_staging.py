@@ -229,6 +229,27 @@ def test_a_buffer_is_used_again_once_nobody_refers_to_it():
     assert sum(len(free) for free in small._free.values()) == 1
 
 
+def test_memory_that_is_let_go_may_be_taken_again():
+    """Of a stated amount, as pinned memory: what is given back to the system after a burst is there for the next."""
+    made, left = [], [2 * 4096]
+
+    def make(size: int) -> np.ndarray:
+        left[0] -= size
+        made.append(size)
+        return np.empty(size, dtype=np.uint8)
+
+    def let_go(buffer: np.ndarray) -> None:
+        left[0] += buffer.size
+
+    pool = Pool(make, 4096, let_go)
+    lent = [pool.take(4096) for _ in range(2)]
+    assert left == [0]
+    del lent
+    assert left == [4096]
+    lent = [pool.take(4096) for _ in range(2)]
+    assert (left, len(made)) == ([0], 3)
+
+
 def test_a_packet_is_sealed_by_the_call_that_encodes():
     x, packet = torch.randn(3, H), np.zeros(20 + 3 * (4 + H // 2) + 4, dtype=np.uint8)
     whole = torch.from_numpy(packet)
