@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from pipecomp.files import UNFINISHED, file_crc, write_whole
@@ -74,14 +75,29 @@ def keep_last_good(save_dir: str | os.PathLike[str]) -> None:
     """Delete all checkpoints but the last good one, to make room; none if none is good."""
     found = list(steps(save_dir).values())
     good = next((path for path in reversed(found) if problem(path) is None), None)
-    for path in found if good is not None else ():
-        if path != good:
-            remove(path)
-            shutil.rmtree(path, ignore_errors=True)
+    _delete(path for path in found if good is not None and path != good)
 
 
-def remove_old(save_dir: str | os.PathLike[str], keep: int) -> None:
-    """Delete all checkpoints but the last `keep` ones."""
-    for path in list(steps(save_dir).values())[:-keep]:
+def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> None:
+    """Delete all checkpoints but the last `keep` finished ones.
+
+    Args:
+        save_dir: Where they are.
+        keep: How many stay, at least 1.
+        written: The step of the one that was just written, which is one of them.
+    """
+    found = steps(save_dir)
+    others = [step for step, path in found.items() if step != written and any(path.glob(_SEALS))]
+    stay = {written, *others[len(others) - min(keep - 1, len(others)) :]}
+    _delete(path for step, path in found.items() if step not in stay)
+
+
+def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
+    """Delete the checkpoints of later steps than `step`: they are of what a run has been taken back from."""
+    _delete(path for number, path in steps(save_dir).items() if number > step)
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    for path in folders:
         remove(path)  # what is deleted halfway must not look good
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Checkpoints of recipes: written every so many steps, and found again by a run that starts over.
 
 A supervisor only has to start the same command again: with `--resume auto` it continues from the last checkpoint that
-is good on all machines, or begins where there is none.
+is good on all machines, or begins where there is none. A folder holds the checkpoints of one run: without `--resume` it
+must have none, and a run that goes on deletes those of later steps before it writes its own.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ _HOW_BYTES_GO = (
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
     """Add the arguments of this module."""
     add = parser.add_argument
-    add("--checkpoint", metavar="FOLDER", help="write checkpoints there, after every epoch and at the end")
+    add(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="write checkpoints there, after every epoch and at the end; a new run needs one without any",
+    )
     add("--save-every", type=at_least(1), metavar="N", help="write them every N optimizer steps instead")
     add("--keep", type=at_least(1), metavar="N", help="checkpoints that are kept (default 2)")
     add(
@@ -155,6 +160,7 @@ class Checkpoints:
         self._resume = args.resume is not None
         self.on_signal = self.folder is not None and args.save_on_signal is not False
         self.evaluation_due = False
+        self._own = False  # whether all of later steps are this run's
         self.step = 0  # of the checkpoint that this run goes on from; 0: it begins
         if self.folder is None:
             for name in ("save_every", "keep", "resume", "save_on_signal"):
@@ -180,13 +186,17 @@ class Checkpoints:
             What was found, in words.
 
         Raises:
-            ConfigError: If the last good one is of a run with other settings.
+            ConfigError: If the last good one is of a run with other settings; on every rank, if this run is to begin
+                and a machine has checkpoints, finished or not: they would be mistaken for its own.
         """
-        if self.folder is None or not self._resume:
+        if self.folder is None:
+            return ""
+        if not self._resume:
+            self._check_unused(self.folder)
             return ""
         good: list[int] | None = None
         bad = {}
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _first_of_machine():
             good = []
             for step, path in reversed(manifest.steps(self.folder).items()):
                 problem = manifest.problem(path)
@@ -202,6 +212,15 @@ class Checkpoints:
             self._check(self.folder / f"global_step{self.step}")
         words = f"goes on after step {self.step}" if self.step else "no good checkpoint: begins"
         return words + "".join(f"; passed over step {step}: {problem}" for step, problem in sorted(problems.items()))
+
+    def _check_unused(self, folder: Path) -> None:
+        here = list(manifest.steps(folder)) if _first_of_machine() else []
+        there = sorted({step for steps in gathered(here) for step in steps})
+        words = ", ".join(map(str, there))
+        allowed = (
+            f"a folder without checkpoints: this one has step {words}; --resume auto goes on from the last good one"
+        )
+        require(not there, "--checkpoint", str(folder), allowed)
 
     def mend_store(self, store: Store, rank: int) -> str | None:
         """Let a run go on whose message store was damaged, on this rank: with the checkpoint's copy, or with less.
@@ -267,6 +286,8 @@ class Checkpoints:
         """
         if self.folder is None:
             return True
+        if not self._own:
+            self._remove_later(self.folder)
         state: dict[str, Any] = {_STATE_KEY: self._settings, _TRAINED_KEY: self._trained}
         if evaluation_due:
             state[_DUE_KEY] = True
@@ -274,7 +295,7 @@ class Checkpoints:
             engine.save_checkpoint(str(self.folder), client_state=state)
         except CheckpointError as error:
             say_here(f"{error}. It is tried again without the older ones, but for the last")
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if _first_of_machine():
                 manifest.keep_last_good(self.folder)
             gathered(None)  # they are gone on every machine
             try:
@@ -282,9 +303,20 @@ class Checkpoints:
             except CheckpointError as again:
                 say_here(str(again))
                 return False
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            manifest.remove_old(self.folder, self._keep)
+        if _first_of_machine():
+            manifest.remove_old(self.folder, self._keep, written=engine.global_steps)
         return True
+
+    def _remove_later(self, folder: Path) -> None:
+        """Delete what this run was not resumed from, and did not write: by their steps they would be its last ones."""
+        if _first_of_machine():
+            manifest.remove_after(folder, self.step)
+        gathered(None)  # one of them may have the name of the one that is written next
+        self._own = True
+
+
+def _first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> list[str]:

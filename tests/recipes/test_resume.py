@@ -64,9 +64,17 @@ class TestSeals:
         for step in (2, 10, 9):
             checkpoint(tmp_path, step)
         (tmp_path / "global_step_mine").mkdir()
-        manifest.remove_old(tmp_path, 2)
+        manifest.remove_old(tmp_path, 2, written=10)
         assert list(manifest.steps(tmp_path)) == [9, 10]
         assert (tmp_path / "global_step_mine").is_dir()
+
+    def test_the_one_just_written_stays_and_unfinished_ones_do_not_count(self, tmp_path: Path) -> None:
+        for step, seals in ((5, (0,)), (10, (0, 4)), (12, ()), (15, (0,)), (20, ())):
+            checkpoint(tmp_path, step, seals=seals)
+        manifest.remove_old(tmp_path, 3, written=10)
+        assert list(manifest.steps(tmp_path)) == [5, 10, 15]
+        manifest.remove_old(tmp_path, 1, written=10)
+        assert list(manifest.steps(tmp_path)) == [10]
 
 
 def test_to_make_room_all_go_but_the_last_good_one(tmp_path: Path) -> None:
@@ -114,6 +122,8 @@ class TestArguments:
 
 class Engine:
     """What `Checkpoints` needs of an engine."""
+
+    global_steps = 0
 
     def __init__(self, *, exact: bool | None = None) -> None:
         self.resumed = None if exact is None else SimpleNamespace(exact=exact)
@@ -216,6 +226,59 @@ class TestResume:
                 written += [step] * (len(engine.saved) - before)
             assert written == expected
             assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}, "recipe_trained": {"--crop": 4}})
+
+
+class Writing(Engine):
+    """Writes checkpoints, whole ones."""
+
+    def save_checkpoint(self, folder: str, client_state: dict) -> None:
+        checkpoint(Path(folder), self.global_steps)
+
+
+@pytest.mark.usefixtures("alone")
+class TestWhoseTheyAre:
+    def test_a_run_does_not_begin_where_another_has_checkpoints(self, tmp_path: Path) -> None:
+        args = given("--checkpoint", str(tmp_path))
+        assert Checkpoints(args, {}, {"lr": 1}, {}).find() == ""
+        checkpoint(tmp_path, 900)
+        checkpoint(tmp_path, 1000, seals=())
+        with pytest.raises(ConfigError) as caught:
+            Checkpoints(args, {}, {"lr": 1}, {}).find()
+        told = "a folder without checkpoints: this one has step 900, 1000; --resume auto goes on from the last good one"
+        assert str(caught.value) == f"--checkpoint: got '{tmp_path}', allowed: {told}"
+
+    def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def gather(out: list, mine: object, group: object) -> None:
+            out[:] = [mine, [], [900], []]
+
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
+        monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+        with pytest.raises(ConfigError, match="this one has step 900;"):
+            Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).find()
+
+    def test_what_it_was_taken_back_from_goes_before_it_writes(self, tmp_path: Path) -> None:
+        """Killed while it wrote step 187, after which another machine has lost step 120."""
+        for step, seals in ((50, (0,)), (100, (0,)), (120, (0,)), (187, ())):
+            checkpoint(tmp_path, step, seals=seals)
+        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+        checkpoints.find()
+        checkpoints.step = 100
+        engine = Writing()
+        checkpoints.load(engine)
+        assert list(manifest.steps(tmp_path)) == [50, 100, 120, 187], "until there is something in their place"
+        for before, engine.global_steps in ((100, 110), (110, 187)):
+            assert checkpoints.save_now(engine)
+            assert list(manifest.steps(tmp_path)) == [before, engine.global_steps]
+            assert manifest.problem(tmp_path / f"global_step{engine.global_steps}") is None
+
+    def test_a_run_that_finds_none_that_is_good_keeps_its_own(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, 900, seals=())
+        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+        checkpoints.find()
+        engine = Writing()
+        for engine.global_steps in (100, 200, 300):
+            checkpoints.save_now(engine)
+        assert list(manifest.steps(tmp_path)) == [200, 300]
 
 
 def test_metrics_go_on(tmp_path: Path) -> None:
