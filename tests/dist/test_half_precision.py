@@ -1,4 +1,4 @@
-"""Gradients averaged in half precision: multiplied by a loss scale, which is what keeps small ones from becoming zero."""
+"""Gradients averaged in half precision: multiplied by a loss scale, which keeps small ones from becoming zero."""
 
 from __future__ import annotations
 

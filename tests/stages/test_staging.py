@@ -246,8 +246,8 @@ def test_memory_that_is_let_go_may_be_taken_again():
     assert left == [0]
     del lent
     assert left == [4096]
-    lent = [pool.take(4096) for _ in range(2)]
-    assert (left, len(made)) == ([0], 3)
+    again = [pool.take(4096) for _ in range(2)]
+    assert (left, len(made), len(again)) == ([0], 3, 2)
 
 
 def test_a_packet_is_sealed_by_the_call_that_encodes():
