@@ -58,8 +58,8 @@ def adapter_of(model: Any) -> Adapter | None:
     _check(config)
     if _starts_as(config, _NOT_FOUND_AGAIN):
         raise SplitError(
-            f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that nobody who "
-            "loads the saved adapter finds again: convert it with peft's save_pretrained(..., "
+            f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that nobody "
+            "who loads the saved adapter finds again: convert it with peft's save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...), and give that folder, or start with 'pissa' or 'olora'"
         )
     return Adapter(config=config, name=name)
@@ -99,8 +99,8 @@ def read(path: str) -> Adapter:
     _check(config)
     if _starts_as(config, _CHANGES_BASE):
         raise SplitError(
-            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter is "
-            "right only on base weights that peft changes: give a PeftModel in memory, or convert the adapter with "
+            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter "
+            "is right only on base weights that peft changes: give a PeftModel in memory, or convert the adapter with "
             "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     return Adapter(config=config, weights=str(path))

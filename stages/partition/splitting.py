@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -316,12 +317,25 @@ def _copy_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """Copy a module but not what it holds, so that its tables can change without changing the original's."""
+    """Copy a module but not what it holds, so that its tables can change without changing the original's.
+
+    Calling the copy runs the copy: a compiled forward, which is the original's, is left behind, and a forward that was
+    put on the original as a method becomes the copy's. Raises SplitError for one that may hold the original.
+    """
     other = module.__class__.__new__(module.__class__)
     other.__dict__ = {
         key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
         for key, value in module.__dict__.items()
     }
+    other.__dict__["_compiled_call_impl"] = None
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        if getattr(forward, "__self__", None) is not module or not hasattr(forward, "__func__"):
+            raise SplitError(
+                f"{type(module).__name__}.forward was replaced by {forward!r}, which may run the whole model on every "
+                "stage: split the model before it is changed, or put the forward on it with types.MethodType"
+            )
+        other.__dict__["forward"] = MethodType(forward.__func__, other)
     return other
 
 

@@ -8,7 +8,8 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -532,6 +533,23 @@ class TestTheCallersModel:
         assert model.config.to_dict() == config
         assert torch.equal(model(**inputs, use_cache=False).logits, before)
 
+    @pytest.mark.parametrize("inner", [False, True], ids=["whole", "base"])
+    @pytest.mark.parametrize("how", ["compiled", "method"])
+    def test_forward_that_was_replaced_runs_only_the_stage(self, how: str, inner: bool) -> None:
+        inputs = batch("llama", "none")
+        expected = run(split(make_model("llama"), num_stages=2), inputs)
+        model = make_model("llama")
+        changed = model.base_model if inner else model
+        if how == "compiled":
+            changed.compile(backend="eager")
+        else:
+            changed.forward = MethodType(type(changed).forward, changed)
+        stages = split(model, num_stages=2)
+        calls = [count_block_calls(stage) for stage in stages]
+        assert torch.equal(run(stages, inputs), expected)
+        assert [count() for count in calls] == [2, 2]
+        assert changed._compiled_call_impl is not None if how == "compiled" else changed.forward.__self__ is changed
+
     def test_weights_are_shared_not_copied(self) -> None:
         model = make_model("llama")
         own = {id(p) for p in model.parameters()}
@@ -571,6 +589,14 @@ class TestRefusals:
     def test_impossible_cuts(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(SplitError, match=message):
             split(make_model("gpt2"), **arguments)
+
+    @pytest.mark.parametrize("inner", [False, True], ids=["whole", "base"])
+    def test_forward_that_holds_the_whole_model(self, inner: bool) -> None:
+        model = make_model("gpt2")
+        changed = model.base_model if inner else model
+        changed.forward = partial(type(changed).forward, changed)
+        with pytest.raises(SplitError, match=rf"{type(changed).__name__}\.forward was replaced by functools\.partial"):
+            split(model, num_stages=2)
 
     def test_cuts_with_and_without_the_end(self) -> None:
         model = make_model("gpt2")
