@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,9 @@ class Training:
         args, engine = trainer.args, trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
         self._report, self._interruption = report, Interruption(active=save_on_signal)
-        # The last stages of all replicas, which average their counts of labels.
-        average = args.average_tokens_across_devices and trainer.replicas > 1
+        # The last stages of all replicas, which average their counts of labels. Replicas that step alone do not: each
+        # of their steps is the mean over its own labels.
+        average = args.average_tokens_across_devices and trainer.replicas > 1 and engine.local is None
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
         sampler = make_sampler(
             samples,
@@ -228,11 +229,13 @@ class Training:
         """Log if the callbacks have asked for it."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
-            mean = self._losses.log(state.global_step)
-            stats = self._gather_reports()
+            own = {"loss": self._losses.log(state.global_step)}
+            if "grad_norm" in logs:
+                own["grad_norm"] = logs["grad_norm"]
+            stats, common = self._gather(own)
             self._recording.counters(stats)
             told = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
-            trainer.log({"loss": mean, **logs, **told}, self._began)
+            trainer.log({"loss": common["loss"], **logs, **common, **told}, self._began)
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
         """Do what the callbacks have asked for."""
@@ -256,7 +259,9 @@ class Training:
         loss = self._losses.total() / max(steps, 0.001)
         if steps:  # also where a callback has ended the training early
             self._engine.average_replicas()
-        self._recording.end(self._engine, self._gather_reports(), page=self._report)
+        stats, common = self._gather({"loss": loss})
+        loss = common["loss"]
+        self._recording.end(self._engine, stats, page=self._report)
         if args.max_steps <= 0:
             samples = len(trainer.train_dataset) * args.num_train_epochs
         else:
@@ -279,15 +284,22 @@ class Training:
 
     def _gather_reports(self) -> list[dict[str, Any]]:
         """`comm_stats` of all ranks; updates the tokens seen. Every rank must call this."""
+        return self._gather({})[0]
+
+    def _gather(self, values: Mapping[str, float]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """The same, and values that callbacks on all ranks see alike: their means where replicas step alone."""
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
         with engine.propagate_failure():
-            rows = gathered((engine.comm_stats(), tokens), trainer.group)
+            rows = gathered((engine.comm_stats(), tokens, dict(values)), trainer.group)
         counted = trainer.args.include_num_input_tokens_seen
         if counted != "no":
             place = 1 if counted == "non_padding" else 0
-            trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[place] for _, tokens in rows)
-        return [stats for stats, _ in rows]
+            trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[place] for _, tokens, _ in rows)
+        common = dict(values)
+        if engine.local is not None:
+            common = {name: sum(of_rank[name] for *_, of_rank in rows) / len(rows) for name in values}
+        return [stats for stats, *_ in rows], common
 
     def _save(self) -> bool:
         """Write a checkpoint, and tell the callbacks; False if it could not be written, and training goes on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,48 @@ def trainings(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         found[name] = weights(trainer.engine), stats["local_steps"]["averaged_at"], trainer.state.global_step
         trainer.end()
     return found
+
+
+def few_labels() -> list[dict[str, Any]]:
+    """The first replica has one label in each sample, the other all."""
+    chosen = work.unequal()
+    for sample in chosen[::2]:
+        sample["labels"] = sample["labels"].clone()
+        sample["labels"][2:] = -100
+    return chosen
+
+
+def unequal_samples(rank: int, world: int, note: Any, folder: str) -> list[dict[str, float]]:
+    """What two steps of each replica log, whose samples have other numbers of labels."""
+    from pipecomp import PipelineTrainer
+
+    args = work.arguments(folder, max_steps=2, logging_nan_inf_filter=False)
+    made: dict[str, Any] = {"train_dataset": few_labels(), "pipecomp": GRADIENTS, "num_stages": 1, "report": False}
+    trainer = PipelineTrainer(gpt2(2, 16), args, work.padded, **made)
+    output = trainer.train()
+    names = ("loss", "grad_norm", "learning_rate", "train_loss")
+    logged = [{key: line[key] for key in names if key in line} for line in trainer.state.log_history]
+    trainer.end()
+    return [*logged, {"returned": output.training_loss}]
+
+
+def mean_loss(replica: int) -> float:
+    """Of the labels of a replica's first step."""
+    batch = work.padded(few_labels()[replica::2][:4])
+    logits = gpt2(2, 16)(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.detach()
+    return float(work.summed(SimpleNamespace(logits=logits), batch["labels"], batch["labels"][:, 1:].ge(0).sum())) / 2
+
+
+@pytest.mark.timeout(HANG_S)
+def test_what_is_logged_is_the_mean_of_replicas_that_each_weigh_their_own_labels(tmp_path: Path) -> None:
+    ranks = run_ranks(2, unequal_samples, str(tmp_path), timeout_s=HANG_S)
+    assert ranks[0] == ranks[1], "callbacks on different replicas decide alike"
+    first, second, end, returned = ranks[0]
+    assert first.keys() == {"loss", "grad_norm", "learning_rate"}
+    own = [mean_loss(replica) for replica in (0, 1)]
+    assert own[0] != pytest.approx(own[1], rel=1e-3)
+    assert first["loss"] == pytest.approx(sum(own) / 2, rel=1e-5)
+    assert end["train_loss"] == returned["returned"] == pytest.approx((first["loss"] + second["loss"]) / 2)
 
 
 @pytest.mark.timeout(HANG_S)
