@@ -175,7 +175,7 @@ def llama() -> dict[tuple[str, int], Prediction]:
     from transformers import LlamaConfig
 
     config = LlamaConfig(**LLAMA)
-    profile = count(config, LLAMA_TOKENS, torch.bfloat16).estimated(SITE_FLOPS, recompute=True)
+    profile = count(config, LLAMA_TOKENS, torch.bfloat16).estimated(SITE_FLOPS).recomputing(torch.bfloat16)
     plan = balanced(without_weights(config, torch.bfloat16), profile, SITES)
     job = Job(profile=profile, plan=plan, samples=1, micro_batches=LLAMA_BATCH, dtype=torch.bfloat16)
     return {

@@ -204,7 +204,8 @@ class PlanOptions:
                 "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE; or --stages, for sizes alone"
             )
             raise ConfigError("speed", None, allowed)
-        return self.counted().estimated(min(self.speeds) * 1e12, recompute=self.recompute)
+        found = self.counted().estimated(min(self.speeds) * 1e12)
+        return found.recomputing(DTYPES[self.dtype]) if self.recompute else found
 
 
 def _check_unset(where: str, **given: object) -> None:

@@ -119,12 +119,16 @@ class Prediction:
 
 
 def memory_bytes(job: Job, slack: int = 1) -> list[float]:
-    """Count the bytes of each stage: weights, gradients, Adam's state, and what it keeps of micro-batches in flight."""
+    """Count the bytes of each stage: weights, gradients, Adam's state, and what it keeps of micro-batches in flight.
+
+    Where blocks are recomputed a stage also has what one of them keeps, of the micro-batch whose backward runs.
+    """
     ahead = numbers(slack, job.plan.num_stages, job.micro_batches)
     kept = job.profile.kept_bytes(job.plan, job.samples)
-    state = _STATE[job.dtype]
+    state, again = _STATE[job.dtype], job.samples * job.profile.again_bytes
     return [
-        state * values + flying * each for values, flying, each in zip(job.plan.parameters, ahead, kept, strict=True)
+        state * values + flying * each + again
+        for values, flying, each in zip(job.plan.parameters, ahead, kept, strict=True)
     ]
 
 

@@ -61,7 +61,8 @@ class Profile:
     """A model's blocks, and what its first and last stage have besides (embeddings; head and loss).
 
     hidden: H. tokens: S. call_s: seconds of a stage's forward that do not depend on the number of samples, and of its
-    backward. measured: where the seconds come from, for people.
+    backward. measured: where the seconds come from, for people. again_bytes: where blocks are recomputed, what one
+    keeps of a sample while its backward runs; a stage has it once, however many micro-batches are in flight.
     """
 
     hidden: int
@@ -71,6 +72,7 @@ class Profile:
     last: Cost
     call_s: tuple[float, float] = (0.0, 0.0)
     measured: str = ""
+    again_bytes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Give it for JSON."""
@@ -86,14 +88,13 @@ class Profile:
         except (KeyError, TypeError) as error:
             raise ConfigError("profile", str(error), "the profile that pipecomp plan --measure --json wrote") from error
 
-    def estimated(self, flops_per_s: float, *, recompute: bool = False) -> Profile:
-        """Give it seconds from a speed. recompute: blocks do their forward once more in the backward."""
+    def estimated(self, flops_per_s: float) -> Profile:
+        """Give it seconds from a speed."""
         require(flops_per_s > 0, "speed", flops_per_s, "a number above 0")
-        back = BACKWARD + (1.0 if recompute else 0.0)
 
         def timed(cost: Cost) -> Cost:
             forward_s = cost.flops / flops_per_s
-            return replace(cost, forward_s=forward_s, backward_s=back * forward_s)
+            return replace(cost, forward_s=forward_s, backward_s=BACKWARD * forward_s)
 
         return replace(
             self,
@@ -102,6 +103,15 @@ class Profile:
             last=timed(self.last),
             measured=f"estimated for {flops_per_s / 1e12:g} TFLOP/s",
         )
+
+    def recomputing(self, dtype: torch.dtype) -> Profile:
+        """Let blocks keep their inputs alone, and do their forward once more in the backward; head and loss do not.
+
+        The profile must have seconds. dtype: of activations.
+        """
+        inputs = float(self.tokens * self.hidden * dtype.itemsize)
+        blocks = tuple(replace(block, kept_bytes=inputs, backward_s=seconds(block)) for block in self.blocks)
+        return replace(self, blocks=blocks, again_bytes=max(block.kept_bytes for block in self.blocks))
 
     def block_seconds(self) -> list[float]:
         """Tell forward and backward of each block, to balance stages by."""
@@ -117,7 +127,7 @@ class Profile:
         return found
 
     def kept_bytes(self, plan: SplitPlan, samples: int) -> list[float]:
-        """Count the bytes that each stage keeps of one micro-batch in flight."""
+        """Count the bytes that each stage keeps of one micro-batch in flight; `again_bytes` are not among them."""
         return [
             samples * sum(p.kept_bytes for p in [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)])
             for k, (lo, hi) in enumerate(pairwise(plan.cuts))

@@ -20,7 +20,7 @@ from pipecomp.errors import ConfigError, SplitError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
 from pipecomp.plan.options import networks_of
-from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, predict
+from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.report import advice
 from pipecomp.plan.search import choose, choose_average, choose_bits, choose_local_steps, layouts, shares
@@ -141,11 +141,29 @@ class TestProfile:
         block = 2 * 16 * 12 * 64 * 64 + 4 * 16 * 16 * 64
         assert whole == layers * block + 2 * 16 * 200 * 64
 
-    def test_recomputing_takes_one_forward_more(self):
-        found = count(llama(), 16)
-        plain, again = found.estimated(1e9), found.estimated(1e9, recompute=True)
+    def test_recomputing_takes_one_forward_of_the_blocks_more(self):
+        plain = count(llama(), 16).estimated(1e9)
+        again = plain.recomputing(torch.float32)
         assert plain.blocks[0].backward_s == pytest.approx(2 * plain.blocks[0].forward_s)
         assert again.blocks[0].backward_s == pytest.approx(3 * plain.blocks[0].forward_s)
+        assert (again.first, again.last) == (plain.first, plain.last), "head and loss are not recomputed"
+
+    def test_recomputing_keeps_inputs_and_what_one_block_keeps(self):
+        """16 tokens of 64 float32 values for each block in flight; three micro-batches are on the first of 3 stages."""
+        profile = count(llama(6), 16).estimated(1e9)
+        made = replace(job(K=3, M=8, samples=2), profile=profile)
+        again = replace(made, profile=profile.recomputing(torch.float32))
+        inputs, block, head = 16 * 64 * 4, profile.blocks[0].kept_bytes, profile.last.kept_bytes
+        assert block > 10 * inputs
+        plain = memory_bytes(made)
+        found = memory_bytes(again)
+        weights = [16 * values for values in made.plan.parameters]
+        for held, stage, flying in ((0.0, 0, 3), (0.0, 1, 2), (head, 2, 1)):
+            more = profile.first.kept_bytes if stage == 0 else 0
+            assert plain[stage] == weights[stage] + flying * 2 * (2 * block + held + more)
+            assert found[stage] == weights[stage] + flying * 2 * (2 * inputs + held + more) + 2 * block
+        half = profile.recomputing(torch.bfloat16)
+        assert half.kept_bytes(made.plan, 2)[1] == 2 * 2 * inputs / 2
 
     def test_it_is_kept_as_json(self):
         found = count(llama(), 16).estimated(1e9)
@@ -460,6 +478,19 @@ def test_replicas_of_a_whole_model_average_over_the_network(folder):
     assert "With gradients.local_steps 32 replicas average after every 32 steps only" in " ".join(done.output.split())
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert json.loads(out.read_text())["chosen"]["stages"] > 1, "fewer bytes cross the links between stages"
+
+
+def test_the_command_recomputes(folder):
+    def memory(*more):
+        out = folder / "plan.json"
+        arguments = ["plan", "--model", str(folder / "model"), "--tokens", "64", "--speed", "0.05", "--stages", "2"]
+        done = CliRunner().invoke(app, [*arguments, "--micro-batch", "4", "--json", str(out), *more])
+        assert done.exit_code == 0, done.output
+        return json.loads(out.read_text())["plain"]
+
+    plain, again = memory(), memory("--recompute")
+    assert again["step_s"] > plain["step_s"]
+    assert all(less < more for less, more in zip(again["memory_bytes"], plain["memory_bytes"], strict=True))
 
 
 def test_links_and_machines_that_differ(folder):
