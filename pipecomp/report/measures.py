@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -15,11 +15,15 @@ PARTS = ("compute", "quantize + store", "wait for packets", "reduce", "update", 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Losses over steps, and over seconds since the start where these are known."""
+    """Losses over steps, and over seconds since the start where these are known.
+
+    lost: Steps whose loss was noted and is no number; what is written of NaN and Infinity is null.
+    """
 
     steps: list[int]
     seconds: list[float] | None
     losses: list[float]
+    lost: list[int] = field(default_factory=list)
 
     def smooth(self) -> list[float]:
         """Means of the last `SMOOTH` steps."""
@@ -28,21 +32,24 @@ class Curve:
 
 def training_curve(run: Run) -> Curve:
     """Losses of all steps that have one."""
-    return _curve([(line, number(line.get("loss"))) for line in run.steps])
+    return _curve([(line, line) for line in run.steps])
 
 
 def held_out_curve(run: Run) -> Curve:
     """Losses of the evaluations."""
-    return _curve([(line, number(line["eval"].get("loss"))) for line in run.evaluations])
+    return _curve([(line, line["eval"]) for line in run.evaluations])
 
 
-def _curve(found: Sequence[tuple[dict[str, Any], float | None]]) -> Curve:
-    known = [(line, loss) for line, loss in found if loss is not None]
+def _curve(found: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Curve:
+    """Of lines, each with what has its loss."""
+    losses = [(line, number(holder.get("loss"))) for line, holder in found]
+    known = [(line, loss) for line, loss in losses if loss is not None]
     seconds = [number(line.get("seconds")) for line, _ in known]
     return Curve(
         steps=[line["step"] for line, _ in known],
         seconds=[s for s in seconds if s is not None] if seconds and None not in seconds else None,
         losses=[loss for _, loss in known],
+        lost=[line["step"] for line, holder in found if "loss" in holder and number(holder["loss"]) is None],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +62,9 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def number(value: Any) -> float | None:
-    """Return a JSON value as a number, None if it is none."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    """Return a JSON value as a finite number, None if it is none: Python reads NaN and Infinity too."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
 
 
 def _places(path: Path) -> Iterator[Path]:

@@ -54,14 +54,22 @@ def summary(one: Told) -> list[str]:
 def _training(one: Told) -> str:
     spent, smooth = measures.seconds(one.run), one.curve.smooth()
     said = f"{len(one.run.steps):,} steps" + ("" if spent is None else f" in {duration(spent)}")
-    if smooth:
+    if one.curve.lost:
+        said += f"; the training loss was no number in {_lost(one.curve, 'steps')}"
+    elif smooth:
         said += f"; training loss {one.curve.losses[0]:.3f} → {smooth[-1]:.3f}"
-    if one.held_out.losses:
+    if one.held_out.lost:
+        said += f", the held-out loss in {_lost(one.held_out, 'evaluations')}"
+    elif one.held_out.losses:
         said += f", held-out loss {one.held_out.losses[-1]:.3f}"
     speeds = [s for s in (number(line.get("per_s")) for line in one.run.steps) if s is not None]
     if speeds:
         said += f"; {sorted(speeds)[len(speeds) // 2]:,.0f} {one.run.facts.get('unit', 'tokens')}/s"
     return said + "."
+
+
+def _lost(curve: measures.Curve, what: str) -> str:
+    return f"{len(curve.lost)} of {len(curve.lost) + len(curve.losses)} {what}, first in step {curve.lost[0]}"
 
 
 def _traffic(one: Told) -> str:
@@ -107,7 +115,9 @@ def comparison(all_told: Sequence[Told]) -> str:
     said = [f"{name} in {duration(s)}" for s, name in reached]
     missed = [name for name, s in times_to if s is None]
     sentence = f"The training loss {loss:.3f} (mean of {measures.SMOOTH} steps) was reached by {_list(said)}"
-    return sentence + (f"; {_list(missed)} did not reach it." if missed else ".")
+    sentence += f"; {_list(missed)} did not reach it." if missed else "."
+    lost = [(one.run.name, _lost(one.curve, "steps")) for one in all_told if one.curve.lost]
+    return sentence + "".join(f" But {name}'s loss was no number in {steps}." for name, steps in lost)
 
 
 def _list(words: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from pipecomp.report.command import try_report, write_report
 from pipecomp.report.measures import common_loss, hit_rates, link_use, rank_times, seconds_to, training_curve
 from pipecomp.report.read import read_runs
 from pipecomp.report.record import METRICS, PAGE, RANKS, RUN, TRACE, Recorder
+from pipecomp.report.words import comparison, summary, told
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
 
 
@@ -140,3 +141,33 @@ def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
     assert all(seconds_to(curve, loss) is not None for curve in curves)
     assert seconds_to(curves[0], loss - 1) is None
     assert common_loss(curves[:1]) is None
+
+
+def with_losses(folder, losses, key="step"):
+    """Change the losses of some steps of a recorded run; an evaluation's with another key."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    for line in lines:
+        if line["step"] in losses and ("eval" in line) == (key == "eval"):
+            (line["eval"] if key == "eval" else line)["loss"] = losses[line["step"]]
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")], ids=["null", "NaN", "Infinity"])
+def test_a_loss_that_is_no_number_is_said(tmp_path, value):
+    """NaN is written as null, and what came before it is no result."""
+    for name in ("fine", "lost"):
+        make_run(tmp_path / name, network=slow(), name=name)
+    with_losses(tmp_path / "lost", dict.fromkeys(range(6, 21), value))
+    with_losses(tmp_path / "lost", {20: value}, "eval")
+    fine, lost = map(told, read_runs([tmp_path]))
+    assert (lost.curve.lost, lost.curve.steps) == (list(range(6, 21)), list(range(1, 6)))
+    assert fine.curve.lost == fine.held_out.lost == []
+    assert "training loss 4.800 → " in summary(fine)[0]
+    said = summary(lost)[0]
+    assert "; the training loss was no number in 15 of 20 steps, first in step 6" in said
+    assert ", the held-out loss in 1 of 1 evaluations, first in step 20" in said
+    assert "→" not in said
+    with_losses(tmp_path / "lost", {step: 0.1 for step in range(6, 19)})
+    compared = comparison(list(map(told, read_runs([tmp_path]))))
+    assert compared.endswith(" But lost's loss was no number in 2 of 20 steps, first in step 19.")
+    assert "no number" not in comparison([fine, fine])
