@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from transformers import TrainerState, TrainingArguments
 
 import tests.dist.trainer_work as work
+from pipecomp.checkpoint.writing import Attempts
 from pipecomp.data import MicroBatch
 from pipecomp.stages import split
+from pipecomp.trainer import checkpoints
 from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.schedule import follows_metric, make_scheduler
 from pipecomp.trainer.training import Training
 from tests.dist.small import gpt2
 
@@ -56,3 +62,41 @@ def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_
     StepLoss(config, own=own).plain(torch.zeros(2, 4, 97), labels)
     assert torch.is_tensor(told[0])
     assert int(told[0]) == 5
+
+
+@pytest.mark.parametrize("kind", ["cosine", "reduce_lr_on_plateau"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, before: int, after: int
+) -> None:
+    """Of stages whose trained parameters all decay the optimizer has one group."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    args = TrainingArguments(output_dir=str(tmp_path), lr_scheduler_type=kind, eval_strategy="epoch")
+
+    def made(count: int) -> tuple[Any, Any]:
+        groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.0} for _ in range(count)]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        engine = SimpleNamespace(
+            basic_optimizer=optimizer,
+            save_checkpoint=lambda folder, tag: None,
+            load_checkpoint=lambda folder, tag: (folder, {}),
+        )
+        return engine, make_scheduler(args, optimizer, None, 20)
+
+    def steps(engine: Any, scheduler: Any, count: int) -> list[list[float]]:
+        rates = []
+        for _ in range(count):
+            engine.basic_optimizer.step()
+            scheduler.step(*([3.0] if follows_metric(scheduler) else []))
+            rates.append([group["lr"] for group in engine.basic_optimizer.param_groups])
+        return rates
+
+    engine, scheduler = made(before)
+    steps(engine, scheduler, 13)
+    checkpoints.save_engine(engine, str(tmp_path), scheduler, Attempts(tmp_path))
+    other, again = made(after)
+    checkpoints.load_engine(other, checkpoints.Found(str(tmp_path), TrainerState(), same=False), again)
+    assert again.get_last_lr() == scheduler.get_last_lr()[:1] * after
+    expected = [rates[:1] * after for rates in steps(engine, scheduler, 11)]
+    assert steps(other, again, 11) == expected
+    assert 0.1 > expected[0][0] >= expected[-1][0]
