@@ -1,7 +1,8 @@
 """What a checkpoint of the trainer holds beside the model, and how training takes it up again.
 
     checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, trainer_state.json,
-        pipeline.json            how the model was partitioned; with other stages or replicas it is resharded
+        pipeline.json            how the model was partitioned; with other stages or replicas it is resharded. Also what
+                                 was due after the step when training was asked to stop
         deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error-feedback residuals
         rank_state_R.pth         random generators and schedule of rank R
         messages/rank-R/         AQ-SGD's cached activations of rank R, a copy of the store
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ from pipecomp.stages.partition.planning import SplitPlan
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"
 DEEPSPEED = "deepspeed"  # the tag of DeepSpeed's checkpoint, a folder
+EVALUATION, EPOCH_END = "evaluation", "epoch end"
+_DUE = "due"
 _KEY = "resume_from_checkpoint"
 _BY_GROUP = ("base_lrs", "lr_lambdas", "min_lrs", "max_lrs", "_init_lrs")  # of a schedule's state
 
@@ -40,11 +44,16 @@ _log = transformers_logging.get_logger(__name__)
 
 
 class Found(NamedTuple):
-    """A checkpoint to go on from. same: it is of a pipeline with the same cuts and replicas."""
+    """A checkpoint to go on from.
+
+    same: it is of a pipeline with the same cuts and replicas. due: what of `EVALUATION` and `EPOCH_END` was still to be
+    done after its step when training was asked to stop.
+    """
 
     folder: str
     state: TrainerState
     same: bool
+    due: tuple[str, ...] = ()
 
 
 def layout(plan: SplitPlan, replicas: int) -> dict[str, Any]:
@@ -76,7 +85,8 @@ def find(
         try:
             folder = _last(output_dir) if resume is True else Path(resume)
             theirs = _read(folder, resume)
-            answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline
+            due = theirs.pop(_DUE, [])
+            answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline, due
             if theirs != pipeline:
                 _log.warning(
                     f"{folder} is of {theirs}, this run is of {pipeline}: samples are sent as first visits once more, "
@@ -87,7 +97,7 @@ def find(
     answer = broadcast(answer, group=group)
     if isinstance(answer, dict):
         raise ConfigError(**answer)
-    return Found(answer[0], TrainerState(**json.loads(answer[1])), answer[2])
+    return Found(answer[0], TrainerState(**json.loads(answer[1])), answer[2], tuple(answer[3]))
 
 
 def _last(output_dir: str) -> Path:
@@ -117,10 +127,13 @@ def folder_of(output_dir: str, step: int) -> str:
     return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int) -> None:
-    """Write what makes a checkpoint complete; rank 0 does, once all others have written their files."""
-    pipeline = json.dumps(layout(plan, replicas)) + "\n"
-    (Path(folder) / PIPELINE_FILE).write_text(pipeline, encoding="utf-8")
+def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int, due: Sequence[str] = ()) -> None:
+    """Write what makes a checkpoint complete; rank 0 does, once all others have written their files.
+
+    due: see `Found`.
+    """
+    pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {})
+    (Path(folder) / PIPELINE_FILE).write_text(json.dumps(pipeline) + "\n", encoding="utf-8")
     state.save_to_json(str(Path(folder) / STATE_FILE))
 
 

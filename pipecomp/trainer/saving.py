@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipecomp.errors import OutputError
 from pipecomp.trainer import callbacks, checkpoints, message_stores
 
 
-def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any]) -> bool:
+def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any], due: Sequence[str] = ()) -> bool:
     """Write checkpoint-N of the step that was made last; every rank must call this.
 
     Where the disk refuses it, nothing of it is left. It is tried once more if `save_total_limit` lets older ones go
@@ -23,6 +23,7 @@ def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any]) -> bo
         trainer: Whose.
         messages: Whether to copy the message store.
         count_tokens: Brings the state's number of tokens up to date.
+        due: What is still to be done after that step, see `checkpoints.Found`.
 
     Returns:
         False if it could not be written, which is said on every rank.
@@ -33,7 +34,7 @@ def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any]) -> bo
     limit = args.save_total_limit or 0
     for last in (limit < 2, True):
         try:
-            _write(trainer, folder, messages, count_tokens)
+            _write(trainer, folder, messages, count_tokens, due)
         except OutputError as error:
             checkpoints.remove(folder)
             state.best_model_checkpoint = best
@@ -48,7 +49,7 @@ def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any]) -> bo
     raise AssertionError("the last attempt returns")
 
 
-def _write(trainer: Any, folder: str, messages: bool, count_tokens: Callable[[], Any]) -> None:
+def _write(trainer: Any, folder: str, messages: bool, count_tokens: Callable[[], Any], due: Sequence[str]) -> None:
     """Write all files, the state's last. OutputError on every rank if one cannot."""
     args, state = trainer.args, trainer.state
     attempts = Attempts(folder)
@@ -67,5 +68,5 @@ def _write(trainer: Any, folder: str, messages: bool, count_tokens: Callable[[],
     attempts.agree()  # every rank has written its files
     if trainer.rank == 0:
         callbacks.save(trainer)
-        attempts.attempt(lambda: checkpoints.complete(folder, state, trainer.plan, trainer.replicas))
+        attempts.attempt(lambda: checkpoints.complete(folder, state, trainer.plan, trainer.replicas, due))
     attempts.agree()

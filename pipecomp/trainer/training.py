@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class Training:
         trainer.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
         self._start_state(found)
+        self._found = found
         if found is not None:
             checkpoints.load_engine(engine, found, trainer.lr_scheduler)
         engine.set_loader(self._loader)
@@ -143,8 +144,12 @@ class Training:
         fire(trainer, "on_train_begin")
         if trainer.args.eval_on_start:
             trainer.evaluate()
+        over = trainer.state.global_step >= length.max_steps
+        if self._found is not None and self._found.due:
+            self._make_up(self._found)
+            over = over or trainer.control.should_training_stop
         done, skip = divmod(trainer.state.global_step, length.updates)
-        for epoch in range(done, length.epochs) if trainer.state.global_step < length.max_steps else ():
+        for epoch in () if over else range(done, length.epochs):
             self._run_epoch(epoch, skip if epoch == done and not trainer.args.ignore_data_skip else 0)
             if trainer.control.should_training_stop:
                 break
@@ -162,27 +167,49 @@ class Training:
             trainer.state.global_step += 1
             trainer.state.epoch = epoch + min(1.0, (update + 1) * length.accumulation / length.per_epoch)
             fire(trainer, "on_step_end")
-            self._stop_if_asked(logs)
+            self._stop_if_asked(logs, ends_epoch=update + 1 == length.updates or trainer.control.should_epoch_stop)
             self._log_evaluate_save(logs)
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
         fire(trainer, "on_epoch_end")
         self._log_evaluate_save(logs)
 
-    def _stop_if_asked(self, logs: dict[str, float]) -> None:
-        """After a step: if any rank was asked to stop, save, close and leave on all of them."""
-        trainer, state = self._trainer, self._trainer.state
+    def _stop_if_asked(self, logs: dict[str, float], *, ends_epoch: bool) -> None:
+        """After a step: if any rank was asked to stop, save, close and leave on all of them, unless training ends here.
+
+        There may be no time for an evaluation: the checkpoint says that it is due, and that the epoch has ended.
+        """
+        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
         with self._engine.propagate_failure():
             reason = self._interruption.agree(trainer.group)
-        if reason is None or state.global_step >= self._length.max_steps:
+        if reason is None or state.global_step >= self._length.max_steps or control.should_training_stop:
             return
+        control.should_log |= ends_epoch and trainer.args.logging_strategy.value == "epoch"
         self._log(logs)
-        saved = self._save()
+        due = [checkpoints.EVALUATION] if trainer.control.should_evaluate else []
+        saved = self._save([*due, checkpoints.EPOCH_END] if ends_epoch else due)
         self._recording.interrupted()
         way = "resume_from_checkpoint=True goes on" + ("" if saved else " from an earlier one")
         _log.warning("stopped after step %d: %s; %s", state.global_step, reason, way)
         trainer.end()
         raise self._interruption.leave(reason)
+
+    def _make_up(self, found: checkpoints.Found) -> None:
+        """Do what was due when the run that wrote the checkpoint was asked to stop.
+
+        It is not saved once more: a kill meanwhile would leave it incomplete, and until the next one what is due is
+        done again.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        best = state.best_global_step
+        trainer.control.should_evaluate = checkpoints.EVALUATION in found.due and trainer.eval_dataset is not None
+        self._evaluate()
+        if checkpoints.EPOCH_END in found.due or trainer.control.should_training_stop:
+            fire(trainer, "on_epoch_end")
+            self._evaluate()
+        trainer.control.should_save = False
+        if state.best_global_step != best:
+            state.best_model_checkpoint = found.folder
 
     def _step(self, micro_batches: int) -> dict[str, float]:
         """One optimizer step; its gradient's norm and learning rate, for the log."""
@@ -239,8 +266,14 @@ class Training:
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
         """Do what the callbacks have asked for."""
-        trainer, state = self._trainer, self._trainer.state
         self._log(logs)
+        self._evaluate()
+        if self._trainer.control.should_save:
+            self._save()
+
+    def _evaluate(self) -> None:
+        """Evaluate if the callbacks have asked for it, and let what goes by the metrics know them."""
+        trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_evaluate:
             metrics = trainer.evaluate()
             self._recording.evaluated(state.global_step, metrics)
@@ -249,8 +282,6 @@ class Training:
             new_best = schedule.note_best(trainer.args, state, metrics)
             if trainer.args.save_strategy == "best":
                 trainer.control.should_save = new_best
-        if trainer.control.should_save:
-            self._save()
 
     def _finish(self) -> TrainOutput:
         """Finish: the training's metrics, the best model if it is asked for, and the last events."""
@@ -301,10 +332,13 @@ class Training:
             common = {name: sum(of_rank[name] for *_, of_rank in rows) / len(rows) for name in values}
         return [stats for stats, *_ in rows], common
 
-    def _save(self) -> bool:
-        """Write a checkpoint, and tell the callbacks; False if it could not be written, and training goes on."""
+    def _save(self, due: Sequence[str] = ()) -> bool:
+        """Write a checkpoint, and tell the callbacks; False if it could not be written, and training goes on.
+
+        due: what is still to be done after this step, see `checkpoints.Found`.
+        """
         with self._engine.propagate_failure():
-            saved = saving.save(self._trainer, messages=self._save_messages, count_tokens=self._gather_reports)
+            saved = saving.save(self._trainer, messages=self._save_messages, count_tokens=self._gather_reports, due=due)
         if saved:
             fire(self._trainer, "on_save")
         else:

@@ -19,15 +19,45 @@ from tests.limits import HANG_S
 from tests.mesh.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
-STOPPED = 3
+STOPPED, EVALUATED = 3, 2  # after the first epoch, and within it
 
 
 class Stop(TrainerCallback):
     """Sends this process a signal while a step is made; it ends after that step."""
 
+    def __init__(self, step: int) -> None:
+        self._step = step
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == STOPPED - 1:
+        if state.global_step == self._step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class End(TrainerCallback):
+    """Ends the training after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_training_stop = state.global_step == STOPPED
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "an epoch": (
+        STOPPED,
+        {
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "logging_strategy": "epoch",
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "loss",
+            "greater_is_better": True,  # so that the first one is the best
+        },
+    ),
+    "a step": (EVALUATED, {"eval_strategy": "steps", "eval_steps": EVALUATED}),
+}
+
+
+def evaluations(trainer: Any) -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in trainer.state.log_history if "eval_loss" in line]
 
 
 def trainings(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
@@ -35,32 +65,64 @@ def trainings(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
     keys = f"{folder}/rank-{rank}"
 
-    def trainer(where: str, **more: Any) -> Any:
+    def trainer(where: str, changed: dict[str, Any], **more: Any) -> Any:
         section = {**work.AQSGD, "transport": {"backend": "tls", "keys": keys}}
-        args = work.arguments(f"{folder}/{where}", logging_steps=1)
-        return PipelineTrainer(gpt2(2, 16), args, train_dataset=samples(9), pipecomp=section, report=False, **more)
+        args = work.arguments(f"{folder}/{where}", **changed)
+        data = {"train_dataset": samples(9), "eval_dataset": samples(3, seed=6)}
+        return PipelineTrainer(gpt2(2, 16), args, **data, pipecomp=section, report=False, **more)
 
-    expected = trainer("undisturbed")
-    expected.train()
-    expected.end()
-    first = trainer("stopped", callbacks=[Stop()] if rank == 1 else [])
-    with pytest.raises(Interrupted) as ended:
-        first.train()
-    again = trainer("stopped")
-    again.train(resume_from_checkpoint=True)
-    found = work.losses(expected), work.losses(again), work.folders(f"{folder}/stopped")
-    again.end()
-    return {"found": found, "reason": ended.value.reason, "code": ended.value.code, "backend": dist.get_backend()}
+    def facts(made: Any) -> dict[str, Any]:
+        best = made.state.best_model_checkpoint
+        out = {"losses": work.losses(made), "evaluations": evaluations(made), "best": best and Path(best).name}
+        made.end()
+        return out
+
+    out: dict[str, Any] = {}
+    for name, (step, changed) in CASES.items():
+        expected = trainer(f"{name} undisturbed", changed)
+        expected.train()
+        first = trainer(f"{name} stopped", changed, callbacks=[Stop(step)] if rank == 1 else [])
+        with pytest.raises(Interrupted) as ended:
+            first.train()
+        kept, events = work.folders(f"{folder}/{name} stopped"), work.Events()
+        again = trainer(f"{name} stopped", changed, callbacks=[events])
+        again.train(resume_from_checkpoint=True)
+        out[name] = {"expected": facts(expected), "found": facts(again), "kept": kept, "events": events.seen}
+        out |= {"reason": ended.value.reason, "code": ended.value.code}
+    last = trainer("last", CASES["an epoch"][1], callbacks=[*([Stop(STOPPED)] if rank == 1 else []), End()])
+    last.train()
+    out |= {"last": facts(last), "backend": dist.get_backend()}
+    return out
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("signals")
+    keys_for(folder, 2)
+    return run_ranks(2, trainings, str(folder), timeout_s=HANG_S)
 
 
 @pytest.mark.timeout(HANG_S)
-def test_a_training_that_is_asked_to_stop_goes_on(tmp_path: Path) -> None:
-    keys_for(tmp_path, 2)
-    ranks = run_ranks(2, trainings, str(tmp_path), timeout_s=HANG_S)
-    for out in ranks.values():
-        expected, found, folders = out["found"]
-        assert found == expected
-        assert folders == [f"checkpoint-{STOPPED}"]
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_that_is_asked_to_stop_goes_on(ran: Any, name: str) -> None:
+    """With the evaluation that was due after the step, and the end of the epoch."""
+    step = CASES[name][0]
+    for out in ran.values():
+        assert out[name]["found"] == out[name]["expected"]
+        assert out[name]["kept"] == [f"checkpoint-{step}"]
+        assert [at for at, _ in out[name]["expected"]["evaluations"]] == [*range(step, 7, step)]
+        seen = [(event, at) for event, at, _ in out[name]["events"] if not event.startswith("on_prediction")]
+        due = [("on_log", step), ("on_evaluate", step)]
+        ended = [("on_epoch_end", STOPPED)] if step == STOPPED else []
+        assert seen[: 3 + len(ended)] == [("on_train_begin", step), *ended, *due]
+        assert seen[3 + len(ended)][0] == "on_epoch_begin"
         assert out["reason"] == "SIGTERM on rank 1"
         assert out["code"] == REQUEUE_STATUS
         assert out["backend"] == "tls"
+
+
+@pytest.mark.timeout(HANG_S)
+def test_a_training_that_ends_after_the_step_ends_as_it_would_have(ran: Any) -> None:
+    for out in ran.values():
+        assert [at for at, _ in out["last"]["evaluations"]] == [STOPPED]
+        assert out["last"]["evaluations"] == out["an epoch"]["expected"]["evaluations"][:1]
