@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pipecomp.errors import KeysError
-from pipecomp.files import replacing
+from pipecomp.files import UNFINISHED
 from pipecomp.keys.certificates import Identity, identify, now, read_revoked
 
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
@@ -47,11 +51,29 @@ class KeyFolder:
         return (self.path / name).exists()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that only its owner can read, all of it or nothing."""
-        with replacing(self.path / name) as part:
-            part.unlink(missing_ok=True)
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        """Write a file that only its owner can read, all of it or nothing, whoever else writes it at the same time."""
+        handle, part = tempfile.mkstemp(prefix=f"{name}.", suffix=UNFINISHED, dir=self.path)  # 0600
+        try:
+            with open(handle, "wb") as file:
                 file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self.path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes and threads of this machine out that write what they have read and compared."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def read(self, name: str) -> bytes:
         """A file's content. KeysError if it is missing, or private and open to others."""
@@ -106,8 +128,11 @@ class KeyFolder:
 
     def learn_revoked(self, data: bytes) -> None:
         """Take over a list of revoked certificates if it is newer. KeysError if the authority did not sign it."""
-        if read_revoked(data, self.certificate())[0] > self.revoked()[0]:
-            self.write(REVOKED, data)
+        number = read_revoked(data, self.certificate())[0]
+        if number > self.revoked()[0]:
+            with self.alone():
+                if number > self.revoked()[0]:
+                    self.write(REVOKED, data)
 
     def issued(self) -> list[dict[str, Any]]:
         """What the authority has signed, oldest first: machine, ranks (text), serial (text), expires, revoked."""

@@ -8,6 +8,8 @@ may take. So neither idle connections nor garbage keep those out that belong, or
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import itertools
 import selectors
 import socket
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pipecomp.errors import LinkError
 from pipecomp.keys.stream import close
 
+EVERYWHERE = "*"
 MOST_WAITING = 64
 PATIENCE_S = 10.0
 _POLL_S = 0.25
@@ -27,7 +30,10 @@ _HANDSHAKE = b"\x16"  # what TLS begins with
 
 
 class Address:
-    """Where to listen or connect, from text: "192.0.2.1:29400", "[2001:db8::1]:29400", "host:29400"."""
+    """Where to listen or connect, from text: "192.0.2.1:29400", "[2001:db8::1]:29400", "host:29400".
+
+    Where to listen may also be EVERYWHERE: at all interfaces, over IPv4 and IPv6.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -41,16 +47,29 @@ class Address:
             raise ValueError(f"{text!r} is not HOST:PORT, as in 192.0.2.1:29400 or [2001:db8::1]:29400")
         return cls(host, int(port))
 
+    @property
+    def number(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        """What it is if it is no name."""
+        try:
+            return ipaddress.ip_address(self.host)
+        except ValueError:
+            return None
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it says all interfaces, which is nowhere to connect to."""
+        return self.host == EVERYWHERE or (self.number is not None and self.number.is_unspecified)
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Listener:
-    """Accept connections at one address, IPv4 or IPv6, until `close`.
+    """Accept connections at one address, or at all that a name stands for and this machine has, until `close`.
 
     admit: called with every new socket, on a thread of its own; it finds out who that is, then returns what to do next,
     which is called on the same thread when the connection no longer counts as waiting. An exception or None closes it.
-    refused: told why somebody was not let in.
+    refused: told why somebody was not let in. most_waiting: connections at a time that have not shown who they are.
     """
 
     def __init__(
@@ -59,26 +78,24 @@ class Listener:
         admit: Callable[[socket.socket], Callable[[], None] | None],
         *,
         refused: Callable[[str, Exception], None] = lambda who, error: None,
+        most_waiting: int = MOST_WAITING,
     ) -> None:
-        self._admit, self._refused = admit, refused
+        self._admit, self._refused, self._most_waiting = admit, refused, most_waiting
         self._waiting: dict[socket.socket, float] = {}  # oldest first; since when
         self._lock = threading.Lock()
         self._ended = threading.Event()
         try:
-            where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.socket(where[0], where[1])
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(where[4])
-            self._socket.listen(_BACKLOG)
+            self._sockets = _bound(address)
         except OSError as error:
             raise LinkError(
                 f"cannot listen at {address}: {error.strerror or error}. It must be an address of this machine, and "
                 "nothing else may use the port"
             ) from error
-        self._socket.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self.address = Address(address.host, self._socket.getsockname()[1])
+        for sock in self._sockets:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+        self.address = Address(address.host, self._sockets[0].getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="pipecomp-listen", daemon=True)
         self._thread.start()
 
@@ -86,7 +103,8 @@ class Listener:
         """Listen no more; connections that were let in stay."""
         self._ended.set()
         self._thread.join()
-        self._socket.close()
+        for sock in self._sockets:
+            sock.close()
         self._drop(list(self._waiting))
         self._selector.close()
 
@@ -95,14 +113,14 @@ class Listener:
             for key, _ in self._selector.select(_POLL_S):
                 try:
                     if key.data is None:
-                        self._take(*self._socket.accept())
+                        self._take(*key.fileobj.accept())  # type: ignore[union-attr]
                     else:
                         self._hear(*key.data)
                 except OSError:  # a connection that is gone again, or no more file descriptors
                     self._ended.wait(_REST_S)
             late = time.monotonic() - PATIENCE_S
             with self._lock:
-                excess = itertools.islice(self._waiting, max(0, len(self._waiting) - MOST_WAITING))
+                excess = itertools.islice(self._waiting, max(0, len(self._waiting) - self._most_waiting))
                 old = [*excess, *(sock for sock, since in self._waiting.items() if since < late)]
             self._drop(old)
 
@@ -138,8 +156,8 @@ class Listener:
         except Exception as error:
             with self._lock:
                 waits = sock in self._waiting
-            late = f"it did not say who it is within {PATIENCE_S:g} s, or more than {MOST_WAITING} others came after it"
-            self._refused(who, error if waits else LinkError(late))
+            late = f"it did not say who it is within {PATIENCE_S:g} s, or more than {self._most_waiting} others came"
+            self._refused(who, error if waits else LinkError(f"{late} after it"))
         with self._lock:
             in_time = self._waiting.pop(sock, None) is not None
         if go_on is None or not in_time:
@@ -150,3 +168,43 @@ class Listener:
         except Exception as error:
             self._refused(who, error)
             close(sock)
+
+
+def places(address: Address) -> list[tuple[int, str]]:
+    """The address families and numbers that a host's name stands for, each once. OSError if it stands for none."""
+    if address.host == EVERYWHERE:
+        return [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((int(where[0]), str(where[4][0])) for where in found))
+
+
+def _bound(address: Address) -> list[socket.socket]:
+    """Sockets that listen at all of the address's places that this machine has, with one port. OSError for none."""
+    found: list[socket.socket] = []
+    port, problem = address.port, OSError()
+    every = places(address)
+    for family, host in every:
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # a machine without IPv6
+            problem = error
+            continue
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6 and len(every) > 1:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            problem = error
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            for other in found:
+                other.close()
+            raise
+        found.append(sock)
+        port = sock.getsockname()[1]
+    if not found:
+        raise problem
+    return found

@@ -56,6 +56,16 @@ def context(*, server: bool) -> ssl.SSLContext:
     return made
 
 
+class NoAnswerError(KeysError):
+    """The other end hung up, or says nothing: who it is is not known, and it may be there later."""
+
+
+def not_made(error: Exception) -> KeysError:
+    """Why there is no connection: NoAnswerError where that says nothing about certificates."""
+    hung_up = isinstance(error, (EOFError, ConnectionError, TimeoutError))
+    return (NoAnswerError if hung_up else KeysError)(explain(error))
+
+
 def explain(error: Exception) -> str:
     """Why a handshake failed, for people."""
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
+import threading
 from typing import Any
 
 from cryptography import x509
 
 from pipecomp.errors import KeysError
-from pipecomp.keys.certificates import Identity, identify, ranks_text, run_of
+from pipecomp.keys.certificates import Identity, identify, ranks_text, read_revoked, run_of
 from pipecomp.keys.folder import AUTHORITY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
-from pipecomp.keys.stream import SecureStream, context, explain
+from pipecomp.keys.stream import SecureStream, context, not_made
 
 
 class Trust:
@@ -31,18 +33,21 @@ class Trust:
             except ssl.SSLError as error:
                 raise KeysError(f"the machine's certificate and key in {folder.path} do not belong together") from error
             self._contexts[server] = made
-        self._revoked = folder.revoked()[1]
+        self._lock = threading.Lock()
+        self._newest = folder.read(REVOKED)  # list of revoked certificates
+        self._number, self._revoked = folder.revoked()
 
     def secure(self, sock: socket.socket, *, server: bool, early: bytes = b"") -> tuple[SecureStream, Identity]:
-        """Make a handshake, and say who is at the other end. KeysError if it does not belong to this run.
+        """Make a handshake, and say who is at the other end.
 
-        early: what was read from the socket already. Call `check` with the identity before anything else.
+        early: what was read from the socket already. Call `check` with the identity before anything else. KeysError if
+        the other end does not belong to this run; NoAnswerError, one of those, if it hung up or says nothing.
         """
         stream = SecureStream(sock, self._contexts[server], server=server, early=early)
         try:
             stream.handshake()
         except (OSError, EOFError) as error:
-            raise KeysError(explain(error)) from error
+            raise not_made(error) from error
         return stream, identify(x509.load_der_x509_certificate(stream.certificate()))
 
     def check(self, peer: Identity) -> None:
@@ -62,12 +67,21 @@ class Trust:
 
     @property
     def revoked(self) -> str:
-        """The list of revoked certificates, for other machines."""
-        return self.folder.read(REVOKED).decode()
+        """The newest list of revoked certificates that is known here, for other machines."""
+        self._take(self.folder.read(REVOKED))
+        return self._newest.decode()
 
     def learn(self, revoked: Any) -> None:
         """Take over another machine's list of revoked certificates if it is newer than this one's."""
         if not isinstance(revoked, str):
             raise KeysError("the other machine sent no list of revoked certificates")
-        self.folder.learn_revoked(revoked.encode())
-        self._revoked = self.folder.revoked()[1]
+        self._take(revoked.encode())
+        with contextlib.suppress(OSError):  # a folder that cannot be written: it is known until this process ends
+            self.folder.learn_revoked(revoked.encode())
+        self._take(self.folder.read(REVOKED))  # another process may know more
+
+    def _take(self, data: bytes) -> None:
+        number, serials = read_revoked(data, self.folder.certificate())
+        with self._lock:
+            if number > self._number:
+                self._newest, self._number, self._revoked = data, number, serials

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pipecomp.errors import KeysError, LinkError, PipecompError, WireError
 from pipecomp.keys.certificates import Identity
-from pipecomp.keys.stream import SecureStream, explain
+from pipecomp.keys.stream import SecureStream, not_made
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh.frames import VERSION
 
@@ -65,7 +65,8 @@ def new_session() -> str:
 def greet(stream: SecureStream, who: Identity, trust: Trust, mine: Place, wish: Wish) -> Answer:
     """The connecting end's part.
 
-    Raises KeysError if the other end is not the rank that was wanted, RefusedError if it does not want this one.
+    Raises KeysError if the other end is not the rank that was wanted (NoAnswerError if it has hung up or says nothing),
+    RefusedError if it does not want this one.
     """
     rank = wish.rank
     trust.check(who)
@@ -84,7 +85,7 @@ def greet(stream: SecureStream, who: Identity, trust: Trust, mine: Place, wish: 
         stream.send_json(asked)
         answer = stream.receive_json()
     except (OSError, EOFError) as error:
-        raise KeysError(explain(error)) from error
+        raise not_made(error) from error
     if "error" in answer:
         raise RefusedError(str(answer["error"])[:500])
     if answer.get("rank") != rank:

@@ -37,7 +37,7 @@ class Way(NamedTuple):
     """To another rank.
 
     route: how it goes there. dials: ways to get there again, tried in turn; without the first, the other side is waited
-    for. gone: whether nothing listens any more where the other side did.
+    for. gone: whether nothing listens any more where the other side did, as far as that can be known from here.
     """
 
     stream: SecureStream

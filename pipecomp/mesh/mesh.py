@@ -6,18 +6,18 @@ Rank 0 must listen where the others can reach it. The others listen if they can,
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError
-from pipecomp.keys.listener import Address, Listener
-from pipecomp.keys.stream import SecureStream
+from pipecomp.keys.listener import EVERYWHERE, MOST_WAITING, Address, Listener, places
+from pipecomp.keys.stream import NoAnswerError, SecureStream
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
 from pipecomp.mesh.connection import Connection
@@ -25,7 +25,7 @@ from pipecomp.mesh.frames import LINKS
 from pipecomp.mesh.hello import Guest, Place, Wish
 from pipecomp.mesh.line import Way
 from pipecomp.mesh.relay import Relay
-from pipecomp.mesh.routes import DIRECT, Routes, address_key, connect, refuses
+from pipecomp.mesh.routes import DIRECT, Door, Routes, address_key, connect, wait_for_keys
 from pipecomp.mesh.store import MeshStore, Questions, Table
 
 _AGAIN_S = 0.5
@@ -40,8 +40,9 @@ _READY = "pipecomp/mesh/ready/{}"
 class Meeting(NamedTuple):
     """Where the ranks meet.
 
-    address: rank 0's. listen: where this rank listens: rank 0 by default at `address`, others at the address that
-    leads to rank 0, with a port of the system's. quiet: whether others than rank 0 listen nowhere.
+    address: rank 0's. listen: where this rank listens: rank 0 by default at `address`, or at all interfaces where its
+    machine knows itself by a loopback address only, others at the address that leads to rank 0, with a port of the
+    system's. quiet: whether others than rank 0 listen nowhere.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Mesh:
         self._listener: Listener | None = None
         self._relay: Relay | None = None
         self._routes: Routes | None = None
+        self._doors: dict[int, Door] = {}
         self._refused = 0
         self._streams: dict[int, int] = {}
 
@@ -107,7 +109,12 @@ class Mesh:
     def _receive_all(self, wait_s: float) -> None:
         """Wait until all have come."""
         self._relay = Relay(self._trust, self._place)
-        self._listener = Listener(self._meeting.listen or self._meeting.address, self._admit, refused=self._say_refused)
+        self._listener = Listener(
+            self._meeting.listen or default_listen(self._meeting.address, self.world),
+            self._admit,
+            refused=self._say_refused,
+            most_waiting=max(MOST_WAITING, 2 * self.world),
+        )
         with self._came:
             if not self._came.wait_for(lambda: len(self.connections) == self.world - 1, wait_s):
                 missing = sorted(set(range(1, self.world)) - set(self.connections))
@@ -135,7 +142,9 @@ class Mesh:
     def _take_again(self, guest: Guest) -> Callable[[], None]:
         """A rank that was connected before, and lost its connection."""
         there = self.connections.get(guest.rank)
-        if there is None or there.failure is not None:
+        if there is None:  # this rank is still about to take the lost one: the other side comes again
+            raise EOFError
+        if there.failure is not None:
             self._refuse(guest, f"rank {self.rank} has given up the connection to rank {guest.rank}")
         return lambda: there.line.adopt(
             guest.stream, guest.received, lambda count: hello.welcome(guest, self._trust, self._place, count)
@@ -147,9 +156,22 @@ class Mesh:
 
     def _is_gone(self, rank: int) -> bool:
         """Whether nothing listens any more where that rank did."""
-        key = address_key(rank)
-        text = self.store.get(key).decode() if self.store.check([key]) else ""
-        return bool(text) and refuses(Address.parse(text))
+        door = self._doors.get(rank)
+        return door is not None and door.gone()
+
+    def _knock(self) -> None:
+        """See which ranks that made their connections answer where they say that they listen."""
+        if self._routes is not None:
+            doors = list(self._routes.doors)
+        else:
+            texts = {rank: self.store.get(address_key(rank)).decode() for rank in self.connections}
+            doors = []
+            for rank, text in texts.items():
+                with contextlib.suppress(ValueError):  # empty for nowhere
+                    doors.append(Door(self._trust, rank, Address.parse(text)))
+            self._doors = {door.rank: door for door in doors}
+        for door in doors:
+            door.knock()
 
     def _refuse(self, guest: Guest, reason: str) -> NoReturn:
         hello.refuse(guest.stream, reason)
@@ -170,11 +192,12 @@ class Mesh:
             try:
                 stream, answer = connect(address, self._trust, self._place, Wish(hello.JOIN, 0), wait_s=_CONNECT_S)
                 break
-            except OSError as error:
+            except (OSError, NoAnswerError) as error:  # also a tunnel or a proxy in front of a rank 0 that comes later
                 if time.monotonic() - began > wait_s:
+                    why = getattr(error, "strerror", None) or error
                     raise LinkTimeoutError(
-                        f"rank {self.rank} did not find rank 0 at {address}: {error.strerror or error}. Rank 0's "
-                        "machine must let that port in"
+                        f"rank {self.rank} did not find rank 0 at {address}: {why}. Rank 0's machine must let that "
+                        "port in"
                     ) from error
                 time.sleep(_AGAIN_S)
             except KeysError as error:
@@ -183,26 +206,28 @@ class Mesh:
                 raise LinkError(f"rank 0 at {address} refuses this rank: {error}") from error
         self._place = self._place._replace(session=answer.session)
         self._connect(0, Way(stream, DIRECT, (self._dial_first,)))
-        listen = self._own_address(stream)
-        self._routes = Routes(self._trust, self._place, self.store, address, listen, self._take_again)
+        host = str(stream.sock.getsockname()[0])
+        listen = None if self._meeting.quiet else self._meeting.listen or Address(host, 0)
+        self._routes = Routes(self._trust, self._place, self.store, address, listen, host, self._take_again)
 
     def _dial_first(self, received: int) -> tuple[SecureStream, int]:
         wish = Wish(hello.AGAIN, 0, received=received)
         stream, answer = connect(self._meeting.address, self._trust, self._place, wish, wait_s=_AGAIN_CONNECT_S)
         return stream, answer.received
 
-    def _own_address(self, stream: SecureStream) -> Address | None:
-        if self._meeting.quiet:
-            return None
-        return self._meeting.listen or Address(str(stream.sock.getsockname()[0]), 0)
-
-    def _find_all(self) -> None:
-        """Connect to all other ranks but 0, at the same time."""
-        others = [rank for rank in range(1, self.world) if rank != self.rank]
-        if others and self._routes is not None:
+    def _find_all(self, wait_s: float) -> None:
+        """Connect to all other ranks but 0, at the same time, once all have come to rank 0."""
+        others = {rank: address_key(rank) for rank in range(1, self.world) if rank != self.rank}
+        wait_for_keys(self.store, others, wait_s, "did not come to the start of the run")
+        if others:
             with ThreadPoolExecutor(len(others)) as pool:
-                for rank, way in zip(others, pool.map(self._routes.find, others), strict=True):
-                    self._connect(rank, way)
+                for found in [pool.submit(self._find, rank) for rank in others]:
+                    found.result()
+
+    def _find(self, rank: int) -> None:
+        """Connect to another rank; at once, for the other side may be silent for a part of its timeout only."""
+        assert self._routes is not None
+        self._connect(rank, self._routes.find(rank))
 
     # -- all
 
@@ -221,6 +246,20 @@ class Mesh:
         with self._came:
             self.connections[rank], self.routes[rank] = connection, way.route
             self._came.notify_all()
+
+
+def default_listen(address: Address, world: int) -> Address:
+    """Where rank 0 listens that is reached at `address`.
+
+    A machine's own name often stands for 127.0.1.1 there, as on Debian, where no other machine comes in: with several
+    ranks it listens at all interfaces then.
+    """
+    if world == 1 or address.number is not None or address.host == "localhost":
+        return address
+    with contextlib.suppress(OSError):  # the listener says what is wrong with it
+        if any(ipaddress.ip_address(host.partition("%")[0]).is_loopback for _, host in places(address)):
+            return Address(EVERYWHERE, address.port)
+    return address
 
 
 def meet(meeting: Meeting, trust: Trust, *, wait_s: float) -> Mesh:
@@ -247,9 +286,11 @@ def meet(meeting: Meeting, trust: Trust, *, wait_s: float) -> Mesh:
             made._receive_all(wait_s)
         else:
             made._join(wait_s)
-            made._find_all()
+            made._find_all(wait_s)
         made.store.set(_READY.format(made.rank), "")
-        made.store.wait([_READY.format(rank) for rank in range(made.world)], timedelta(seconds=_READY_S))
+        ready = {rank: _READY.format(rank) for rank in range(made.world)}
+        wait_for_keys(made.store, ready, _READY_S, "did not connect to all others")
+        threading.Thread(target=made._knock, name="pipecomp-knock", daemon=True).start()
     except BaseException:
         with contextlib.suppress(Exception):
             made.close()

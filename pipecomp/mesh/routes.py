@@ -13,8 +13,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from pipecomp.errors import KeysError, LinkTimeoutError, PipecompError
-from pipecomp.keys.listener import Address, Listener
+import torch.distributed as dist
+
+from pipecomp.errors import KeysError, LinkTimeoutError, PeerLostError, PipecompError
+from pipecomp.keys.listener import MOST_WAITING, Address, Listener
 from pipecomp.keys.stream import SecureStream, close
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
@@ -32,7 +34,7 @@ _KEY = "pipecomp/mesh/{}"
 def connect(address: Address, trust: Trust, mine: Place, wish: Wish, *, wait_s: float) -> tuple[SecureStream, Answer]:
     """A connection to a rank that listens, and what it answers.
 
-    OSError if nothing listens; KeysError or RefusedError from `greet`.
+    OSError if nothing listens; KeysError (NoAnswerError, too) or RefusedError from `greet`.
     """
     sock = socket.create_connection((address.host, address.port), wait_s)
     sock.settimeout(_HELLO_S)
@@ -57,6 +59,60 @@ def refuses(address: Address | None) -> bool:
     return False
 
 
+class Door:
+    """Where a rank says that it listens, as seen from here.
+
+    Behind tunnels, bridges and NAT its address is nothing, or somebody else's, and that nothing listens there says
+    nothing about the rank: it counts only once the rank itself has answered there.
+    """
+
+    def __init__(self, trust: Trust, rank: int, address: Address | None) -> None:
+        self.rank, self.reached = rank, False
+        self._trust, self._address = trust, address
+
+    def knock(self) -> None:
+        """See whether that rank answers there, while it is connected."""
+        if self._address is None:
+            return
+        with contextlib.suppress(OSError, PipecompError):
+            sock = socket.create_connection((self._address.host, self._address.port), _DIRECT_S)
+            try:
+                sock.settimeout(_HELLO_S)
+                _, who = self._trust.secure(sock, server=False)
+                self._trust.check(who)
+                self._trust.check_rank(who, self.rank)
+                self.reached = True
+            finally:
+                close(sock)
+
+    def gone(self) -> bool:
+        """Whether nothing listens any more where that rank did."""
+        return self.reached and refuses(self._address)
+
+
+def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str) -> None:
+    """Wait until all ranks have written their keys.
+
+    Args:
+        store: The key-value store.
+        keys: By the rank that writes them.
+        wait_s: For all of them.
+        problem: What a rank did not do that has not written its key, after "rank N".
+
+    Raises:
+        LinkTimeoutError: Names the first rank whose key is not there in time.
+        PeerLostError: Rank 0, which has the store, is gone.
+    """
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=wait_s))
+    except dist.DistNetworkError as error:
+        raise PeerLostError(str(error), 0) from error
+    except dist.DistStoreError as error:
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
+            keys = {rank: key for rank, key in keys.items() if not store.check([key])} or keys
+        raise LinkTimeoutError(f"rank {min(keys)} {problem} within {wait_s:g} s") from error
+
+
 def address_key(rank: int) -> str:
     """Where a rank says in the key-value store where it listens; empty for nowhere."""
     return _KEY.format(f"address/{rank}")
@@ -72,21 +128,25 @@ class Routes:
         store: Any,
         first: Address,
         listen: Address | None,
+        host: str,
         again: Callable[[Guest], Callable[[], None]],
     ) -> None:
         """first: rank 0's address. listen: where this rank may listen; None if nowhere.
 
-        again: takes ranks that were connected before; returns what to do next.
+        host: the address that leads to rank 0, which others are told where `listen` is all interfaces. again: takes
+        ranks that were connected before; returns what to do next.
         """
         self._trust, self._mine, self._store, self._first, self._again = trust, mine, store, first, again
+        self.doors: list[Door] = []  # of ranks that made the connections, and could not be asked whether they listen
         self._guests: dict[int, Guest] = {}
         self._came = threading.Condition()
         self._listener: Listener | None = None
         said = ""
         if listen is not None:
             with contextlib.suppress(PipecompError):
-                self._listener = Listener(listen, self._admit)
-                said = str(self._listener.address)
+                self._listener = Listener(listen, self._admit, most_waiting=max(MOST_WAITING, 2 * mine.world))
+                at = self._listener.address
+                said = str(Address(host, at.port) if at.everywhere else at)
         store.set(address_key(mine.rank), said)
 
     def close(self) -> None:
@@ -113,9 +173,10 @@ class Routes:
                     continue
                 self._store.set(key, "yes")
                 return Way(stream, DIRECT, (partial(self._once_more, address, target), around))
-            if self._read(key) == "yes":
-                gone = partial(refuses, at[other])
-                return Way(self._guest(other), DIRECT, (around,), waits=True, gone=gone)
+            if self._read(key, other, "did not say whether it reaches this rank") == "yes":
+                door = Door(self._trust, other, at[other])
+                self.doors.append(door)
+                return Way(self._guest(other), DIRECT, (around,), waits=True, gone=door.gone)
         return Way(self._relayed(other, _ROUTE_S, 0)[0], RELAYED, (around,))
 
     def _direct(self, address: Address, wish: Wish) -> tuple[SecureStream, int]:
@@ -168,9 +229,10 @@ class Routes:
             return self._guests[rank].stream
 
     def _address(self, rank: int) -> Address | None:
-        text = self._read(address_key(rank))
+        text = self._read(address_key(rank), rank, "did not say where it listens")
         return Address.parse(text) if text else None
 
-    def _read(self, key: str) -> str:
-        self._store.wait([key], timedelta(seconds=_ROUTE_S))
+    def _read(self, key: str, rank: int, problem: str) -> str:
+        """What `rank` writes. LinkTimeoutError names it."""
+        wait_for_keys(self._store, {rank: key}, _ROUTE_S, problem)
         return str(self._store.get(key).decode())

@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,13 +20,14 @@ import torch.distributed as dist
 
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.keys.authority import new, revoke
+from pipecomp.keys.listener import EVERYWHERE, MOST_WAITING, Address
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
 from pipecomp.mesh.collectives import Collectives
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
-from pipecomp.mesh.mesh import Meeting, meet
+from pipecomp.mesh.mesh import Meeting, Mesh, default_listen, meet
 from pipecomp.mesh.process_group import MeshProcessGroup
-from pipecomp.mesh.routes import DIRECT, RELAYED, connect
+from pipecomp.mesh.routes import DIRECT, RELAYED, Door, address_key, connect
 from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
 LONG = 3 * CONTENT_BYTES + 17
@@ -159,6 +161,24 @@ class TestCollectives:
         sent.wait()
         assert torch.equal(out[0], given[0])
         together([groups[r].barrier().wait for r in range(3)])
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_tensors_of_no_values(two, early):
+    """Whichever comes first, the message or its receive."""
+    groups = [Collectives(mesh, [0, 1], 11) for mesh in two]
+    empty = [torch.empty(0, 3) for _ in two]
+    if early:
+        groups[0].send(empty[0], 1, 0).wait(WAIT_S)
+        groups[0].send(torch.ones(1), 1, 1).wait(WAIT_S)
+        groups[1].receive(torch.empty(1), 0, 1).wait(WAIT_S)  # it came after the other
+        groups[1].receive(empty[1], 0, 0).wait(WAIT_S)
+    else:
+        coming = groups[1].receive(empty[1], 0, 0)
+        groups[0].send(empty[0], 1, 0).wait(WAIT_S)
+        coming.wait(WAIT_S)
+    together([lambda r=r: groups[r].all_reduce_(torch.empty(0), "SUM") for r in range(2)])
+    together([lambda r=r: groups[r].all_gather([torch.empty(0), torch.empty(0)], torch.empty(0)) for r in range(2)])
 
 
 def test_all_reduce_in_pieces(two, monkeypatch):
@@ -339,6 +359,179 @@ class TestFailures:
         with pytest.raises(PeerLostError, match=r"rank 0 gave up the connection .*MemoryError: no more") as raised:
             there.wait(WAIT_S)
         assert raised.value.rank == 0
+
+
+class TestStart:
+    def test_ranks_that_start_further_apart_than_a_route_takes(self, folders, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.routes._ROUTE_S", 0.5)
+        address = free_address()
+
+        def one(rank: int) -> Mesh:
+            time.sleep(2.0 if rank == 2 else 0.0)
+            return meet(Meeting(rank, 3, address), Trust(folders[rank]), wait_s=WAIT_S)
+
+        meshes = together([lambda rank=rank: one(rank) for rank in range(3)])
+        assert meshes[1].routes[2] == DIRECT
+        close_all(meshes)
+
+    def test_a_rank_that_never_comes_is_named_by_the_others(self, folders):
+        address = free_address()
+
+        def one(rank: int) -> Exception:
+            with pytest.raises(LinkError) as raised:
+                meet(Meeting(rank, 3, address), Trust(folders[rank]), wait_s=4.0 if rank == 0 else 1.0)
+            return raised.value
+
+        first, second = together([lambda: one(0), lambda: one(1)])
+        assert str(second) == "rank 2 did not come to the start of the run within 1 s"
+        assert "rank 2 did not come to the start of the run within 4 s" in str(first)
+
+    def test_a_rank_is_connected_as_soon_as_it_is_found(self, folders, monkeypatch):
+        made = Mesh(Meeting(1, 4, free_address()), Trust(folders[1]))
+        connected: list[int] = []
+        third = threading.Event()
+
+        def find(rank: int) -> int:
+            if rank == 2:  # whose way is found only when rank 3 is connected
+                assert third.wait(10)
+            return rank
+
+        def take(rank: int, way: int) -> None:
+            connected.append(way)
+            third.set()
+
+        monkeypatch.setattr("pipecomp.mesh.mesh.wait_for_keys", lambda *_: None, raising=False)
+        monkeypatch.setattr(made, "_connect", take)
+        made._routes = SimpleNamespace(find=find)
+        together([lambda: made._find_all(*[WAIT_S] * (made._find_all.__code__.co_argcount - 1))])
+        assert connected == [3, 2]
+
+    def test_who_lost_a_connection_that_is_not_taken_yet_may_come_again(self, folders):
+        made = Mesh(Meeting(1, 3, free_address()), Trust(folders[1]))
+        said: list[object] = []
+        guest = hello.Guest(2, "machine-2", hello.AGAIN, 1, 0, SimpleNamespace(send_json=said.append))
+        with pytest.raises(EOFError):
+            made._take_again(guest)
+        assert said == [], "it would give up"
+
+    def test_rank_0_that_comes_behind_a_tunnel_is_waited_for(self, folders, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.routes._HELLO_S", 0.3)
+        address, ends = free_address(), []
+
+        def serve() -> None:
+            with socket.create_server((address.host, address.port)) as server:
+                server.accept()[0].close()
+                ends.append(server.accept()[0])  # and says nothing
+                server.accept()[0].close()
+
+        tunnel = threading.Thread(target=serve, daemon=True)
+        tunnel.start()
+
+        def first() -> Mesh:
+            tunnel.join(20)
+            monkeypatch.setattr("pipecomp.mesh.routes._HELLO_S", 10.0)
+            return meet(Meeting(0, 2, address), Trust(folders[0]), wait_s=20.0)
+
+        def second() -> Mesh:
+            return meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=20.0)
+
+        close_all(together([first, second]))
+        ends[0].close()
+
+    def test_a_large_run_may_come_all_at_once(self, folders):
+        for world, most in ((2, MOST_WAITING), (80, 160)):
+            made = Mesh(Meeting(0, world, free_address()), Trust(folders[0]))
+            with pytest.raises(LinkTimeoutError):
+                made._receive_all(0.0)
+            assert made._listener._most_waiting == most
+            made.close()
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Addresses by the names of hosts, in place of the system's."""
+    known: dict[str, list[str]] = {}
+    original = socket.getaddrinfo
+
+    def look_up(host, port, *args, **kwargs):
+        return [found for at in known.get(host, [host]) for found in original(at, port, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return known
+
+
+class TestWhereRank0Listens:
+    def test_a_machine_that_knows_itself_by_a_loopback_address(self, folders, names):
+        names["node-1"] = ["127.0.1.1"]
+        port = free_address().port
+        meetings = [Meeting(0, 2, Address("node-1", port)), Meeting(1, 2, Address("127.0.0.1", port))]
+        calls = [lambda m=m: meet(m, Trust(folders[m.rank]), wait_s=5.0) for m in meetings]
+        close_all(together(calls))
+
+    @pytest.mark.parametrize(
+        ("host", "world", "expected"),
+        [
+            ("node-1", 2, EVERYWHERE),
+            ("node-1", 1, "node-1"),
+            ("node-2", 2, "node-2"),
+            ("localhost", 2, "localhost"),
+            ("127.0.1.1", 2, "127.0.1.1"),
+            ("unknown.invalid", 2, "unknown.invalid"),
+        ],
+    )
+    def test_default(self, names, host, world, expected):
+        names.update({"node-1": ["10.0.0.1", "127.0.1.1"], "node-2": ["10.0.0.2", "10.1.0.2"]})
+        assert default_listen(Address(host, 1), world).host == expected
+
+
+class TestWhoIsGone:
+    def test_that_nothing_listens_where_a_rank_was_never_reached_says_nothing(self, two, folders):
+        trust, there = Trust(folders[0]), Address.parse(two[0].store.get(address_key(1)).decode())
+        nowhere = Door(trust, 1, free_address())
+        nowhere.knock()
+        assert not nowhere.gone()
+        with socket.create_server(("127.0.0.1", 0)) as server:  # somebody else, with the same address as that rank's
+            another = Door(trust, 1, Address(*server.getsockname()))
+            threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+            another.knock()
+        assert not another.gone()
+        door, wrong = Door(trust, 1, there), Door(trust, 2, there)
+        for each in (door, wrong):
+            each.knock()
+            assert not each.gone()
+        two[1]._routes.close()
+        assert (door.gone(), wrong.gone()) == (True, False)
+
+    def test_a_rank_whose_address_means_nothing_here_is_waited_for(self, folders, monkeypatch):
+        """As behind NAT: it makes the connection, and only it can make it anew."""
+        monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
+        meshes = meet_all(folders[:2])
+        meshes[0].store.set(address_key(1), str(free_address()))
+        with contextlib.suppress(AttributeError):
+            meshes[0]._knock()
+        line, until = meshes[1].connections[0].line, time.monotonic() + 3.0
+        dial = line._way.dials[0]
+
+        def late(received):
+            if time.monotonic() < until:
+                raise OSError("no way yet")
+            return dial(received)
+
+        line._way = line._way._replace(dials=(late,))
+        line._stream.close()
+        into = bytearray(1)
+        waiting = meshes[0].connections[1].receive(1, 0, memoryview(into))
+        meshes[1].connections[0].send(1, 0, memoryview(b"x"))
+        waiting.wait(WAIT_S)
+        assert into == b"x"
+        close_all(meshes)
+
+    def test_no_rank_tells_others_to_connect_to_all_interfaces(self, folders):
+        address = free_address()
+        meetings = [Meeting(0, 2, address), Meeting(1, 2, address, listen=Address("0.0.0.0", 0))]
+        meshes = together([lambda m=m: meet(m, Trust(folders[m.rank]), wait_s=WAIT_S) for m in meetings])
+        assert meshes[0].store.get(address_key(1)).decode().startswith("127.0.0.1:")
+        close_all(meshes)
 
 
 class Limited:
