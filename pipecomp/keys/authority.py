@@ -116,8 +116,9 @@ def revoke(path: str | os.PathLike[str], machine: str) -> None:
         raise KeysError(f"no machine {machine!r} to revoke; there are: {known or 'none'}")
     found[0]["revoked"] = True
     serials = [int(line["serial"], 16) for line in lines if line["revoked"]]
-    number = folder.revoked()[0] + 1
-    folder.write(REVOKED, made.pem(made.make_revoked(folder.certificate(), key, serials, number)))
+    with folder.alone():
+        number = folder.revoked()[0] + 1
+        folder.write(REVOKED, made.pem(made.make_revoked(folder.certificate(), key, serials, number)))
     folder.write_issued(lines)
 
 

@@ -23,6 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NAMES = "letters, digits, '.', '_' and '-', at most 64, not beginning with '.', '_' or '-'"
 MAX_RANK = 65535
 _EARLIER = datetime.timedelta(minutes=5)  # that clocks of two machines may differ
+_SHORTEST = datetime.timedelta(hours=1)  # that a new certificate is good for
 _URI = "pipecomp:{}/{}"
 
 
@@ -102,7 +103,7 @@ def make_authority(key: ec.EllipticCurvePrivateKey, run: str, days: int) -> x509
     name = _name(f"pipecomp run {run}")
     usage = _usage(signs_certificates=True)
     return (
-        _builder(name, name, key.public_key(), days)
+        _builder(name, name, key.public_key(), now() + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(_uris(run=run), critical=False)
@@ -119,12 +120,17 @@ def make_machine(
     *,
     days: int,
 ) -> x509.Certificate:
-    """A machine's certificate, for both ends of a connection; it ends with the authority's at the latest."""
+    """A machine's certificate, for both ends of a connection; it ends with the authority's at the latest.
+
+    KeysError if that is about to be.
+    """
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-    left = (authority.not_valid_after_utc - now()).days
+    end = min(now() + datetime.timedelta(days=days), authority.not_valid_after_utc)
+    if end - now() < _SHORTEST:
+        raise KeysError(f"the run's keys expire at {end:%Y-%m-%d %H:%M} UTC, in less than an hour: make new keys")
     run = run_of(authority)
     return (
-        _builder(_name(machine), authority.subject, public_key, min(days, left))
+        _builder(_name(machine), authority.subject, public_key, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(both, critical=True)
@@ -208,7 +214,7 @@ def _uris(**said: str) -> x509.SubjectAlternativeName:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, end: datetime.datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -217,7 +223,7 @@ def _builder(
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now() - _EARLIER)
-        .not_valid_after(now() + datetime.timedelta(days=days))
+        .not_valid_after(end)
     )
 
 

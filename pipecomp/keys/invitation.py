@@ -3,12 +3,14 @@
 The inviting machine listens, and shows the authority's own certificate under TLS; the joining one knows its SHA-256
 from the line that a person has pasted, so nobody can stand between them. It makes its private key itself, which never
 leaves it, and sends a request for a certificate with an HMAC of it under the one-time code. Name and ranks are those of
-the invitation, whatever the request says. The code is used up by the first certificate, and after `minutes`.
+the invitation, whatever the request says. The code is used up when the joining machine has said that it keeps its
+certificate, and after `minutes`; one that nobody has kept is revoked.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import os
@@ -16,6 +18,7 @@ import secrets
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from cryptography import x509
@@ -23,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from pipecomp.errors import ConfigError, KeysError, PipecompError
 from pipecomp.keys import certificates as made
-from pipecomp.keys.authority import DAYS, check_days, check_free, issue, next_rank, public_key_of, same_key
+from pipecomp.keys.authority import DAYS, check_days, check_free, issue, next_rank, public_key_of, revoke, same_key
 from pipecomp.keys.folder import AUTHORITY, AUTHORITY_KEY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
 from pipecomp.keys.listener import Address, Listener
 from pipecomp.keys.stream import SecureStream, close, context, explain
@@ -72,6 +75,7 @@ class Invitation:
         self._context.verify_mode = ssl.CERT_NONE
         self._context.load_cert_chain(folder.file(AUTHORITY), folder.file(AUTHORITY_KEY))
         self._lock, self._joined = threading.Lock(), threading.Event()
+        self._given: tuple[bytes, str] | None = None  # a request, and the certificate that was made for it
         self._listener = Listener(parse_address("listen", listen), self._admit)
         self.address = self._listener.address
 
@@ -82,6 +86,9 @@ class Invitation:
     def close(self) -> None:
         """The code is worth nothing from now on."""
         self._listener.close()
+        with self._lock:
+            if not self._joined.is_set():
+                self._take_back()
 
     def __enter__(self) -> Invitation:
         return self
@@ -94,21 +101,36 @@ class Invitation:
         stream.handshake()
         asked = stream.receive_json()
         request = str(asked.get("request", "")).encode()
+        if not hmac.compare_digest(_mac(self.code, request, self.fingerprint), str(asked.get("mac", ""))):
+            stream.send_json({"error": _REFUSED})
+            return
         with self._lock:
-            right = hmac.compare_digest(_mac(self.code, request, self.fingerprint), str(asked.get("mac", "")))
-            if not right or self._joined.is_set():
+            if self._joined.is_set():
                 stream.send_json({"error": _REFUSED})
                 return
             try:
-                certificate = issue(
-                    self._folder, public_key_of(request), self._machine, self.ranks, days=self._days
-                ).decode()
+                certificate = self._certificate(request)
             except PipecompError as error:
                 stream.send_json({"error": str(error)})
                 return
-            folder = self._folder
-            stream.send_json({"certificate": certificate, "revoked": folder.read(REVOKED).decode()})
-            self._joined.set()
+            stream.send_json({"certificate": certificate, "revoked": self._folder.read(REVOKED).decode()})
+            if stream.receive_json().get("kept") is True:  # else it may come again
+                self._joined.set()
+
+    def _certificate(self, request: bytes) -> str:
+        """The certificate for a request, the same for the same one; one for another, which nobody kept, is revoked."""
+        if self._given is None or self._given[0] != request:
+            key = public_key_of(request)
+            self._take_back()
+            self._given = request, issue(self._folder, key, self._machine, self.ranks, days=self._days).decode()
+        return self._given[1]
+
+    def _take_back(self) -> None:
+        """Revoke what was signed, so that name and ranks are free again."""
+        if self._given is not None:
+            self._given = None
+            with contextlib.suppress(KeysError):  # somebody has revoked it
+                revoke(self._folder.path, self._machine)
 
 
 def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> made.Identity:
@@ -125,7 +147,8 @@ def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> 
 
     Raises:
         ConfigError: For an address or a fingerprint that is none.
-        KeysError: If what listens there is not the inviting machine, or refuses.
+        KeysError: If what listens there is not the inviting machine, or refuses, or the folder cannot hold keys. While
+            the invitation waits, its code is still good then.
     """
     address = parse_address("at", at)
     wanted = fingerprint.replace(":", "").lower()
@@ -133,20 +156,40 @@ def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> 
         raise ConfigError("fingerprint", fingerprint, "64 hexadecimal digits, as `pipecomp keys invite` prints them")
     folder, key = KeyFolder(path), made.new_key()
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
-    authority, answer = _ask(address, wanted, code.strip().upper(), made.pem(request))
-    certificate = x509.load_pem_x509_certificate(str(answer.get("certificate")).encode())
-    made.check_signed(certificate, authority)
-    if not same_key(certificate, key):
-        raise KeysError(f"{address} sent a certificate for another key")
-    identity = made.identify(certificate)
-    revoked = str(answer.get("revoked")).encode()
-    made.read_revoked(revoked, authority)
+    new, kept = not folder.path.exists(), []
+
+    def keep(authority: x509.Certificate, answer: dict[str, Any]) -> None:
+        certificate = x509.load_pem_x509_certificate(str(answer.get("certificate")).encode())
+        made.check_signed(certificate, authority)
+        if not same_key(certificate, key):
+            raise KeysError(f"{address} sent a certificate for another key")
+        kept.append(made.identify(certificate))
+        revoked = str(answer.get("revoked")).encode()
+        made.read_revoked(revoked, authority)
+        folder.write(AUTHORITY, made.pem(authority))
+        folder.write(REVOKED, revoked)
+        folder.write(MACHINE, made.pem(certificate))  # with which the folder is complete
+
     folder.make()
-    folder.write(MACHINE_KEY, made.key_pem(key))
-    folder.write(MACHINE, made.pem(certificate))
-    folder.write(AUTHORITY, made.pem(authority))
-    folder.write(REVOKED, revoked)
-    return identity
+    try:
+        folder.write(MACHINE_KEY, made.key_pem(key))  # before the code is used: a disk that is full says so now
+        _ask(address, wanted, code.strip().upper(), made.pem(request), keep)
+    except BaseException as error:
+        if not folder.has(MACHINE):
+            _clear(folder, new)
+        if isinstance(error, OSError):
+            raise KeysError(f"{path} cannot hold keys: {error.strerror or error}") from error
+        raise
+    return kept[0]
+
+
+def _clear(folder: KeyFolder, new: bool) -> None:
+    """Leave a folder as it was before keys were put into it."""
+    with contextlib.suppress(OSError):
+        for file in folder.path.iterdir():
+            file.unlink()
+        if new:
+            folder.path.rmdir()
 
 
 def parse_address(key: str, text: str) -> Address:
@@ -157,8 +200,14 @@ def parse_address(key: str, text: str) -> Address:
         raise ConfigError(key, text, "HOST:PORT, as in 192.0.2.1:29401 or [2001:db8::1]:29401") from None
 
 
-def _ask(address: Address, fingerprint: str, code: str, request: bytes) -> tuple[x509.Certificate, dict[str, Any]]:
-    """The authority's certificate and the inviting machine's answer."""
+def _ask(
+    address: Address,
+    fingerprint: str,
+    code: str,
+    request: bytes,
+    keep: Callable[[x509.Certificate, dict[str, Any]], None],
+) -> None:
+    """Have `keep` called with the authority's certificate and the inviting machine's answer, which then hears of it."""
     pinned = context(server=False)
     pinned.verify_mode = ssl.CERT_NONE  # its fingerprint is compared, before anything is sent
     try:
@@ -179,12 +228,20 @@ def _ask(address: Address, fingerprint: str, code: str, request: bytes) -> tuple
         stream.send_json({"request": request.decode(), "mac": _mac(code, request, fingerprint)})
         answer = stream.receive_json()
     except (OSError, EOFError) as error:
+        close(sock)
         raise KeysError(f"{address}: {explain(error)}") from error
+    except BaseException:
+        close(sock)
+        raise
+    try:
+        if "error" in answer:
+            raise KeysError(f"{address} refuses: {str(answer['error'])[:300]}")
+        keep(x509.load_der_x509_certificate(shown), answer)
+        with contextlib.suppress(OSError, EOFError, PipecompError):  # whatever comes now, the certificate is kept
+            stream.send_json({"kept": True})
+            stream.receive_json()  # the other side closes the connection when it has noted that
     finally:
         close(sock)
-    if "error" in answer:
-        raise KeysError(f"{address} refuses: {str(answer['error'])[:300]}")
-    return x509.load_der_x509_certificate(shown), answer
 
 
 def _mac(code: str, request: bytes, fingerprint: str) -> str:

@@ -96,11 +96,14 @@ def invite_all(run: Run, keys: str, listen: Address, options: Sequence[str], *, 
         say(f"keys: made in {keys}, for rank {run.ranks(0)} on this machine")
     elif not folder.has(AUTHORITY_KEY):
         raise KeysError(f"{keys} was made by joining another machine: give --at, or another folder as --keys")
-    there = {line["ranks"] for line in listed(keys) if not line["revoked"]}
+    there = {line["ranks"]: line["machine"] for line in listed(keys) if not line["revoked"]}
     port = listen.port if run.machines == 2 else listen.port + 1
     shown = Address(run.address.host, port)
     for machine in range(1, run.machines):
-        if run.ranks(machine) in there:
+        name = there.get(run.ranks(machine))
+        if name is not None:
+            again = shlex.join(["pipecomp", "keys", "revoke", keys, name])
+            say(f"keys: {name} has joined before, for rank {run.ranks(machine)}. If it has lost its keys: {again}")
             continue
         name = f"machine-{machine + 1}"
         at = str(Address(listen.host, port))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from pipecomp.keys import certificates, invitation
 from pipecomp.keys.authority import issue, listed, new, revoke
 from pipecomp.keys.certificates import parse_ranks, ranks_text
 from pipecomp.keys.folder import KeyFolder
-from pipecomp.keys.listener import Address, Listener
+from pipecomp.keys.listener import EVERYWHERE, Address, Listener
 from pipecomp.keys.stream import SecureStream
 from pipecomp.keys.trust import Trust
 
@@ -156,6 +158,81 @@ def test_a_list_of_revoked_certificates_must_be_the_authoritys_and_newer(first, 
     assert first.revoked()[0] == 2
 
 
+def test_two_who_write_the_same_file_at_once(first, monkeypatch):
+    both, sync = threading.Barrier(2, timeout=10), os.fsync
+
+    def together(handle):
+        sync(handle)
+        both.wait()  # both have written their part, and none has moved it
+
+    monkeypatch.setattr(os, "fsync", together)
+    errors = []
+
+    def write(data):
+        try:
+            first.write("revoked.pem", data)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(data,)) for data in (b"one" * 9, b"two" * 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert first.read("revoked.pem") in (b"one" * 9, b"two" * 9)
+    assert [file.name for file in first.path.iterdir() if file.name.endswith(".part")] == []
+
+
+def test_a_newer_list_of_another_process_is_not_written_over(first, second, monkeypatch):
+    lists = []
+    for name in ("a", "b"):
+        issue(first, certificates.new_key().public_key(), name, (len(lists) + 5,))
+        revoke(first.path, name)
+        lists.append(first.read("revoked.pem"))
+    real, newer_is_done = KeyFolder.write, threading.Event()
+
+    def write(folder, name, data):
+        if data == lists[0]:
+            newer_is_done.wait(0.5)  # between comparing and writing
+        real(folder, name, data)
+
+    monkeypatch.setattr(KeyFolder, "write", write)
+    older = threading.Thread(target=lambda: second.learn_revoked(lists[0]))
+    older.start()
+    time.sleep(0.1)
+    KeyFolder(second.path).learn_revoked(lists[1])
+    newer_is_done.set()
+    older.join()
+    assert second.revoked()[0] == 3
+
+
+def test_a_folder_that_cannot_be_written_does_not_keep_a_machine_from_learning(first, second, tmp_path, monkeypatch):
+    third = Trust(machine(first, tmp_path / "third", "third", (3,)))
+    revoke(first.path, "second")
+
+    def refuse(folder, name, data):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(KeyFolder, "write", refuse)
+    third.learn(Trust(first).revoked)
+    assert third.revoked == Trust(first).revoked
+    assert "machine 'second' was revoked" in str(meet(third, Trust(second))[0])
+
+
+def test_a_certificate_is_good_until_its_authoritys_end(tmp_path, monkeypatch):
+    for days in (1, 9):
+        folder = new(tmp_path / f"keys-{days}", days=days)
+        Trust(folder)
+        assert folder.identity().expires == folder.certificate().not_valid_after_utc
+    later = folder.certificate().not_valid_after_utc - datetime.timedelta(minutes=59)
+    monkeypatch.setattr(certificates, "now", lambda: later)
+    with pytest.raises(KeysError, match=r"the run's keys expire at .* UTC, in less than an hour: make new keys"):
+        issue(folder, certificates.new_key().public_key(), "second", (1,))
+    monkeypatch.setattr(certificates, "now", lambda: later - datetime.timedelta(minutes=2))
+    issue(folder, certificates.new_key().public_key(), "second", (1,))
+
+
 @pytest.mark.parametrize(("days", "said"), [(100, "expired at"), (-100, "not valid before .* set the clock")])
 def test_this_machines_certificate_out_of_time(second, monkeypatch, days, said):
     later = certificates.now() + datetime.timedelta(days=days)
@@ -236,15 +313,56 @@ class TestInvitation:
         assert heard == []
 
     def test_the_request_cannot_choose_name_or_ranks(self, first):
-        key = certificates.new_key()
+        key, got = certificates.new_key(), []
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "first")])
         uri = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("pipecomp:ranks/0")])
         builder = x509.CertificateSigningRequestBuilder().subject_name(name).add_extension(uri, critical=False)
         request = certificates.pem(builder.sign(key, certificates.hashes.SHA256()))
         with invitation.Invitation(first.path, "second", ranks="4", listen=LOCAL) as invited:
-            _, answer = invitation._ask(invited.address, invited.fingerprint, invited.code, request)
-        got = certificates.identify(x509.load_pem_x509_certificate(answer["certificate"].encode()))
-        assert (got.machine, got.ranks) == ("second", (4,))
+            ask = (invited.address, invited.fingerprint, invited.code, request)
+            invitation._ask(*ask, lambda authority, answer: got.append(answer["certificate"].encode()))
+        found = certificates.identify(x509.load_pem_x509_certificate(got[0]))
+        assert (found.machine, found.ranks) == ("second", (4,))
+
+    def test_a_folder_that_cannot_hold_keys_leaves_the_code_good(self, first, tmp_path, monkeypatch):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "notes.txt").write_text("mine")
+        with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
+            ask = (str(invited.address), invited.fingerprint, invited.code)
+            with pytest.raises(KeysError, match="not empty"):
+                invitation.join(tmp_path / "full", *ask)
+            real = KeyFolder.write
+
+            def refuse(folder, name, data):
+                if name == "machine.pem":
+                    raise OSError(28, "No space left on device")
+                real(folder, name, data)
+
+            monkeypatch.setattr(KeyFolder, "write", lambda f, n, d: (real if f.path == first.path else refuse)(f, n, d))
+            with pytest.raises(KeysError, match=r"second cannot hold keys: No space left on device"):
+                invitation.join(tmp_path / "second", *ask)
+            monkeypatch.undo()
+            assert not (tmp_path / "second").exists()
+            assert not invited.wait(0)
+            got = invitation.join(tmp_path / "second", *ask)
+            assert invited.wait(10)
+        assert [line["revoked"] for line in listed(first.path)] == [False, True, False], "what nobody kept is revoked"
+        assert meet(Trust(first), Trust(KeyFolder(tmp_path / "second")))[0] == got
+
+    def test_what_nobody_has_kept_when_the_invitation_ends_is_taken_back(self, first, tmp_path):
+        def lose(authority, answer):
+            raise EOFError("the machine has crashed")
+
+        request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        request = certificates.pem(request.sign(certificates.new_key(), certificates.hashes.SHA256()))
+        with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
+            for _ in range(2):  # the same again gets the same
+                with contextlib.suppress(EOFError):
+                    invitation._ask(invited.address, invited.fingerprint, invited.code, request, lose)
+            assert [line["revoked"] for line in listed(first.path)] == [False, False]
+        assert [line["revoked"] for line in listed(first.path)] == [False, True]
+        with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
+            invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, invited.code)
 
     def test_only_the_machine_with_the_authoritys_key_invites(self, second):
         with pytest.raises(KeysError, match=r"authority.key cannot be read"):
@@ -309,6 +427,25 @@ class TestListener:
             pytest.skip("no IPv6 on this machine")
         assert str(listener.address).startswith("[::1]:")
         socket.create_connection((listener.address.host, listener.address.port)).close()
+        listener.close()
+
+    @pytest.mark.parametrize("last", ["127.0.0.3", "192.0.2.1"])  # the other is not this machine's
+    def test_a_name_is_listened_for_at_all_of_its_addresses(self, monkeypatch, last):
+        real = socket.getaddrinfo
+        found = lambda host, *args, **kwargs: [w for at in ("127.0.0.2", last) for w in real(at, *args, **kwargs)]  # noqa: E731
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda host, *a, **k: (found if host == "node" else real)(host, *a, **k)
+        )
+        listener = Listener(Address("node", 0), lambda sock: None)
+        for host in {"127.0.0.2", last} - {"192.0.2.1"}:
+            socket.create_connection((host, listener.address.port)).close()
+        listener.close()
+
+    def test_everywhere(self):
+        listener = Listener(Address(EVERYWHERE, 0), lambda sock: None)
+        assert listener.address.everywhere
+        for host in ("127.0.0.1", "127.0.1.1", *(["::1"] if len(listener._sockets) == 2 else [])):
+            socket.create_connection((host, listener.address.port)).close()
         listener.close()
 
     def test_an_address_of_another_machine_is_named(self):

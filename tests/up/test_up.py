@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from pipecomp.cli import app
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
-from pipecomp.keys.authority import listed, new
+from pipecomp.keys.authority import issue, listed, new
+from pipecomp.keys.certificates import new_key
 from pipecomp.keys.listener import Address
 from pipecomp.up import host
 from pipecomp.up.files import digest, named
@@ -57,6 +60,19 @@ def test_a_machine_that_does_not_join(tmp_path: Path) -> None:
     assert words[:3] == ["pipecomp", "up", "--at"]
     assert words[-4:] == ["--procs", "1", "--", __file__]
     assert [line["machine"] for line in listed(tmp_path / "keys")] == ["first"]
+
+
+def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said(tmp_path: Path) -> None:
+    keys, said = str(tmp_path / "keys"), []
+    issue(new(keys), new_key().public_key(), "other", (1,))
+    listen = Address("127.0.0.1", free_port())
+    host.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+    (line,) = said
+    assert "other has joined before, for rank 1. If it has lost its keys: pipecomp keys revoke" in line
+    words = shlex.split(line.partition("pipecomp ")[2])
+    assert CliRunner().invoke(app, words).exit_code == 0
+    with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
+        host.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
 
 
 def test_which_arguments_name_files() -> None:
