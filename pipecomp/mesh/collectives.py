@@ -32,10 +32,10 @@ OPERATIONS = (*_REDUCE, "MIN", "MAX")
 
 
 def buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
+    """The bytes of a contiguous tensor in host memory; they may be written, even if there are none."""
     flat = tensor.detach().reshape(-1)
     assert flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr(), "contiguous"
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())
 
 
 class Collectives:

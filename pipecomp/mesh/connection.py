@@ -20,7 +20,7 @@ from pipecomp.mesh.line import Line, Way
 from pipecomp.mesh.outbox import Outbox
 from pipecomp.mesh.transfer import Transfer
 
-_CLOSE_S, _SAY_S = 10.0, 2.0
+_CLOSE_S, _SAY_S, _LOOK_S = 10.0, 2.0, 0.1
 _REASON = 1000  # characters
 _ACKNOWLEDGED = 8  # frames of one message that are acknowledged together
 
@@ -113,10 +113,7 @@ class Connection:
 
     def say_goodbye(self) -> None:
         """The first half of `close`."""
-        deadline = time.monotonic() + _CLOSE_S
-        while not self._outbox.empty(0.1):  # a connection that is lost now is still made anew
-            if time.monotonic() > deadline and (self.hurry or not self.line.lost):
-                break
+        self.drain(self._outbox.empty)
         self.line.closing = True
         self._outbox.notice(Header(Kind.BYE, 0))
         self._outbox.handed_over(_CLOSE_S)
@@ -127,6 +124,25 @@ class Connection:
         self._end(PeerLostError(f"the connection to rank {self.peer} is closed", self.peer))
         for thread in (self._sender, self._receiver):
             thread.join(_CLOSE_S)
+
+    def drain(self, done: Callable[[float], bool]) -> bool:
+        """Wait until it is done, for as long as the other side gets anything: a slow link may need minutes.
+
+        Args:
+            done: Waits for at most so many seconds, and says whether it is.
+
+        Returns:
+            Whether it is. Not if nothing moves for `timeout_s`, but for a connection that is lost, which is still made
+            anew or ends by itself; in a hurry after a few seconds.
+        """
+        since, before = time.monotonic(), self._outbox.acknowledged
+        while not done(_LOOK_S):
+            if self._outbox.acknowledged != before and not self.hurry:
+                since, before = time.monotonic(), self._outbox.acknowledged
+            limit_s = _CLOSE_S if self.hurry else max(_CLOSE_S, self.timeout_s)
+            if time.monotonic() - since > limit_s and (self.hurry or not self.line.lost):
+                return False
+        return True
 
     def flush(self, wait_s: float) -> bool:
         """Whether the peer has everything that may leave within `wait_s` seconds."""

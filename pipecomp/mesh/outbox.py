@@ -191,6 +191,11 @@ class Outbox:
         for transfer in finished:
             transfer.finish()
 
+    @property
+    def acknowledged(self) -> int:
+        """How many frames the other side has."""
+        return self._acknowledged
+
     def renew(self, count: int) -> int:
         """A new connection, over which `count` frames need not be sent again; returns its epoch."""
         with self._changed:

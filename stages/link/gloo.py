@@ -44,7 +44,7 @@ _RANK = struct.Struct("<i")
 _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
-_CLOSE_SECONDS = 10.0  # how long an orderly end may take
+_CLOSE_SECONDS = 10.0  # how long an end may take without anything that moves, or after a failure
 
 
 class GlooTransport(Delivery):
@@ -71,6 +71,8 @@ class GlooTransport(Delivery):
         self._timeout = timedelta(seconds=timeout_s)
         self._outbox: queue.Queue[tuple[int, Outgoing, float]] = queue.Queue()  # kind, content, when it was queued
         self._pacer = pacer
+        self._frames = 0  # that were sent
+        self._aborted = False
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
@@ -89,6 +91,7 @@ class GlooTransport(Delivery):
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
+        self._aborted = True
         if self._sender.is_alive():
             text = reason.encode()[:4096].decode(errors="ignore")  # no part of a character
             note = _RANK.pack(lost_rank) + text.encode()
@@ -103,8 +106,20 @@ class GlooTransport(Delivery):
             return
         self._closing = True
         self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8), time.monotonic()))
-        self._sender.join(_CLOSE_SECONDS)
+        self._drain()
         self._receiver.join(_CLOSE_SECONDS)
+
+    def _drain(self) -> None:
+        """Wait until all that is queued has left, for as long as frames do: a slow link may need minutes."""
+        since, before = time.monotonic(), self._frames
+        while self._sender.is_alive():
+            self._sender.join(0.1)
+            hurry = self._aborted or self._failure is not None
+            if self._frames != before and not hurry:
+                since, before = time.monotonic(), self._frames
+            limit_s = _CLOSE_SECONDS if hurry else max(_CLOSE_SECONDS, self._timeout.total_seconds())
+            if time.monotonic() - since > limit_s:
+                return
 
     # -- sending thread
 
@@ -116,6 +131,7 @@ class GlooTransport(Delivery):
             work, frame = under_way.popleft()
             work.wait(self._timeout)
             spare.append(frame)
+            self._frames += 1
 
         def post(kind: int, content: np.ndarray, total: int, queued: float) -> None:
             if not spare:

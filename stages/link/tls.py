@@ -22,7 +22,7 @@ from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
 _RECORD_BYTES, _SEAL_BYTES = 1 << 14, 22  # of TLS: what it seals at once, and what that adds
 _PACED_BYTES = 1 << 19  # held back at once, as gloo's frames are
-_CLOSE_S, _ABORT_S = 10.0, 2.0
+_ABORT_S = 2.0
 _REASON = 1000  # characters
 
 
@@ -78,7 +78,7 @@ class TlsTransport(Delivery):
         if self._closing:
             return
         self._closing = True
-        self._empty(_CLOSE_S)
+        self._connection.drain(self._empty)
         self._paced.put(None)
         self._connection.note(self._stream, {"closed": True})
         self._connection.flush(_ABORT_S)
@@ -107,9 +107,10 @@ class TlsTransport(Delivery):
                 self.failed(error)
                 return
 
-    def _empty(self, wait_s: float) -> None:
+    def _empty(self, wait_s: float) -> bool:
+        """Whether all packets have left, or none can any more."""
         with self._left:
-            self._left.wait_for(lambda: self._waiting == 0 or self._failure is not None, wait_s)
+            return self._left.wait_for(lambda: self._waiting == 0 or self._failure is not None, wait_s)
 
     # -- what the connection's receiving thread calls
 

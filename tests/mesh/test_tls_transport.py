@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -136,6 +137,45 @@ def test_a_pacer_holds_all_bytes_back(meshes):
         assert np.array_equal(second.recv(), packet(600_000, i))
     assert sum(held) == pytest.approx(3 * bytes_on_wire(600_000), rel=1e-3)
     assert len(held) == 6
+
+
+class Slow:
+    """A pacer with which packets take longer than an end without movement may."""
+
+    def __init__(self, hold_s: float) -> None:
+        self.held, self._hold_s = threading.Semaphore(0), hold_s
+
+    def hold(self, size: int, ready: float) -> None:
+        self.held.release()
+        time.sleep(self._hold_s)
+
+
+def test_packets_that_wait_when_a_link_is_closed_arrive(meshes, monkeypatch):
+    monkeypatch.setattr("pipecomp.mesh.connection._CLOSE_S", 0.3)
+    first = TlsTransport(meshes[0], 1, timeout_s=0.6, pacer=Slow(0.2))
+    second = TlsTransport(meshes[1], 0, timeout_s=30.0)
+    for mesh in meshes:
+        mesh.set_timeout(30.0)  # a connection does not count as silent
+    monkeypatch.setattr(type(meshes[0].connections[1]), "timeout_s", 0.6)
+    for i in range(10):
+        first.send(packet(1000, i))
+    first.close()
+    for i in range(10):
+        assert np.array_equal(second.recv(), packet(1000, i))
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_link_where_nothing_moves_is_closed(meshes, monkeypatch, aborted):
+    monkeypatch.setattr("pipecomp.mesh.connection._CLOSE_S", 0.1)
+    first = TlsTransport(meshes[0], 1, timeout_s=3600.0 if aborted else 30.0, pacer=(pacer := Slow(60.0)))
+    if not aborted:
+        monkeypatch.setattr(type(meshes[0].connections[1]), "timeout_s", 0.2)
+    first.send(packet(10))
+    assert pacer.held.acquire(timeout=30)
+    if aborted:
+        first.abort(1, "it is over")
+    first.close()
+    assert first._waiting == 1
 
 
 def test_both_ends_of_a_link(ends):

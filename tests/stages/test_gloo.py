@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -175,3 +177,41 @@ def test_frames_have_room_for_what_is_sent(group, end):
     assert max(sizes) == FRAME_BYTES
     assert sum(sizes) == FRAME_BYTES + 5 + 2 * PREFIX_BYTES
     assert gloo._PREFIX_BYTES == PREFIX_BYTES
+
+
+class Slow:
+    """A frame that takes a while."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(self._wait_s)
+
+
+def test_packets_that_wait_when_a_link_is_closed_are_sent(group, monkeypatch):
+    monkeypatch.setattr(gloo, "_CLOSE_SECONDS", 0.3)
+    real = group.send
+    monkeypatch.setattr(group, "send", lambda *what: (real(*what), Slow(0.1))[1])
+    end = GlooTransport(group, timeout_s=0.4)
+    for _ in range(12):
+        end.send(np.ones(10, dtype=np.uint8))
+    end.close()
+    kinds = [int(group.sent.get(timeout=HANG_S)[0]) for _ in range(12 + 1)]
+    assert kinds == [DATA] * 12 + [CLOSE]
+    assert not end._sender.is_alive()
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_link_where_nothing_moves_is_closed(group, monkeypatch, aborted):
+    monkeypatch.setattr(gloo, "_CLOSE_SECONDS", 0.1)
+    goes_on = threading.Event()
+    monkeypatch.setattr(group, "send", lambda *what: Done())
+    monkeypatch.setattr(Done, "wait", lambda self, timeout: goes_on.wait(HANG_S))
+    end = GlooTransport(group, timeout_s=3600.0 if aborted else 0.2)
+    end.send(np.ones(10, dtype=np.uint8))
+    if aborted:
+        end.abort(1, "it is over")
+    end.close()
+    assert end._sender.is_alive()
+    goes_on.set()
