@@ -212,7 +212,9 @@ def plan_run(
     micro_batch: Annotated[
         int | None, typer.Option(help="Samples in a micro-batch; by default the fastest number.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in a sample; by default 1024.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens in a sample; by default 1024, or what the model takes.")
+    ] = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(

@@ -16,8 +16,9 @@ from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch
 from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
-from pipecomp.plan.profile import Profile, count
+from pipecomp.plan.profile import Profile, count, longest_sample
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
+from pipecomp.stages.partition.loading import resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
@@ -89,7 +90,7 @@ class PlanOptions:
         model: a Hugging Face model, config, folder or hub name; of a folder only config.json is read.
         nodes, stages, micro_batch: None to choose.
         batch: samples of a step, over all replicas.
-        tokens: of a sample; None for 1024.
+        tokens: of a sample; None for 1024, or as many as the model takes.
         bandwidth: of the links, as in "100mbit" or, link by link, "1gbit/100mbit"; several networks with commas.
         delay: one way, as in "20ms".
         speed: TFLOP/s of the nodes, as in "30" or, node by node, "30/10".
@@ -185,7 +186,10 @@ class PlanOptions:
     @property
     def size(self) -> tuple[Any, int, torch.dtype]:
         """Give model, tokens of a sample, dtype."""
-        return self.model, self.tokens or _TOKENS, DTYPES[self.dtype]
+        tokens = self.tokens
+        if tokens is None:
+            tokens = min(_TOKENS, longest_sample(resolve(self.model).config) or _TOKENS)
+        return self.model, tokens, DTYPES[self.dtype]
 
     def counted(self) -> Profile:
         """Count the model's operations and memory; no seconds."""

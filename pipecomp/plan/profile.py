@@ -24,6 +24,7 @@ from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.splitting import Stage, take_stage
 
+_AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # their positions begin after that of the padding token
 BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
 
 
@@ -172,18 +173,32 @@ def assemble(found: Mapping[int, Cost], plan: SplitPlan, *, hidden: int, tokens:
     )
 
 
-def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profile:
-    """Count a model's operations and memory for samples of `tokens` tokens; no seconds.
+def longest_sample(config: Any) -> int | None:
+    """Tell the most tokens that a sample of this Hugging Face config's model may have; None for any number."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and getattr(config, "model_type", None) in _AFTER_PADDING:
+        positions -= (config.pad_token_id or 0) + 1
+    return positions
 
-    model: as for `pipecomp.stages.plan`; only its config is looked at. Raises SplitError for unknown architectures.
-    """
-    longest = getattr(resolve(model).config, "max_position_embeddings", None)
+
+def check_tokens(model: Any, tokens: int) -> None:
+    """Raise ConfigError for samples that are too long for the model, which is given as for `pipecomp.stages.plan`."""
+    longest = longest_sample(resolve(model).config)
     require(
         tokens >= 1 and (longest is None or tokens <= longest),
         "tokens",
         tokens,
         f"1 to {longest or 'any number'}, the model's positions",
     )
+
+
+def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profile:
+    """Count a model's operations and memory for samples of `tokens` tokens; no seconds.
+
+    model: as for `pipecomp.stages.plan`; only its config is looked at. Raises SplitError for unknown architectures,
+    ConfigError for more tokens than the model takes.
+    """
+    check_tokens(model, tokens)
     # The model's code looks into tensors that are on the meta device, but not into ones that it sees are fake.
     with FakeTensorMode(allow_non_fake_inputs=True):
         whole = without_weights(model, dtype)

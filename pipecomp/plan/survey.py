@@ -29,7 +29,7 @@ from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network, between_replicas
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.probe import measure_links, network_of
-from pipecomp.plan.profile import Cost, Profile
+from pipecomp.plan.profile import Cost, Profile, check_tokens
 from pipecomp.plan.timing import time_average, time_link, time_model, time_update
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.tls import TlsTransport
@@ -55,7 +55,11 @@ class Survey:
 
 
 def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
-    """Measure this machine alone. store: where the message store would be; nothing is left there."""
+    """Measure this machine alone. store: where the message store would be; nothing is left there.
+
+    Raises ConfigError for more tokens than the model takes.
+    """
+    check_tokens(model, tokens)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     profile = time_model(model, tokens, dtype, device, samples=samples)
     quantized = Config.from_dict({"activations": {"method": "aqsgd"}})
@@ -84,8 +88,10 @@ def survey_ranks(
 
     Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS. With one stage
     the links between neighbouring replicas are measured, over which their gradients go.
-    stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many.
+    stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many,
+    or the model does not take so many tokens; before any rank waits for another.
     """
+    check_tokens(model, tokens)
     rank, world = read_launch(os.environ).place
     K = stages or world
     require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")

@@ -48,7 +48,8 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     Where logits are for every token the model's loss counts too. Medians, the first run left out.
     """
     parameters = [p for p in stage.parameters() if p.requires_grad]
-    device, dtype = parameters[0].device, parameters[0].dtype
+    weight = next(stage.parameters())  # not an adapter's, which peft keeps in float32: links carry the weights' dtype
+    device, dtype = weight.device, weight.dtype
     per_token = architecture_of(stage.config).heads[stage.plan.model_class].per_token
     labels_BS = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
     forward: list[float] = []

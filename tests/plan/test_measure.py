@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,11 +16,15 @@ from pipecomp.doctor.measure import Measured
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_measuring
 from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.probe import TransportPeer, measure_links, network_of
+from pipecomp.plan.profile import count, longest_sample
 from pipecomp.plan.simulation import StageCosts
+from pipecomp.plan.survey import survey_machine, survey_ranks
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
+from pipecomp.stages.link.transport import unpaced
 from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
@@ -111,6 +116,58 @@ def test_lengths_of_samples():
     assert sample_length([{"input_ids": [1, 2, 3]}, {"input_ids": torch.zeros(5)}], stage) == 5
     assert sample_length(None, stage) == 16  # as long as the model's positions
     assert sample_length([], stage) == 16
+
+
+def roberta_model():
+    from transformers import RobertaForMaskedLM
+
+    return RobertaForMaskedLM(roberta())
+
+
+def roberta():
+    from transformers import RobertaConfig
+
+    return RobertaConfig(
+        vocab_size=50,
+        max_position_embeddings=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        pad_token_id=1,
+        architectures=["RobertaForMaskedLM"],
+    )
+
+
+def test_the_longest_sample_has_a_place_for_each_token():
+    """RoBERTa's positions begin after that of the padding token."""
+    assert longest_sample(small().config) == 16
+    assert longest_sample(roberta()) == 14
+    assert longest_sample(object()) is None
+    assert count(roberta(), 14).tokens == time_model(roberta(), 14, torch.float32, CPU).tokens == 14
+    with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14, the model's positions"):
+        count(roberta(), 15)
+    stage = split(roberta_model(), 1)[0]
+    assert sample_length(None, stage) == 14
+    assert PlanOptions(model=roberta()).size[1] == 14
+    assert PlanOptions(model=roberta(), tokens=0).size[1] == 0, "not a default: refused"
+
+
+def test_too_long_samples_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    """Also before ranks meet: this one is alone, and would wait for the other."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for measure in (survey_machine, partial(survey_ranks, stages=2, pacer_to=unpaced)):
+        with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14"):
+            measure(roberta(), 15, torch.float32, 1, tmp_path)
+
+
+def test_a_bfloat16_stage_with_float32_adapters_is_timed():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    for stage in split(peft.get_peft_model(small().bfloat16(), lora), 2):
+        assert {p.dtype for p in stage.parameters() if p.requires_grad} == {torch.float32}
+        assert time_stage(stage, 2, 8, seconds=0.01).backward_s > 0
 
 
 FORWARD, BACKWARD = ConstantError(error=0.05), ConstantError(error=0.1)
