@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from pipecomp.errors import PipecompError, require
+from pipecomp.errors import ConfigError, PipecompError, require
 
 console = Console()
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 
 
 @contextmanager
@@ -32,10 +31,30 @@ def say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
+def _check_json(file: Path | None) -> Path | None:
+    """End the command before its work if nothing can be written to the file of `--json`."""
+    with plain_errors():
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise _no_file(file)
+    return file
+
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", callback=_check_json, help="Also write the result to this file.")
+]
+
+
 def write_json(file: Path | None, value: Any) -> None:
-    """Write what a command found, if its `--json` named a file."""
+    """Write what a command found, if its `--json` named a file. Raises ConfigError if it cannot be written."""
     if file is not None:
-        file.write_text(json.dumps(value, indent=2) + "\n")
+        try:
+            file.write_text(json.dumps(value, indent=2) + "\n")
+        except OSError as error:
+            raise _no_file(file) from error
+
+
+def _no_file(file: Path) -> ConfigError:
+    return ConfigError("--json", str(file), "a file that can be written, in a folder that exists")
 
 
 def whole_numbers(key: str, text: str, count: int | None = None) -> list[int]:

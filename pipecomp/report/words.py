@@ -139,9 +139,11 @@ def planned(run: Run) -> dict | None:
     """The row of plan.json that is of this run's method, bits and number of stages; None without one."""
     a = run.facts.get("settings", {}).get("activations", {})
     quantized = a.get("method") in ("direct", "aqsgd")
-    wanted = [a.get("method"), *([a.get("forward_bits"), a.get("backward_bits")] if quantized else [None, None])]
+    wanted = [
+        run.facts.get("stages"),
+        a.get("method"),
+        *([a.get("forward_bits"), a.get("backward_bits")] if quantized else [None, None]),
+    ]
     rows = [run.plan.get("chosen"), run.plan.get("plain"), *(run.plan.get("methods") or [])]
-    for row in rows:
-        if isinstance(row, dict) and [row.get(k) for k in ("method", "forward_bits", "backward_bits")] == wanted:
-            return row
-    return None
+    keys = ("stages", "method", "forward_bits", "backward_bits")
+    return next((row for row in rows if isinstance(row, dict) and [row.get(k) for k in keys] == wanted), None)

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.cli.common import write_json
+from pipecomp.errors import ConfigError
 from pipecomp.report.read import read_runs
 from tests.limits import HANG_S
 
@@ -116,6 +118,20 @@ def test_errors_name_what_was_wrong(arguments, message):
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("place", ["missing/plan.json", "."])
+def test_a_json_file_that_has_no_place_is_refused_before_the_work(tmp_path, place):
+    file = tmp_path / place
+    done = CliRunner().invoke(app, ["plan", "--model", str(tmp_path / "nowhere"), "--json", str(file)])
+    assert done.exit_code == 1
+    assert "pipecomp: --json: got" in done.output, "the model, which is not there either, comes later"
+    assert "allowed: a file that can be written, in a folder that exists" in " ".join(done.output.split())
+
+
+def test_a_json_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--json: got .*, allowed: a file that can be written"):
+        write_json(tmp_path / "gone" / "plan.json", {})
 
 
 def test_help_needs_no_large_package():

@@ -117,7 +117,11 @@ def test_settings_that_are_not_known_give_no_advice_on_bits(tmp_path):
 
 def test_a_plan_is_compared_where_it_is_of_the_runs_settings(tmp_path):
     make_run(tmp_path, network=slow())
-    rows = [{"method": "aqsgd", "forward_bits": b, "backward_bits": 6, "step_s": b / 10} for b in (2, 3)]
+    rows = [
+        {"stages": stages, "method": "aqsgd", "forward_bits": b, "backward_bits": 6, "step_s": stages * b / 20}
+        for stages in (4, 2)
+        for b in (2, 3)
+    ]
     (tmp_path / "plan.json").write_text(json.dumps({"methods": rows}))
     (run,) = read_runs([tmp_path])
     assert planned(run)["step_s"] == 0.3
