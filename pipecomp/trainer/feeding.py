@@ -28,10 +28,14 @@ TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
 
 
 class Samples(NamedTuple):
-    """A dataset without the columns that the model does not take, and what makes batches of it."""
+    """A dataset without the columns that the model does not take, and what makes batches of it.
+
+    sample_id: gives the id of a place in the dataset: what the dataset says, else the place itself (see pipecomp.data).
+    """
 
     data: Any
     collate: Callable[[list], Any]
+    sample_id: Callable[[int], int] = int
 
     @classmethod
     def of(cls, data: Any, collate: Callable[[list], Any], columns: list[str] | None, name: str) -> Samples:
@@ -50,14 +54,15 @@ class Samples(NamedTuple):
             raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and numbered samples")
         if len(data) == 0:
             raise DataError(f"{name}: has no samples")
+        sample_id = getattr(data, "sample_id", int)
         if columns is None:
-            return cls(data, collate)
+            return cls(data, collate, sample_id)
         if not hasattr(data, "remove_columns"):
-            return cls(data, RemoveColumnsCollator(collate, columns))
+            return cls(data, RemoveColumnsCollator(collate, columns), sample_id)
         unused = [column for column in data.column_names if column not in columns]
         if len(unused) == len(data.column_names):
             raise DataError(f"{name}: has the columns {data.column_names}, the model takes {columns}")
-        return cls(data.remove_columns(unused), collate)
+        return cls(data.remove_columns(unused), collate, sample_id)
 
 
 def _is_numbered(data: Any) -> bool:
@@ -156,18 +161,22 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 class _Batches(Dataset):
-    """Micro-batches, ready to use, by (number, ids)."""
+    """Micro-batches, ready to use, by (number, places in the dataset)."""
 
     def __init__(self, samples: Samples, seed: int, kind: int) -> None:
-        self._data, self._collate = samples
+        self._data, self._collate, self._sample_id = samples
         self._seed, self._kind = seed, kind
 
-    def __getitem__(self, place: Any) -> MicroBatch:
-        number, ids = place
+    def __getitem__(self, key: Any) -> MicroBatch:
+        number, places = key
         with seeded(self._seed, self._kind, number):
             fetch = getattr(self._data, "__getitems__", None)
-            chosen = fetch(ids) if fetch is not None else [self._data[i] for i in ids]
-            return as_micro_batch(self._collate(chosen), ids)
+            chosen = fetch(places) if fetch is not None else [self._data[i] for i in places]
+            return as_micro_batch(self._collate(chosen), self.ids(places))
+
+    def ids(self, places: Iterable[int]) -> list[int]:
+        """List the samples' ids."""
+        return [self._sample_id(place) for place in places]
 
 
 def _as_is(batch: MicroBatch) -> MicroBatch:
@@ -223,6 +232,10 @@ class StepLoader(TrainLoader):
         while len(self._ahead) < micro_batches:
             self._ahead.append(next(self._source))
         return list(self._ahead)
+
+    def upcoming(self, ahead: int) -> list[int]:
+        """List the ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
+        return self._batches.ids(self.sampler.batch(self.taken + ahead))
 
     def _places(self, number: int) -> Iterator[tuple[int, list[int]]]:
         while True:

@@ -12,9 +12,10 @@ from transformers import TrainerState, TrainingArguments
 
 import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import Attempts
-from pipecomp.data import MicroBatch
+from pipecomp.data import MicroBatch, ShardedSampler
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints
+from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.schedule import follows_metric, make_scheduler
 from pipecomp.trainer.training import Training
@@ -62,6 +63,47 @@ def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_
     StepLoss(config, own=own).plain(torch.zeros(2, 4, 97), labels)
     assert torch.is_tensor(told[0])
     assert int(told[0]) == 5
+
+
+class Views:
+    """Each sample twice, and a column that no model takes; both views share a cached activation."""
+
+    column_names = ("input_ids", "idx")
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"input_ids": index, "idx": 0}
+
+    def sample_id(self, index: int) -> int:
+        return 100 + index // 2
+
+
+class Columns(Views):
+    """The same as datasets has it: what is left without a column is another dataset, which knows of no ids."""
+
+    def remove_columns(self, names: list[str]) -> list[dict[str, int]]:
+        return [{"input_ids": index} for index in range(len(self))]
+
+
+def collated(chosen: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([[sample["input_ids"]] for sample in chosen])}
+
+
+@pytest.mark.parametrize("columns", [None, ["input_ids"]])
+@pytest.mark.parametrize("data", [Views(), Columns()])
+@pytest.mark.parametrize("workers", [{"num_workers": 0}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+def test_a_datasets_own_ids_are_the_samples_ids(data: Views, columns: list[str] | None, workers: dict) -> None:
+    samples = Samples.of(data, collated, columns, "train_dataset")
+    loader = StepLoader(samples, ShardedSampler(len(data), 3, drop_last=False), 0, workers)
+    batches = loader.begin_step(3)
+    ids = [[data.sample_id(int(index)) for index in batch.inputs["input_ids"].flatten()] for batch in batches]
+    assert sorted(i for row in ids for i in row) == sorted(2 * [100, 101, 102, 103])
+    assert [list(batch.ids) for batch in batches] == ids
+    assert [loader.upcoming(ahead) for ahead in range(3)] == ids
+    evaluated = [i for batch in EvalLoader(samples, 3, 0, workers) for i in batch.ids]
+    assert evaluated == [data.sample_id(index) for index in range(len(data))]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "reduce_lr_on_plateau"])
