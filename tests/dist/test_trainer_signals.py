@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -40,19 +40,34 @@ class End(TrainerCallback):
         control.should_training_stop = state.global_step == STOPPED
 
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "an epoch": (
-        STOPPED,
-        {
-            "eval_strategy": "epoch",
-            "save_strategy": "epoch",
-            "logging_strategy": "epoch",
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "loss",
-            "greater_is_better": True,  # so that the first one is the best
-        },
-    ),
-    "a step": (EVALUATED, {"eval_strategy": "steps", "eval_steps": EVALUATED}),
+class Enough(TrainerCallback):
+    """Ends the training after an evaluation, as early stopping does."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_training_stop = True
+
+
+class Case(NamedTuple):
+    """What is due after `step`; evaluated: after which steps a whole training evaluates."""
+
+    step: int
+    changed: dict[str, Any]
+    evaluated: list[int]
+    callbacks: tuple[type, ...] = ()
+
+
+_EPOCHS: dict[str, Any] = {
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "logging_strategy": "epoch",
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that the first one is the best
+}
+CASES = {
+    "an epoch": Case(STOPPED, _EPOCHS, [3, 6]),
+    "the last epoch": Case(STOPPED, _EPOCHS, [3], (Enough,)),
+    "a step": Case(EVALUATED, {"eval_strategy": "steps", "eval_steps": EVALUATED}, [2, 4, 6]),
 }
 
 
@@ -78,18 +93,18 @@ def trainings(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         return out
 
     out: dict[str, Any] = {}
-    for name, (step, changed) in CASES.items():
-        expected = trainer(f"{name} undisturbed", changed)
+    for name, (step, changed, _, callbacks) in CASES.items():
+        expected = trainer(f"{name} undisturbed", changed, callbacks=[*callbacks])
         expected.train()
-        first = trainer(f"{name} stopped", changed, callbacks=[Stop(step)] if rank == 1 else [])
+        first = trainer(f"{name} stopped", changed, callbacks=[*callbacks, *([Stop(step)] if rank == 1 else [])])
         with pytest.raises(Interrupted) as ended:
             first.train()
         kept, events = work.folders(f"{folder}/{name} stopped"), work.Events()
-        again = trainer(f"{name} stopped", changed, callbacks=[events])
+        again = trainer(f"{name} stopped", changed, callbacks=[*callbacks, events])
         again.train(resume_from_checkpoint=True)
         out[name] = {"expected": facts(expected), "found": facts(again), "kept": kept, "events": events.seen}
         out |= {"reason": ended.value.reason, "code": ended.value.code}
-    last = trainer("last", CASES["an epoch"][1], callbacks=[*([Stop(STOPPED)] if rank == 1 else []), End()])
+    last = trainer("last", _EPOCHS, callbacks=[*([Stop(STOPPED)] if rank == 1 else []), End()])
     last.train()
     out |= {"last": facts(last), "backend": dist.get_backend()}
     return out
@@ -106,16 +121,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_that_is_asked_to_stop_goes_on(ran: Any, name: str) -> None:
     """With the evaluation that was due after the step, and the end of the epoch."""
-    step = CASES[name][0]
+    step, _, evaluated, callbacks = CASES[name]
     for out in ran.values():
         assert out[name]["found"] == out[name]["expected"]
         assert out[name]["kept"] == [f"checkpoint-{step}"]
-        assert [at for at, _ in out[name]["expected"]["evaluations"]] == [*range(step, 7, step)]
+        assert [at for at, _ in out[name]["expected"]["evaluations"]] == evaluated
         seen = [(event, at) for event, at, _ in out[name]["events"] if not event.startswith("on_prediction")]
         due = [("on_log", step), ("on_evaluate", step)]
         ended = [("on_epoch_end", STOPPED)] if step == STOPPED else []
         assert seen[: 3 + len(ended)] == [("on_train_begin", step), *ended, *due]
-        assert seen[3 + len(ended)][0] == "on_epoch_begin"
+        assert seen[3 + len(ended)][0] == ("on_log" if callbacks else "on_epoch_begin")
         assert out["reason"] == "SIGTERM on rank 1"
         assert out["code"] == REQUEUE_STATUS
         assert out["backend"] == "tls"
