@@ -157,7 +157,7 @@ def _network(found: Any, stages: int) -> Network | None:
             )
             for way in ("forward", "backward")
         }
-        made = Network(**lines, shared=bool(found["shared"]))
+        made = Network(forward=lines["forward"], backward=lines["backward"], shared=bool(found["shared"]))
     except (KeyError, TypeError, ValueError):
         return None
     return made if len(made.forward) == stages - 1 else None
