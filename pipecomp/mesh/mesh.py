@@ -71,6 +71,7 @@ class Mesh:
         self._listener: Listener | None = None
         self._relay: Relay | None = None
         self._routes: Routes | None = None
+        self._complete = False  # whether rank 0 has seen all ranks
         self._doors: dict[int, Door] = {}
         self._refused = 0
         self._streams: dict[int, int] = {}
@@ -119,6 +120,7 @@ class Mesh:
             if not self._came.wait_for(lambda: len(self.connections) == self.world - 1, wait_s):
                 missing = sorted(set(range(1, self.world)) - set(self.connections))
                 raise LinkTimeoutError(f"rank {missing[0]} did not come to the start of the run within {wait_s:g} s")
+            self._complete = True
 
     def _admit(self, sock: socket.socket) -> Callable[[], None]:
         guest = hello.receive(sock, self._trust, self._place, (hello.JOIN, hello.RELAY, hello.AGAIN))
@@ -134,7 +136,8 @@ class Mesh:
             there = self.connections.get(guest.rank)
             if there is not None and there.line.lost:
                 there.give_up(PeerLostError(f"lost rank {guest.rank}: its process was started anew", guest.rank))
-                self._refuse(guest, f"rank {self.rank} still runs from the start before: start all ranks together")
+                if self._complete:  # before, it may have missed the answer, and nothing hangs on its first connection
+                    self._refuse(guest, f"rank {self.rank} still runs from the start before: start all ranks together")
             if there is not None and there.failure is None:
                 self._refuse(guest, f"rank {guest.rank} is there already: give each process a RANK of its own")
         return lambda: self._let_in(guest)

@@ -438,6 +438,20 @@ class TestStart:
         close_all(together([first, second]))
         ends[0].close()
 
+    def test_a_rank_that_missed_rank_0s_answer_comes_again(self, folders):
+        address, place, before = free_address(), hello.Place(1, 3, ""), None
+        made = Mesh(Meeting(0, 3, address), Trust(folders[0]))
+        with pytest.raises(LinkTimeoutError, match="rank 1 did not come"):
+            made._receive_all(0.0)  # it listens on
+        for _ in range(2):
+            connect(address, Trust(folders[1]), place, hello.Wish(hello.JOIN, 0), wait_s=5)[0].close()
+            deadline = time.monotonic() + WAIT_S
+            while (there := made.connections.get(1)) is before or there is None or not there.line.lost:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            before = there
+        kill(made)
+
     def test_a_large_run_may_come_all_at_once(self, folders):
         for world, most in ((2, MOST_WAITING), (80, 160)):
             made = Mesh(Meeting(0, world, free_address()), Trust(folders[0]))
