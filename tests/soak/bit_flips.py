@@ -143,7 +143,7 @@ def _exchange(
         up.recv_gradient(layout, at)
         stores[0].drop([3])
         _agree(up, down)
-        names += ["not kept", "gradient of what is not kept", *(f"inventory {i}" for i in range(4))]
+        names += ["not kept", "gradient of what is not kept", *(f"inventory {i}" for i in range(6))]
     assert len(sent) == len(names), "every message has a name"
     return list(zip(names, sent, strict=True))
 
