@@ -176,7 +176,8 @@ def test_two_machines_come_to_a_trained_model(machines: tuple[Machine, Machine])
     words[1:1] = ["--no-doctor", "--no-plan"]
     second.start(words)
     assert [first.end(), second.end()] == [0, 0], first.said() + second.said()
-    assert "has joined" not in first.said()
+    assert "machine-2 has joined before" in first.said()
+    assert "pipecomp up --at" not in first.said()
 
 
 @pytest.mark.ranks
