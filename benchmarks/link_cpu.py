@@ -28,6 +28,7 @@ import torch
 from pipecomp.buffers import open_environment
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
+from pipecomp.messages.wire import Header
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
@@ -68,10 +69,8 @@ class Line:
         if rank and held is not None:
             self.end.arrivals.then = self._prefetch
 
-    def _prefetch(self, packet: Any) -> None:
-        from pipecomp.messages.wire import peek
-
-        self.end.store.prefetch([sample.id for sample in peek(packet).samples])
+    def _prefetch(self, header: Header) -> None:
+        self.end.store.prefetch([sample.id for sample in header.samples])
 
     def step(self) -> None:
         """Send every sample once, and its gradient back."""
