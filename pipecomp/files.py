@@ -13,14 +13,15 @@ _CHUNK = 16 << 20
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], *, synced: bool = True) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], *, synced: bool = True, part: Path | None = None) -> Iterator[Path]:
     """Yield a path to write to; what is there in the end takes the place of `path`, all at once.
 
+    part: that path, beside `path`, where several may write at the same time; None for one that is always the same.
     synced: on the disk before it does, so that a power failure leaves the old file or the new one. If the body raises,
     `path` stays as it was, and nothing is left beside it.
     """
     path = Path(path)
-    part = path.with_name(path.name + UNFINISHED)
+    part = part or path.with_name(path.name + UNFINISHED)
     try:
         yield part
         if synced:

@@ -120,7 +120,11 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
 
 
 def check_precision(ds_config: dict[str, Any]) -> None:
-    """DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once."""
+    """Refuse loss scales that are wrong over stages.
+
+    DeepSpeed's fp16 optimizers without ZeRO miss overflows and count weights of several stages more than once; with
+    torch_autocast it scales the loss of the last stage alone.
+    """
     zero = ds_config.get("zero_optimization", {}).get("stage", 0)
     require(
         not ds_config.get("fp16", {}).get("enabled") or zero == 1,

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pipecomp.errors import KeysError
-from pipecomp.files import UNFINISHED
+from pipecomp.files import UNFINISHED, replacing
 from pipecomp.keys.certificates import Identity, identify, now, read_revoked
 
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
@@ -53,16 +53,8 @@ class KeyFolder:
     def write(self, name: str, data: bytes) -> None:
         """Write a file that only its owner can read, all of it or nothing, whoever else writes it at the same time."""
         handle, part = tempfile.mkstemp(prefix=f"{name}.", suffix=UNFINISHED, dir=self.path)  # 0600
-        try:
-            with open(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self.path / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+        with replacing(self.path / name, part=Path(part)), open(handle, "wb") as file:
+            file.write(data)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
