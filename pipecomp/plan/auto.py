@@ -25,7 +25,7 @@ from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.probe import measure_links, network_of
-from pipecomp.plan.profile import longest_sample
+from pipecomp.plan.profile import most_tokens
 from pipecomp.plan.search import PAYS, choose_bits
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.plan.timing import time_link, time_stage
@@ -120,7 +120,7 @@ def sample_length(data: Any, stage: Stage) -> int:
     try:
         return max(len(data[i]["input_ids"]) for i in range(min(LOOKED_AT, len(data))))
     except (TypeError, KeyError, IndexError, ValueError):
-        return min(_TOKENS, longest_sample(stage.config) or _TOKENS)
+        return min(_TOKENS, most_tokens(stage.config) or _TOKENS)
 
 
 def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtype: torch.dtype) -> Decision:

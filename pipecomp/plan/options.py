@@ -16,7 +16,7 @@ from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch
 from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
-from pipecomp.plan.profile import Profile, count, longest_sample
+from pipecomp.plan.profile import Profile, count, most_tokens
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.stages.partition.loading import resolve
 
@@ -188,7 +188,7 @@ class PlanOptions:
         """Give model, tokens of a sample, dtype."""
         tokens = self.tokens
         if tokens is None:
-            tokens = min(_TOKENS, longest_sample(resolve(self.model).config) or _TOKENS)
+            tokens = min(_TOKENS, most_tokens(resolve(self.model).config) or _TOKENS)
         return self.model, tokens, DTYPES[self.dtype]
 
     def counted(self) -> Profile:

@@ -173,7 +173,7 @@ def assemble(found: Mapping[int, Cost], plan: SplitPlan, *, hidden: int, tokens:
     )
 
 
-def longest_sample(config: Any) -> int | None:
+def most_tokens(config: Any) -> int | None:
     """Tell the most tokens that a sample of this Hugging Face config's model may have; None for any number."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and getattr(config, "model_type", None) in _AFTER_PADDING:
@@ -183,7 +183,7 @@ def longest_sample(config: Any) -> int | None:
 
 def check_tokens(model: Any, tokens: int) -> None:
     """Raise ConfigError for samples that are too long for the model, which is given as for `pipecomp.stages.plan`."""
-    longest = longest_sample(resolve(model).config)
+    longest = most_tokens(resolve(model).config)
     require(
         tokens >= 1 and (longest is None or tokens <= longest),
         "tokens",

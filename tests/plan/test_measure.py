@@ -18,7 +18,7 @@ from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_measuri
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.probe import TransportPeer, measure_links, network_of
-from pipecomp.plan.profile import count, longest_sample
+from pipecomp.plan.profile import count, most_tokens
 from pipecomp.plan.simulation import StageCosts
 from pipecomp.plan.survey import survey_machine, survey_ranks
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
@@ -141,9 +141,9 @@ def roberta():
 
 def test_the_longest_sample_has_a_place_for_each_token():
     """RoBERTa's positions begin after that of the padding token."""
-    assert longest_sample(small().config) == 16
-    assert longest_sample(roberta()) == 14
-    assert longest_sample(object()) is None
+    assert most_tokens(small().config) == 16
+    assert most_tokens(roberta()) == 14
+    assert most_tokens(object()) is None
     assert count(roberta(), 14).tokens == time_model(roberta(), 14, torch.float32, CPU).tokens == 14
     with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14, the model's positions"):
         count(roberta(), 15)
