@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, NoReturn
 
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError
-from pipecomp.keys.listener import EVERYWHERE, MOST_WAITING, Address, Listener, places
+from pipecomp.keys.listener import EVERYWHERE, Address, Listener, places
 from pipecomp.keys.stream import NoAnswerError, SecureStream
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
@@ -25,7 +25,7 @@ from pipecomp.mesh.frames import LINKS
 from pipecomp.mesh.hello import Guest, Place, Wish
 from pipecomp.mesh.line import Way
 from pipecomp.mesh.relay import Relay
-from pipecomp.mesh.routes import DIRECT, Door, Routes, address_key, connect, wait_for_keys
+from pipecomp.mesh.routes import DIRECT, Door, Routes, address_key, connect, most_waiting, wait_for_keys
 from pipecomp.mesh.store import MeshStore, Questions, Table
 
 _AGAIN_S = 0.5
@@ -114,7 +114,7 @@ class Mesh:
             self._meeting.listen or default_listen(self._meeting.address, self.world),
             self._admit,
             refused=self._say_refused,
-            most_waiting=max(MOST_WAITING, 2 * self.world),
+            most_waiting=most_waiting(self.world),
         )
         with self._came:
             if not self._came.wait_for(lambda: len(self.connections) == self.world - 1, wait_s):

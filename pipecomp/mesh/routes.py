@@ -113,6 +113,11 @@ def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str)
         raise LinkTimeoutError(f"rank {min(keys)} {problem} within {wait_s:g} s") from error
 
 
+def most_waiting(world: int) -> int:
+    """How many connections a rank's listener lets wait for a first word: all ranks may come at the same time."""
+    return max(MOST_WAITING, 2 * world)
+
+
 def address_key(rank: int) -> str:
     """Where a rank says in the key-value store where it listens; empty for nowhere."""
     return _KEY.format(f"address/{rank}")
@@ -144,7 +149,7 @@ class Routes:
         said = ""
         if listen is not None:
             with contextlib.suppress(PipecompError):
-                self._listener = Listener(listen, self._admit, most_waiting=max(MOST_WAITING, 2 * mine.world))
+                self._listener = Listener(listen, self._admit, most_waiting=most_waiting(mine.world))
                 at = self._listener.address
                 said = str(Address(host, at.port) if at.everywhere else at)
         store.set(address_key(mine.rank), said)
