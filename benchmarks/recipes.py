@@ -144,7 +144,8 @@ def with_method(recipe: str, method: str, work: Path) -> str:
         section["store"]["path"] = "messages"
     else:
         del section["store"]
-        section["activations"].pop("first_visit", None)
+        for key in ("first_visit", "backward_first_visit", "backward_method"):
+            section["activations"].pop(key, None)
         section["activations"]["method"] = "direct"
         if method == "FP32":
             section["activations"] = {"method": "none"}

@@ -28,9 +28,11 @@ from benchmarks.rivals import Changes, Unchanged, Whole
 from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import byte_counts, train_epochs
 from pipecomp.messages.codecs import Quantized, TopK
+from pipecomp.plan.auto import ERRORS
 
 BITS = convergence.BITS
 FIRST_BITS = 8  # of first visits, for every method that has them
+FORWARD_ERROR, BACKWARD_ERROR = ERRORS["forward_bits"], ERRORS["backward_bits"]
 KEPT_BITS = 4  # of the values that top-k keeps; a bit each says which these are
 DROPOUT = {"GPT-2": 0.1, "QNLI": 0.1, "CoLA": 0.1, "Llama": 0.05}  # Hugging Face's defaults; peft has none for LoRA
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -77,8 +79,8 @@ def methods() -> dict[str, dict[str, Setting]]:
             f"fw{f} bw{f}": convergence.quantized("aqsgd", f, f) | convergence.CHANGES_BACK for f, _ in BITS
         },
         "AQ-SGD, constant error": {
-            f"{forward:g}/{backward:g}": constant_error(forward, backward)
-            for forward, backward in ((0.28, 0.4), (0.14, 0.2), (0.07, 0.1))
+            f"{FORWARD_ERROR * times:g}/{BACKWARD_ERROR * times:g}": constant_error(times, most)
+            for times, most in zip((2, 1, 0.5), BITS, strict=True)
         },
         "TAH-Quant": _rival(lambda bits: Whole(TahQuant(bits, 0.7)), {f"fw{f - 1}/{f}": (f - 1, f) for f, _ in BITS}),
         "Unchanged tokens skipped": _rival(
@@ -91,15 +93,19 @@ def methods() -> dict[str, dict[str, Setting]]:
     }
 
 
-def constant_error(forward: float, backward: float) -> dict[str, Any]:
-    """Changes both ways, each packet with the fewest bits that keep these errors."""
+def constant_error(times: float, most: tuple[int, int]) -> dict[str, Any]:
+    """Changes both ways, each packet with the fewest bits that keep multiples of the planner's errors.
+
+    most: bits forward and back of any packet but first visits, whatever its error.
+    """
+    forward, backward = {"error": FORWARD_ERROR * times}, {"error": BACKWARD_ERROR * times}
     return {
         "method": "aqsgd",
-        "forward_bits": {"error": forward},
-        "first_visit": {"error": forward},
-        "backward_bits": {"error": backward},
+        "forward_bits": {**forward, "max": most[0]},
+        "first_visit": forward,
+        "backward_bits": {**backward, "max": most[1]},
         "backward_method": "delta",
-        "backward_first_visit": {"error": backward},
+        "backward_first_visit": backward,
     }
 
 
@@ -240,7 +246,7 @@ def introduction(rows: Sequence[Row]) -> list[str]:
 
         - DirectQ, AQ-SGD: the product's own, with the largest value as the scale unless it says rms. Changes back:
         gradients are sent as changes too. Constant error: that, and each packet has the fewest bits that keep these
-        errors forward/back.
+        errors forward/back, but changes no more than 2, 3 or 4 bits forward and twice as many back.
 
         - TAH-Quant (arXiv:2506.01352): nothing is remembered; tiles of 64 values with a zero point and a step, tiles
         with an outlier turned, seven of ten tiles with the larger number of bits.

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page
-from benchmarks.constant_error import BACKWARD_ERROR, FORWARD_ERROR
+from benchmarks.constant_error import CONSTANT
+from benchmarks.constant_error import LINES as SETTINGS
 from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
-from benchmarks.shootout import constant_error
 from benchmarks.training import adamw, in_order
 from benchmarks.wikitext import PRETRAINING, VOCABULARY
 from pipecomp.demo.results import epoch_means as means_over_epochs
@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "AQ-SGD fw3 bw6, 8-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 8},
     "AQ-SGD fw3 bw6, 4-bit first visit": {"method": "aqsgd", **BITS, "first_visit": 4, "rotation": True},
     "AQ-SGD fw2 bw2, changes back, 8-bit first visit": quantized("aqsgd", 2, 2) | CHANGES_BACK,
-    "AQ-SGD, constant error": constant_error(FORWARD_ERROR, BACKWARD_ERROR),
+    f"AQ-SGD, {CONSTANT}": SETTINGS[CONSTANT],
 }
 
 
