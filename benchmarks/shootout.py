@@ -80,7 +80,7 @@ def methods() -> dict[str, dict[str, Setting]]:
         },
         "AQ-SGD, constant error": {
             f"{FORWARD_ERROR * times:g}/{BACKWARD_ERROR * times:g}": constant_error(times, most)
-            for times, most in zip((2, 1, 0.5), BITS, strict=True)
+            for times, most in ((2, (3, 4)), (1, (3, 6)), (0.5, (4, 8)))
         },
         "TAH-Quant": _rival(lambda bits: Whole(TahQuant(bits, 0.7)), {f"fw{f - 1}/{f}": (f - 1, f) for f, _ in BITS}),
         "Unchanged tokens skipped": _rival(
@@ -246,7 +246,7 @@ def introduction(rows: Sequence[Row]) -> list[str]:
 
         - DirectQ, AQ-SGD: the product's own, with the largest value as the scale unless it says rms. Changes back:
         gradients are sent as changes too. Constant error: that, and each packet has the fewest bits that keep these
-        errors forward/back, but changes no more than 2, 3 or 4 bits forward and twice as many back.
+        errors forward/back, but changes no more than 3 and 4, 3 and 6, or 4 and 8 bits.
 
         - TAH-Quant (arXiv:2506.01352): nothing is remembered; tiles of 64 values with a zero point and a step, tiles
         with an outlier turned, seven of ten tiles with the larger number of bits.

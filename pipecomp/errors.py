@@ -21,6 +21,8 @@ PipecompError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PipecompError(Exception):
     """Base of all errors that pipecomp raises on purpose."""
@@ -35,6 +37,10 @@ class ConfigError(PipecompError, ValueError):
     def __init__(self, key: str, got: object, allowed: str) -> None:
         super().__init__(f"{key}: got {_shown(got)}, allowed: {allowed}")
         self.key, self.got, self.allowed = key, got, allowed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worker pools and data loaders send errors by pickle, whose own way calls the class with the message alone.
+        return type(self), (self.key, self.got, self.allowed)
 
 
 def _shown(value: object) -> str:
@@ -112,3 +118,6 @@ class PeerLostError(LinkError, ConnectionError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank)
