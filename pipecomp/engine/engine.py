@@ -37,6 +37,7 @@ from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
 from pipecomp.engine.schedule import EvalSchedule, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
+from pipecomp.engine.starting import silent_stages
 from pipecomp.errors import SplitError, require
 from pipecomp.schedule.in_flight import InFlight
 from pipecomp.stages.link.links import Links
@@ -93,7 +94,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.resumed: Resumed | None = None
         self.progress = Progress()
         self._loader: TrainLoader | None = None
-        super().__init__(**ds)
+        with silent_stages():
+            super().__init__(**ds)
         self.local = None if local is None else LocalTraining(self, local)
         self.gradients = GradientReduction(self, tied_groups, exchange, self.local)
         self.guard = FailureGuard(self.global_rank)

@@ -82,6 +82,31 @@ def test_without_compression_every_loss_and_weight_is_stock_deepspeeds():
         assert len(set(ours)) == STEPS
 
 
+def on_one_gpu(rank, world, note):
+    """What DeepSpeed finds where both ranks have one GPU, from whose memory gloo cannot send."""
+    import os
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.pipe import p2p
+
+    from pipecomp.engine import starting
+
+    def refuse(*args, **options):
+        raise RuntimeError("from the memory of a GPU")
+
+    p2p.send = p2p.recv = refuse
+    starting.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
+    engine, losses = train(2, steps=1)
+    engine.close()
+    return engine.module.local_rank, engine.local_rank, os.environ["LOCAL_RANK"], losses
+
+
+def test_stages_start_on_one_gpu():
+    ranks = run_ranks(2, on_one_gpu, timeout_s=HANG_S)
+    assert [found[:3] for found in ranks.values()] == [(0, rank, str(rank)) for rank in ranks]
+    assert ranks[0][3] == ranks[1][3]
+
+
 def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
     """deq(Q_b(x)), docs/algorithms.md 1.2: nearest, one group a row."""
     scale = x.abs().amax(-1, keepdim=True)

@@ -1,0 +1,46 @@
+"""Which device DeepSpeed finds while its module and engine are built."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+from deepspeed.runtime.pipe import p2p
+
+from pipecomp.engine import starting
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
+    accelerator = SimpleNamespace(device_name=lambda: name, device_count=lambda: count)
+    monkeypatch.setattr(starting, "get_accelerator", lambda: accelerator)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "place", "inside"), [("cuda", 1, "1", "0"), ("cuda", 2, "3", "1"), ("cpu", 1, "1", "1")]
+)
+def test_ranks_that_share_a_device_find_one_that_is_there(monkeypatch, name, count, place, inside):
+    devices(monkeypatch, name, count)
+    monkeypatch.setenv("LOCAL_RANK", place)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", place)
+    with suppress(KeyError), starting.device_that_is_there():
+        assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (inside, inside)
+        raise KeyError
+    assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (place, place)
+
+
+def test_what_no_launcher_set_stays_unset(monkeypatch):
+    devices(monkeypatch, "cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
+    with starting.device_that_is_there():
+        assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+
+
+def test_stages_send_again_afterwards():
+    stock = p2p.send, p2p.recv
+    with suppress(KeyError), starting.silent_stages():
+        assert p2p.send(None, 1) is None
+        raise KeyError
+    assert (p2p.send, p2p.recv) == stock
