@@ -189,17 +189,20 @@ class Report:
         if self._silent:
             return
         traffic = self._before.plus(traffic)
-        mean = sum(self._epoch_losses) / len(self._epoch_losses)
         seconds, self._epoch_began = time.perf_counter() - self._epoch_began, time.perf_counter()
-        self._epoch_losses = []
-        line = f"{self._period} {epoch} done in {seconds:.0f} s: mean training loss {mean:.4f}"
+        losses, self._epoch_losses = self._epoch_losses, []
+        told, mean = [], {}
+        if losses:  # a run that goes on from the end of an epoch has its losses only in --metrics
+            mean = {"train_loss": sum(losses) / len(losses)}
+            told.append(f"mean training loss {mean['train_loss']:.4f}")
         if measures is not None:
-            record = {"step": step, self._period: epoch, "eval": measures, "train_loss": mean}
+            record = {"step": step, self._period: epoch, "eval": measures, **mean}
             self._write({**record, "links": traffic.links, "groups": traffic.groups})
             self._curves(step, "eval", measures)
             others = ", ".join(f"{name} {value:.4g}" for name, value in measures.items() if name != "loss")
-            line += f", held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else "")
-        self._say(line)
+            told.append(f"held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else ""))
+        line = f"{self._period} {epoch} done in {seconds:.0f} s"
+        self._say(f"{line}: {', '.join(told)}" if told else line)
 
     def end(self, traffic: Traffic, saved: str | None, page: str | None = None) -> None:
         """Say what crossed the links, and where results are.

@@ -478,6 +478,20 @@ class TestReport:
         assert [line.get("forward_bits") for line in lines] == [None, 8.0, 2.0]
         assert not any("backward_bits" in line for line in lines)
 
+    def test_an_epoch_whose_losses_an_earlier_run_had(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A run that was stopped on an epoch's last step goes on with its evaluation, and may have no lines of it."""
+        plan = steps.Plan(steps=6, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
+        for metrics in (None, str(tmp_path / "m.jsonl")):
+            for measures in (None, {"loss": 1.5}):
+                with Report(metrics, None, silent=False, after=3) as report:
+                    report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
+                    report.epoch(3, 1, measures, Traffic({}, {}))
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1 done")]
+        assert [line.partition(" s")[2] for line in said] == 2 * ["", ": held-out loss 1.5000"]
+        (line,) = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
+        assert line["eval"] == {"loss": 1.5}
+        assert "train_loss" not in line
+
     def test_silent_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.report(Report(str(tmp_path / "m.jsonl"), str(tmp_path / "board"), silent=True))
         assert list(tmp_path.iterdir()) == []
