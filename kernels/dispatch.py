@@ -16,6 +16,7 @@ from torch import Tensor
 from pipecomp.errors import ConfigError, KernelError, ShapeError
 from pipecomp.kernels import native, torch_backend
 from pipecomp.kernels.backend import Backend
+from pipecomp.kernels.self_check import self_check
 
 BACKENDS = ("auto", "torch", "native", "triton")
 
@@ -88,8 +89,15 @@ def load_triton(device: str) -> Backend | str:
         return "triton is not installed"
     if device != "cuda" and not triton.knobs.runtime.interpret:
         return f"takes GPU tensors, got one on {device}"
-    from pipecomp.kernels import triton_backend
+    try:  # Triton compiles its driver and each kernel when they are first used, and needs a C compiler for it
+        from pipecomp.kernels import triton_backend
 
+        self_check(triton_backend, "triton kernels", device)
+    except KernelError as error:
+        return str(error)
+    except Exception as error:  # of Triton, its compilers or the device
+        first = next(iter(str(error).strip().splitlines()), "")
+        return f"triton kernels do not run here: {type(error).__name__}: {first}"
     return triton_backend
 
 

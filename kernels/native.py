@@ -22,6 +22,7 @@ from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, QuantizeArgs
 from pipecomp.kernels.native_ragged import RaggedKernels
 from pipecomp.kernels.native_sketch import SketchKernels
 from pipecomp.kernels.rng import MASK64
+from pipecomp.kernels.self_check import self_check
 
 
 def row_stride(x: Tensor) -> int | None:
@@ -171,20 +172,6 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
         return self.library.pipecomp_crc32(value & 0xFFFFFFFF, where, data.nbytes)
 
 
-def self_check(backend: Backend) -> None:
-    """Raise KernelError unless the kernels give the reference's bytes on a small sample.
-
-    Catches what no build flag can rule out: a compiler that contracts multiply and add, a CPU that flushes denormals.
-    """
-    values = torch.linspace(-3, 3, 210).sin().reshape(3, 70) ** 3
-    for rounding in layout.ROUNDINGS:
-        options = Options(bits=3, group_size=None, rounding=rounding, seed=7)
-        m, m_again = values * 0.3, values * 0.3
-        mine, theirs = backend.delta_quantize_(values, m, options), reference.delta_quantize_(values, m_again, options)
-        if not all(torch.equal(a, b) for a, b in zip((*mine, m), (*theirs, m_again), strict=True)):
-            raise KernelError(f"native kernels: {backend.isa} code gives other bytes than the reference")
-
-
 @cache
 def load() -> Backend | str:
     """Load the backend on this CPU's best instruction set; a sentence saying why where there is none."""
@@ -193,7 +180,7 @@ def load() -> Backend | str:
         return "native kernels are not built (no C++ compiler at install time?)"
     try:
         backend = Backend(path)
-        self_check(backend)
+        self_check(backend, f"native kernels ({backend.isa} code)")
     except KernelError as error:
         return str(error)
     return backend

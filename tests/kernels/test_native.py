@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +111,46 @@ def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
     monkeypatch.setattr(backend, "_quantize", off_by_one_bit)
     with pytest.raises(KernelError, match="other bytes than the reference"):
         native.self_check(backend)
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        raise error
+
+    return run
+
+
+def off_by_one_bit(a: torch.Tensor, m: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scale = reference.delta_quantize_(a, m, options)
+    scale.view(torch.int32)[1] ^= 1
+    return codes, scale
+
+
+@pytest.mark.parametrize(
+    ("first_call", "why"),
+    [
+        (
+            fails(RuntimeError("Failed to find C compiler.\nPlease specify one")),
+            "RuntimeError: Failed to find C compiler.$",
+        ),
+        (fails(Exception()), "Exception: $"),  # Triton's own errors are none of Python's kinds
+        (off_by_one_bit, "other bytes than the reference"),
+    ],
+    ids=["no compiler", "a bare error", "other bytes"],
+)
+def test_triton_is_tried_before_it_is_chosen(fresh_choice, first_call, why):
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    fake = SimpleNamespace(delta_quantize_=reference.delta_quantize_)
+    fresh_choice.setattr(triton.knobs.runtime, "interpret", True)  # then it takes tensors of any device
+    fresh_choice.setattr("pipecomp.kernels.triton_backend", fake, raising=False)
+    fresh_choice.setitem(sys.modules, "pipecomp.kernels.triton_backend", fake)
+    load = dispatch.load_triton.__wrapped__
+    assert load("cpu") is fake
+    fake.delta_quantize_ = first_call
+    assert re.search(why, load("cpu"))
+    fresh_choice.setattr(dispatch, "load_triton", lambda device: load("cpu"))
+    with pytest.warns(dispatch.SlowKernelsWarning, match=why.rstrip("$")):
+        assert dispatch.automatic("cuda") is torch_backend
 
 
 @needs_native
