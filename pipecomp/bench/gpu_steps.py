@@ -82,7 +82,7 @@ def stage_seconds(model: Model, device: str, repeats: int = 10) -> float:
     first, last = (stage.to(device, torch.bfloat16) for stage in split(untied_gpt2(model), num_stages=STAGES))
     loss_of = default_loss(first.config)
     found = []
-    with through_float32(LINES[0]):
+    with through_float32(LINES[0], torch.device(device)):
         for _ in range(repeats + 2):
             began = _now(device)
             hidden = first({"input_ids": tokens})["hidden_states"]
@@ -109,8 +109,9 @@ def share_a_device(world: int) -> None:
 def settled_engine(line: Line, model: Model, folder: str, losses: list[float]) -> Any:
     """Start a line's engine and take the steps that do not count; `losses` gets theirs."""
     engine = start_engine(line, model, STAGES, folder)
-    while not line.counts(len(losses), engine):
-        losses.append(float(engine.train_batch()))
+    with through_float32(line, engine.device):
+        while not line.counts(len(losses), engine):
+            losses.append(float(engine.train_batch()))
     return engine
 
 
@@ -121,8 +122,8 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, steps: int
     share_a_device(world)
     losses: list[float] = []
     seconds = []
-    with through_float32(line):
-        engine = settled_engine(line, model, folder, losses)
+    engine = settled_engine(line, model, folder, losses)
+    with through_float32(line, engine.device):
         for _ in range(steps):
             dist.barrier()
             began = _now(engine.device)
@@ -149,8 +150,8 @@ def examine(rank: int, world: int, note: Any, line: Line, model: Model, folder: 
     "activity": what the GPU did for this rank in the last step, see `device_activity`.
     """
     share_a_device(world)
-    with through_float32(line):
-        engine = settled_engine(line, model, folder, [])
+    engine = settled_engine(line, model, folder, [])
+    with through_float32(line, engine.device):
         with synchronizing_calls() as found:
             engine.train_batch()
         raising = torch.cuda.is_available() and not found

@@ -1,10 +1,10 @@
 """What `pipecomp bench pipeline` measures: a training step over links of several rates, beside stock DeepSpeed.
 
-Stages run in network namespaces of a lab (root needed), one thread each. All lines of one rate run in turn; a line's
-steps are timed after some that are not counted: of stock DeepSpeed one, of pipecomp two and more, until it has settled
-how many micro-batches are in flight. Where replicas average after several steps only, as many are timed together. Where
-the processor has no BF16 products, lines in BF16 compute them in float32 and round (bench/bf16.py), stock
-DeepSpeed's too.
+Stages run in network namespaces of a lab (root needed), on the CPU, one thread each. All lines of one rate run in turn;
+a line's steps are timed after some that are not counted: of stock DeepSpeed one, of pipecomp two and more, until it has
+settled how many micro-batches are in flight. Where replicas average after several steps only, as many are timed
+together. Where the processor has no BF16 products, lines in BF16 compute them in float32 and round (bench/bf16.py),
+stock DeepSpeed's too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from pipecomp.bench.configurations import LINES, RATES, STOCK, TWICE, UNTHROTTLED, Line, Model, rate_for
 from pipecomp.netlab.lab import Lab
 from pipecomp.tables import table
+
+if TYPE_CHECKING:
+    import torch
 
 Row = dict[str, Any]
 _WAYS = ("forward", "backward")
@@ -88,7 +92,9 @@ def measure(
     world = stages * line.replicas
     bandwidth = None if rate is None else f"{rate}bit"
     with Lab(nodes=world, bandwidth=bandwidth, delay=delay, **network) as lab, tempfile.TemporaryDirectory() as folder:
-        ranks = lab.run(train, line, model, stages, steps, folder, timeout_s=1800)
+        # Here and not in `train`: what is set later, when deepspeed has been imported, is not read.
+        cpu = {"DS_ACCELERATOR": "cpu"}
+        ranks = lab.run(train, line, model, stages, steps, folder, timeout_s=1800, environment=cpu)
     times = [max(rank["steps"][i] for rank in ranks.values()) for i in range(steps)]
     compute = [rank["compute_s"] for rank in ranks.values() if rank["compute_s"]]
     return {
@@ -151,7 +157,7 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         sent = sent if seconds else _sent_bytes()
         began = time.perf_counter()
         for part in range(line.period):
-            with through_float32(line):
+            with through_float32(line, engine.device):
                 found = float(engine.train_batch())
             loss = found if step + part == 1 else loss
         dist.barrier()
@@ -171,11 +177,14 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     return row
 
 
-def through_float32(line: Line) -> Any:
-    """Make a context in which BF16 products are float32's, rounded, for lines in BF16 on a CPU that has none."""
+def through_float32(line: Line, device: torch.device) -> AbstractContextManager[None]:
+    """Make a context in which BF16 products are float32's, rounded, for lines in BF16 on a CPU that has none.
+
+    device: where the line computes. On a GPU nothing is done: even looking at each operation would take time there.
+    """
     from pipecomp.bench.bf16 import cpu_multiplies_bf16, products_in_float32
 
-    return products_in_float32(line.dtype == "bf16" and not cpu_multiplies_bf16())
+    return products_in_float32(line.dtype == "bf16" and device.type == "cpu" and not cpu_multiplies_bf16())
 
 
 def _sent_bytes() -> int:

@@ -1,7 +1,7 @@
 """`pipecomp demo`: fine-tune one small GPT-2 over a slow link with several methods and compare what each cost.
 
-The caller's process makes the task; then all ranks are started once, pre-train without compression, and fine-tune from
-the same weights with one method after the other. The link is slowed down by the network lab's software throttle.
+The caller's process makes the task; then all ranks are started once, on the CPU, pre-train without compression, and
+fine-tune from the same weights with one method after the other. The link is slowed down by the network lab's software throttle.
 Without compression it would take many minutes: that run has no limit on its link, and its first steps are run again
 over the slow one, for the time of a step.
 """
@@ -80,6 +80,7 @@ def train_rank(
     rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task, links: list[str | None]
 ) -> list[dict[str, Any]]:
     """Pre-train on every rank, then fine-tune from there with each method in turn. links: what makes them slow."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when the engine is imported: times are a CPU's on any machine
     work = _Rank(rank, world, note, settings, task, links[rank])
     work.pretrain()
     return [work.uncompressed() if method == "none" else work.fine_tune(method) for method in settings.methods]

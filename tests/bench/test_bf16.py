@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 
+from pipecomp.bench import bf16
 from pipecomp.bench.bf16 import products_in_float32
+from pipecomp.bench.configurations import Line
+from pipecomp.bench.pipeline import through_float32
 
 
 def test_products_are_those_of_float32_rounded_once():
@@ -30,3 +36,18 @@ def test_products_are_those_of_float32_rounded_once():
     ones = torch.ones(24, 24)
     assert torch.equal(x.grad, (ones @ w.float().T).bfloat16())
     assert torch.equal(w.grad, (x.float().T @ ones).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "has_products", "detour"),
+    [
+        ("bf16", "cpu", False, True),
+        ("bf16", "cpu", True, False),
+        ("fp32", "cpu", False, False),
+        ("bf16", "cuda", False, False),
+    ],
+)
+def test_only_a_cpu_without_bf16_takes_the_detour(monkeypatch, dtype, device, has_products, detour):
+    monkeypatch.setattr(bf16, "cpu_multiplies_bf16", lambda: has_products)
+    context = through_float32(Line(name="a line", dtype=dtype), torch.device(device))
+    assert isinstance(context, nullcontext) != detour

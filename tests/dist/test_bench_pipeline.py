@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
 import pytest
 
+from pipecomp.bench import pipeline
 from pipecomp.bench.configurations import LINES, TWICE, Model, lines_of, local_lines, message_bytes, rates_of
 from pipecomp.bench.pipeline import bench_pipeline, counted, pipeline_table
 from pipecomp.config import Config
@@ -43,6 +45,24 @@ def test_lines_train_alike_over_a_slow_link():
             assert set(rank["seconds"]) == {"forward", "backward", "encode", "decode", "wait", "reduce", "update"}
             assert sum(rank["seconds"].values()) < row["most"]
             assert 0 < sent < row["bytes"]
+
+
+def test_ranks_are_told_to_compute_on_the_cpu(monkeypatch):
+    """Before they import anything."""
+    seen = []
+
+    class FakeLab(contextlib.nullcontext):
+        def __init__(self, **options):
+            super().__init__(self)
+
+        def run(self, function, *args, **options):
+            seen.append((function, options["environment"]))
+            row = {"steps": [1.0], "wait_s": None, "in_flight": None, "compute_s": None, "bytes": 1, "loss": 1.0}
+            return {0: {**row, "counted": None}}
+
+    monkeypatch.setattr(pipeline, "Lab", FakeLab)
+    pipeline.measure(LINES[0], SMALL, 2, 1, None, None)
+    assert seen == [(pipeline.train, {"DS_ACCELERATOR": "cpu"})]
 
 
 def test_a_row_has_the_bits_of_its_own_steps():
