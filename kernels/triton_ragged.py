@@ -245,9 +245,10 @@ def _table(
         m_at = 0 if held is None else (held.data_ptr() - m.data_ptr()) // 4 - row * s.H
         fields += [x_at, m_at, scales, codes, row, i, *rng.keys(seed, 0)]
         row += n
-    of_rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    both = torch.cat([torch.tensor(fields, dtype=torch.int64), of_rows]).to(payload.device, non_blocking=True)
-    return s, both[: len(fields)], both[len(fields) :]
+    # Of pageable memory the driver takes a copy of 64 KiB at most, and waits for more: rows are counted on the device.
+    both = torch.tensor(fields + counts, dtype=torch.int64).to(payload.device, non_blocking=True)
+    of_rows = torch.repeat_interleave(both[len(fields) :], output_size=row)
+    return s, both[: len(fields)], of_rows
 
 
 def _values(bits: int, rounding: str, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecomp.errors import KernelError
 from pipecomp.kernels import dispatch, ops
@@ -78,6 +79,33 @@ def test_compiled_kernels_round_every_step(name):
 
 def test_the_check_above_can_fail():
     assert re.search(r"\bfma\.rn\.f32", ptx("quantize_kernel", fuse=True))
+
+
+@pytest.mark.parametrize("rows", [[5, 0, 40], [8000, 192]], ids=str)
+def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
+    """Not some a row: a copy of more than 64 KiB would wait for the device."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_ragged
+
+    copied: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if args and isinstance(args[0], torch.Tensor) and args[0].device != out.device:
+                copied.append(out.numel())
+            return out
+
+    for device in ("cpu", "meta"):
+        x, part = torch.zeros(sum(rows), 2, device=device), torch.zeros(1, dtype=torch.uint8, device=device)
+        batch = [(i, each, None, part, i) for i, each in enumerate(x.split(rows))]
+        with Copies():
+            _, table, of_rows = triton_ragged._table(batch, x, x, part, 4, None)
+        if device == "cpu":
+            assert of_rows.tolist() == [i for i, n in enumerate(rows) for _ in range(n)]
+            assert table.view(len(rows), -1)[:, 4].tolist() == [sum(rows[:i]) for i in range(len(rows))]
+        assert of_rows.device == table.device == part.device
+    assert copied == [len(rows) * (triton_ragged.FIELDS + 1)]
 
 
 def test_triton_does_not_take_cpu_tensors_outside_its_interpreter():
