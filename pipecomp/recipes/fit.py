@@ -187,9 +187,9 @@ class Fit:
         """All ranks' counters and wishes to stop; what one of them could not write is said on all. All must call it."""
         with engine.propagate_failure():
             told = gathered((engine.comm_stats(), self._interruption.wanted, self._report.take_refused()))
-        for rank, (_, _, refused) in enumerate(told):
-            if refused is not None:
-                say_here(f"rank {rank}: {refused}")
+        for rank, (_, _, lines) in enumerate(told):
+            for refused in lines:
+                say_here(f"rank {rank}: {refused}. The run goes on without it")
         return [stats for stats, _, _ in told], [wanted for _, wanted, _ in told]
 
     def _stop(self, engine: Any, step: int, reason: str) -> NoReturn:

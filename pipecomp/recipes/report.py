@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.activation_config import bits_text
 from pipecomp.config import Activations, Config
-from pipecomp.errors import ConfigError
-from pipecomp.json_tree import finite
+from pipecomp.recipes.written import Curves, Lines, Written
 from pipecomp.report.live import LinkMeter, in_words
-from pipecomp.report.record import lines_until
 from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, BitsMeter, Traffic
 
@@ -61,33 +56,21 @@ class Report:
         self._progress: Progress | None = None
         self._epoch = 0
         self._epoch_losses: list[float] = []
-        self._metrics = self._board = None
+        self._metrics: Lines | None = None
+        self._board: Curves | None = None
         self._before = Traffic({}, {})
         self._bits = BitsMeter()
-        self._refused: str | None = None
         if silent:
             return
         if metrics is not None:
-            try:
-                Path(metrics).parent.mkdir(parents=True, exist_ok=True)
-                kept = lines_until(Path(metrics), after)
-                self._metrics = open(metrics, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
-                self._take_up(kept)
-            except OSError as error:
-                raise ConfigError("--metrics", metrics, f"a file that can be written ({error.strerror})") from error
+            self._metrics = Lines(metrics, after)
+            self._take_up(self._metrics.kept)
         if tensorboard is not None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ConfigError(
-                    "--tensorboard", tensorboard, "only with the package tensorboard (pip install tensorboard)"
-                ) from error
-            self._board = SummaryWriter(tensorboard, purge_step=after + 1 if after else None)
+            self._board = Curves(tensorboard, after)
 
     def _take_up(self, records: list[dict[str, Any]]) -> None:
         """Go on after these lines of an earlier run."""
         for record in records:
-            self._write(record)
             self._before = Traffic(record["links"], record["groups"])
             if "eval" not in record:
                 self._count(record[self._period], record["loss"])
@@ -245,20 +228,18 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop_progress()
-        self._close_metrics()
-        if self._board is not None:
-            self._board.close()
+        for written in self._written():
+            written.close()
+        for refused in self.take_refused():
+            self._say(refused)
 
-    def take_refused(self) -> str | None:
-        """Say once what could not be written, None if everything was."""
-        refused, self._refused = self._refused, None
-        return refused
+    def take_refused(self) -> list[str]:
+        """Say once what could not be written."""
+        found = (written.take_refused() for written in self._written())
+        return [refused for refused in found if refused is not None]
 
-    def _close_metrics(self) -> None:
-        if self._metrics is not None:
-            with contextlib.suppress(OSError):  # it writes again what was refused
-                self._metrics.close()
-            self._metrics = None
+    def _written(self) -> list[Written]:
+        return [written for written in (self._metrics, self._board) if written is not None]
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -276,18 +257,11 @@ class Report:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is not None:
-            try:
-                self._metrics.write(json.dumps(finite(record)) + "\n")
-                self._metrics.flush()  # so that a run can be watched, and what was reached outlives a crash
-            except OSError as error:
-                what = f"{self._metrics.name} cannot be written: {error.strerror or error}"
-                self._refused = f"--metrics: {what}. The run goes on without it"
-                self._close_metrics()
+            self._metrics.write(record)
 
-    def _curves(self, step: int, group: str, values: dict[str, float] | dict[str, int]) -> None:
+    def _curves(self, step: int, group: str, values: Mapping[str, float]) -> None:
         if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{group}/{name}", value, step)
+            self._board.add(step, group, values)
 
 
 def _in_words(settings: Config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import time
@@ -501,6 +502,39 @@ class TestReport:
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="--metrics"):
             Report(str(tmp_path / "file" / "m.jsonl"), None, silent=False)
+        pytest.importorskip("tensorboard", reason="no tensorboard (pip install tensorboard)")
+        for folder in (tmp_path / "file", tmp_path / "file" / "board"):
+            with pytest.raises(ConfigError, match=r"--tensorboard: got .*file.*a folder that can be written"):
+                Report(None, str(folder), silent=False)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_full_disk_ends_the_curves_and_not_the_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], late: bool
+    ) -> None:
+        """It is said once: in a step, or at the end if only the last points do not fit.
+
+        A thread of TensorBoard's writes, ten points behind at most.
+        """
+        writers = pytest.importorskip("tensorboard.summary.writer.record_writer", reason="no tensorboard")
+
+        def full(*args: object) -> NoReturn:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        report, told = Report(None, str(tmp_path / "board"), silent=False), []
+        plan = steps.Plan(steps=9, per_epoch=9, micro_batch=1, accumulation=1, replicas=1)
+        with report:
+            report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
+            if not late:
+                monkeypatch.setattr(writers.RecordWriter, "write", full)
+            for step in range(1, 9):
+                report.step(step, 1, loss=2.0, lr=0.1, per_s=9.96, traffic=Traffic({}, {}))
+                told += report.take_refused()
+            if late:
+                monkeypatch.setattr(writers.RecordWriter, "flush", full)
+        said = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
+        assert told + said == [f"--tensorboard: {tmp_path / 'board'} cannot be written: No space left on device"]
+        assert (len(told), len(said)) == ((0, 1) if late else (1, 0))
 
 
 def test_a_batch_of_blocks_is_what_the_engine_takes() -> None:
