@@ -25,7 +25,7 @@ from pipecomp.plan.simulation import StageCosts, Step
 REFERENCE = "FP32"
 LINKS = (5.8, 18)  # r: float32 transfer over compute of a micro-batch
 WITHIN = 0.005
-BUDGETS = (0.10, 0.13, 0.16, 0.19)  # shares of FP32's bytes
+BUDGETS = (0.09, 0.11, 0.13, 0.16, 0.2)  # shares of FP32's bytes
 METRICS = {"QNLI": "accuracy", "CoLA": "Matthews correlation"}
 FORWARD = 1 / 3  # of a micro-batch's compute
 SECONDS = f"""Seconds: until the mean training loss over an epoch's number of steps is at most {100 * WITHIN:g} % above
@@ -219,21 +219,24 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     """Loss over bytes, a curve for each method; dashed with dropout. Of each task the largest K."""
     tasks = page.grouped(rows, "task")
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    with page.picture(file, across=len(tasks), size=(6 * len(tasks), 5)) as axes:
+    with page.picture(file, across=len(tasks), size=(5 * len(tasks) + 2, 5)) as axes:
         import matplotlib
+        from matplotlib.ticker import FormatStrFormatter
 
         colors = matplotlib.colormaps["tab20"]
         for axis, group in zip(axes, tasks, strict=True):
-            K, named = max(values(group, "stages")), set[str]()
+            K = max(values(group, "stages"))
             for (dropout, stages, method), points in _curves(group).items():
                 if stages == K and points:
                     style = {"color": colors(methods.index(method)), "marker": "o", "markersize": 3}
                     style |= {"linestyle": "-" if dropout == "without" else "--"}
-                    style |= {} if method in named else {"label": method}
-                    named.add(method)
                     axis.plot(*zip(*((100 * size, loss) for size, loss in points), strict=True), **style)
             axis.set(title=f"{group[0]['task']}, K = {K}", xlabel="bytes, % of FP32's", ylabel="loss above FP32's, %")
             axis.set_xscale("log")
             axis.set_yscale("symlog", linthresh=1)
-            if named:
-                axis.legend(fontsize=7)
+            axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+            axis.xaxis.set_minor_formatter(FormatStrFormatter("%g"))
+            axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        curves = [matplotlib.lines.Line2D([], [], color=colors(i)) for i in range(len(methods))]
+        named = [(curve, method) for curve, method in zip(curves, methods, strict=True) if method != REFERENCE]
+        axes[-1].legend(*zip(*named, strict=True), fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
