@@ -225,16 +225,18 @@ def open_engine(args: argparse.Namespace, network: torch.nn.Sequential, config: 
 
 def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
     """Loss and accuracy over all held-out images, known on every rank; count_all: of their batches."""
-
-    def count(logits: Tensor, labels: Tensor | None) -> Tensor:
-        assert labels is not None
-        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        return torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(labels))]).double().cpu()
-
     found = engine.eval_batch(iter(batches), num_micro_batches=count_all, on_logits=count)
     total = None if found is None else torch.stack(found).sum(0).tolist()
-    loss, right, count = broadcast(total, STAGES - 1)
-    return {"loss": loss / count, "accuracy": right / count}
+    loss, right, images = broadcast(total, STAGES - 1)
+    return {"loss": loss / images, "accuracy": right / images}
+
+
+def count(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Sum of losses, right answers and images of a batch, float64: half precision counts no further than 256."""
+    assert labels is not None, "held-out images have them"
+    loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum").double()
+    right = (logits.argmax(1) == labels).sum().double()
+    return torch.stack([loss, right, torch.full_like(loss, len(labels))])
 
 
 def load(network: torch.nn.Sequential, folder: str) -> None:
