@@ -6,6 +6,7 @@ more than its report: once one of these files cannot be written, that is said, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -72,7 +73,7 @@ class Recorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             kept = lines_until(self.folder / METRICS, after)
-            self._metrics = open(self.folder / METRICS, "w", encoding="utf-8")  # noqa: SIM115 (closed in end)
+            self._metrics = open(self.folder / METRICS, "w", encoding="utf-8")  # noqa: SIM115 (closed in _close)
             for record in kept:
                 self._write(record)
                 self._last |= record  # a line of an evaluation has no counters
@@ -125,8 +126,7 @@ class Recorder:
         if last_step:
             self._save(TRACE, {"traceEvents": list(last_step), "displayTimeUnit": "ms"})
         self._save(RUN, {**self._facts, "status": "finished", "seconds": round(self._seconds(), 4)})
-        self._metrics.close()
-        self._metrics = None
+        self._close()
 
     def interrupted(self) -> None:
         """Write that the run was asked to stop, and may go on."""
@@ -174,8 +174,14 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
 
+    def _close(self) -> None:
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            with contextlib.suppress(OSError):  # it writes again what was refused
+                metrics.close()
+
     def _give_up(self, error: OSError) -> None:
-        self._metrics = None
+        self._close()
         _log.warning("%s cannot be written (%s): the run goes on without it", self.folder, error.strerror or error)
 
 

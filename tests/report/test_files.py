@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import pytest
 
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, DataError
+from pipecomp.files import write_whole
 from pipecomp.report.command import try_report, write_report
 from pipecomp.report.measures import common_loss, hit_rates, link_use, rank_times, seconds_to, training_curve
 from pipecomp.report.read import read_runs
@@ -130,6 +132,24 @@ def test_a_folder_that_cannot_be_written_ends_only_a_run_that_asked_for_it(tmp_p
     recorder.start(1)
     recorder.step(1, loss=1.0)
     recorder.end([])
+
+
+@pytest.mark.parametrize("full", [RANKS, TRACE, RUN])
+def test_a_disk_that_is_full_at_the_end_of_a_run_does_not_end_it_with_an_error(tmp_path, monkeypatch, caplog, full):
+    def write(path, text):
+        if path.name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(path, text)
+
+    recorder = Recorder(tmp_path)
+    recorder.start(1)
+    recorder.step(1, loss=1.0)
+    monkeypatch.setattr("pipecomp.report.record.write_whole", write)
+    with caplog.at_level(logging.WARNING):
+        recorder.end([], [{"name": "step"}])
+    assert caplog.text.count("cannot be written (No space left on device)") == 1
+    recorder.end([])
+    assert [run.name for run in read_runs([tmp_path])] == [tmp_path.name], "what was written before can be read"
 
 
 def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
