@@ -67,11 +67,11 @@ def write_record(versions: Versions, found: Found) -> None:
 
 HEAD = """# Pipelines against unsplit training
 
-Is what K stages train what the model itself would become? Each row below trains a small model with random weights for
-{steps} steps in float32, once as a pipeline (`pipecomp.initialize`, one process for each stage and replica, links and
-gradients uncompressed) and once unsplit, in one process: Hugging Face's model with its own loss, torch's optimizer and
-`clip_grad_norm_`, no DeepSpeed and no pipecomp. Both start from the same weights and see the same samples; the unsplit
-gradient is the mean over micro-batches and replicas.
+Does a model that is trained over K stages end with the same weights as without a pipeline? Each row below trains a
+small model with random weights for {steps} steps in float32, once as a pipeline (`pipecomp.initialize`, one process for
+each stage and replica, links and gradients uncompressed) and once unsplit, in one process: Hugging Face's model with
+its own loss, torch's optimizer and `clip_grad_norm_`, no DeepSpeed and no pipecomp. Both start from the same weights
+and see the same samples; the unsplit gradient is the mean over micro-batches and replicas.
 
 The difference is ‖p − q‖ / ‖q‖ in double precision, p a parameter of the pipeline after the last step, on any rank that
 holds it, and q the same one of the unsplit model; the table has the largest of all parameters. **It must be at most
@@ -91,7 +91,7 @@ Rows that are recorded for the same versions are not run again without `--again`
 Releases of DeepSpeed and transformers have changed gradients silently before: a new one is trusted when its rows hold.
 pipecomp asks for DeepSpeed 0.19.8 (`pyproject.toml`) and does not run with older ones, as the table of versions shows.
 
-**Conditions.** {count} rows, in which every pair of values of two columns occurs that goes together
+**Conditions.** {count} rows, which together contain every possible pair of values of two columns
 (`tests/trust/conditions.py`). SGD has lr 0.1 and momentum 0.9. AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**:
 with torch's 1e−8 it makes full steps of the *sign* of rounding noise where the true gradient is 0, as of the biases of
 attention keys, and any two correct programs differ then. Clipping is to a norm of 0.1, which is less than that of every
