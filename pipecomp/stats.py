@@ -60,7 +60,7 @@ class LinkStats:
         drift_check_bytes: What this endpoint sent for that.
         drifts: How often they differed.
         drift_samples: In how many samples.
-        wait_seconds: How long this endpoint waited for packets.
+        wait_seconds: How long this endpoint waited for packets in training.
         error_sum: Sum of ‖a − m‖ / ‖a‖ over the sampled forward packets: the first micro-batch of each step, known to
             the sender only.
         error_count: Their number.

@@ -35,7 +35,7 @@ class Links:
 
     @property
     def wait_seconds(self) -> float:
-        """How long this rank has waited for packets."""
+        """How long this rank has waited for packets in training."""
         return sum(end.stats.wait_seconds for end in self)
 
     def coded(self) -> tuple[int, int]:

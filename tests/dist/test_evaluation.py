@@ -61,6 +61,7 @@ def bare(rank: int, world: int, note: Any) -> dict[str, Any]:
         engine.allow_evaluation(0)
     data = samples(EVALUATED, length=8)
     found["loss"] = float(engine.eval_batch(iter(eval_batches(data, EVALUATED)), num_micro_batches=1))
+    found["waited"] = [link["wait_seconds"] for link in engine.comm_stats()["links"].values()]
     batch = eval_batches(samples(3, length=8), 3)  # of training they have two
     for name, call in {
         "training": lambda engine: engine.train_batch(iter(batch * 3)),
@@ -78,6 +79,7 @@ def bare(rank: int, world: int, note: Any) -> dict[str, Any]:
 def test_a_bare_engine_says_what_it_takes() -> None:
     for found in run_ranks(2, bare, timeout_s=HANG_S).values():
         assert found["loss"] > 0
+        assert found["waited"] == [0.0], "only what waits in training is a share of the training time"
         assert "micro-batch 0 of training has 3 samples, allowed: at most 2: make it smaller" in found["training"]
         assert "train_micro_batch_size_per_gpu" in found["training"]
         assert "samples of an evaluation batch is 101 on rank 1, 100 on rank 0" in found["differ"]

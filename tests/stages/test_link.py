@@ -207,6 +207,9 @@ def test_evaluation_does_not_touch_the_store(mode):
     assert up.store.inventory() == down.store.inventory() == []
     assert up.stats.forward.messages == 0
     assert up.stats.evaluation.messages == 1
+    assert down.stats.wait_seconds == 0.0, "reports set it beside the time of training"
+    pass_over(up, down, x_BSH, layout(), 0)
+    assert down.stats.wait_seconds > 0.0
 
 
 def test_a_delta_on_a_message_that_the_receiver_lacks_is_refused():
