@@ -250,6 +250,37 @@ def test_memory_that_is_let_go_may_be_taken_again():
     assert (left, len(made), len(again)) == ([0], 3, 2)
 
 
+def test_what_is_unused_makes_way_for_other_sizes():
+    most, made, gone = 8 * 4096, [], []
+
+    def make(size: int) -> np.ndarray:
+        made.append(size)
+        assert sum(made) - sum(gone) <= most
+        return np.empty(size, dtype=np.uint8)
+
+    pool = Pool(make, most, lambda buffer: gone.append(buffer.size), most)
+    large = [pool.take(4 * 4096), pool.take(2 * 4096), pool.take(2 * 4096)]
+    with pytest.raises(MemoryError, match="4096 bytes beside 32768 in use"):
+        pool.take(1)
+    del large
+    small = [pool.take(1) for _ in range(3)]
+    assert gone == [4 * 4096]
+    with pytest.raises(MemoryError):
+        pool.take(8 * 4096)  # in vain: nothing is given up for it
+    del small
+    whole = pool.take(8 * 4096)
+    assert (whole.size, sum(made) - sum(gone)) == (most, most)
+
+
+def test_only_buffers_that_are_there_count():
+    sizes = iter([-1, 4096, 4096])
+    pool = Pool(lambda size: np.empty(next(sizes), dtype=np.uint8), kept_bytes=0, most_bytes=4096)
+    with pytest.raises(ValueError, match="negative"):
+        pool.take(1)
+    for _ in range(2):
+        assert pool.take(1).size == 1
+
+
 def test_a_packet_is_sealed_by_the_call_that_encodes():
     x, packet = torch.randn(3, H), np.zeros(20 + 3 * (4 + H // 2) + 4, dtype=np.uint8)
     whole = torch.from_numpy(packet)
