@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipecomp.errors import require
-from pipecomp.kernels.pool import KEPT_BYTES, Pool
+from pipecomp.kernels.pool import Pool
 from pipecomp.kernels.staging import HostStaging, Staging
 
 PINNED_BYTES = 256 << 20
 
 
 class _ToHost:
-    """A copy whose bytes a thread of the host waits for."""
+    """A copy whose bytes a thread of the host waits for.
 
-    def __init__(self, x: Tensor, done: torch.cuda.Event) -> None:
-        self._x, self._done = x, done
+    late: what the waiting thread itself copies to x, on the device; None where the GPU does all.
+    """
+
+    def __init__(self, x: Tensor, done: torch.cuda.Event, stream: torch.cuda.Stream, late: Tensor | None) -> None:
+        self._x, self._done, self._stream, self._late = x, done, stream, late
+        self._lock = threading.Lock()
 
     def wait(self) -> Tensor:
         """See Copy."""
-        self._done.synchronize()
+        with torch.cuda.device(self._stream.device):
+            self._done.synchronize()
+            with self._lock:
+                if self._late is not None:
+                    with torch.cuda.stream(self._stream):
+                        self._x.copy_(self._late)
+                    self._late = None
         return self._x
 
 
 class _ToDevice:
     """A copy that what is computed on the GPU waits for."""
 
-    def __init__(self, x: Tensor, done: torch.cuda.Event) -> None:
-        self._x, self._done = x, done
+    def __init__(self, x: Tensor, done: torch.cuda.Event, device: torch.device) -> None:
+        self._x, self._done, self._device = x, done, device
 
     def wait(self) -> Tensor:
         """See Copy."""
-        stream = torch.cuda.current_stream(self._x.device)
-        stream.wait_event(self._done)
-        self._x.record_stream(stream)
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._done)
+            self._x.record_stream(stream)
         return self._x
 
 
@@ -46,39 +59,39 @@ class CudaStaging:
     """Copies beside computing, which goes on on the current stream of whoever calls.
 
     pinned_bytes: of host memory that the GPU copies from and to; where that is used up, pageable memory takes its
-    place, and copies take longer.
+    place, and copies take longer: those to the host on the threads that wait for them.
+
+    Whatever touches the GPU does so with its device current: otherwise a thread's first call makes a context on GPU 0,
+    hundreds of megabytes there for every process that computes on another one.
     """
 
     immediate = False
 
     def __init__(self, device: torch.device, pinned_bytes: int = PINNED_BYTES) -> None:
-        self.device = device
         self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}
-        self._left = pinned_bytes
-        self._pinned: set[int] = set()  # addresses of buffers
-        self._pool = Pool(self._make, pinned_bytes + KEPT_BYTES, self._let_go)
+        self.device = self._streams[True].device  # with a number: other threads have another current device
+        self._pinned = Pool(self._pin, pinned_bytes, self._unpin, pinned_bytes)
+        self._pageable = Pool()
+        self._unpinned = False  # whether torch keeps pinned memory that this gave back
         self._under_way: dict[bool, deque[tuple[torch.cuda.Event, Tensor]]] = {True: deque(), False: deque()}
-        self._lock = threading.RLock()  # a buffer may be let go while its thread makes another
+        self._lock = threading.Lock()
 
-    def _make(self, size: int) -> np.ndarray:
-        with self._lock:
-            pin = self._left >= size
-            self._left -= size if pin else 0
-        made = torch.empty(size, dtype=torch.uint8, pin_memory=pin).numpy()
-        if pin:
-            with self._lock:
-                self._pinned.add(made.ctypes.data)
-        return made
+    def _pin(self, size: int) -> np.ndarray:
+        with torch.cuda.device(self.device):
+            if self._unpinned and hasattr(torch.accelerator, "empty_host_cache"):
+                self._unpinned = False
+                torch.accelerator.empty_host_cache()  # it would be used for the size that it had, and for no other
+            return pinned(size)
 
-    def _let_go(self, buffer: np.ndarray) -> None:
-        with self._lock:
-            if buffer.ctypes.data in self._pinned:
-                self._pinned.remove(buffer.ctypes.data)
-                self._left += buffer.size
+    def _unpin(self, _: np.ndarray) -> None:
+        self._unpinned = True
 
     def buffer(self, size: int) -> np.ndarray:
         """See Staging."""
-        return self._pool.take(size)
+        try:
+            return self._pinned.take(size)
+        except MemoryError:
+            return self._pageable.take(size)
 
     def place(self, target: Tensor) -> Tensor:
         """See Staging: memory of the GPU."""
@@ -87,40 +100,50 @@ class CudaStaging:
     def to_host(self, x: Tensor, target: Tensor | None = None) -> _ToHost:
         """See Staging."""
         if target is None:
-            target = self._like(x)
-        computed = torch.cuda.Event()
-        computed.record(torch.cuda.current_stream(self.device))
+            target = _like(x, self.buffer)
         stream = self._streams[True]
-        with torch.cuda.stream(stream):
-            stream.wait_event(computed)
-            target.copy_(x, non_blocking=True)
-            x.record_stream(stream)
-            return _ToHost(target, self._done(True, target))
+        with torch.cuda.device(self.device):
+            computed = torch.cuda.Event()
+            computed.record(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                stream.wait_event(computed)
+                x.record_stream(stream)
+                if target.is_pinned():
+                    target.copy_(x, non_blocking=True)
+                    return _ToHost(target, self._done(True, target), stream, None)
+                late = x.clone()  # to pageable memory this thread would have to wait for the copy, and all before it
+                return _ToHost(target, self._done(True, late), stream, late)
 
     def to_device(self, x: Tensor) -> _ToDevice:
         """See Staging."""
         if not x.is_pinned():
-            x = self._like(x).copy_(x)
-        with torch.cuda.stream(self._streams[False]):
+            with suppress(MemoryError):  # another pageable buffer would be no better
+                x = _like(x, self._pinned.take).copy_(x)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._streams[False]):
             y = x.to(self.device, non_blocking=True)
-            return _ToDevice(y, self._done(False, x))
+            return _ToDevice(y, self._done(False, x), self.device)
 
-    def _like(self, x: Tensor) -> Tensor:
-        size = x.numel() * x.element_size()
-        return torch.from_numpy(self.buffer(size)).view(x.dtype).view(x.shape)
-
-    def _done(self, out: bool, host: Tensor) -> torch.cuda.Event:
-        """The event after the last copy. Its host memory is used for nothing else before that has come."""
-        done = torch.cuda.Event()
+    def _done(self, out: bool, used: Tensor) -> torch.cuda.Event:
+        """The event after the last copy. What that uses is used for nothing else before it has come."""
+        # Threads that wait for one of these sleep: else each would keep a core of the host busy.
+        done = torch.cuda.Event(blocking=out)
         done.record(self._streams[out])
-        under_way = self._under_way[out]
+        under_way, come = self._under_way[out], []
         with self._lock:
-            under_way.append((done, host))
-            while under_way[0][0].query():
-                under_way.popleft()
-                if not under_way:
-                    break
-        return done
+            under_way.append((done, used))
+            while under_way and under_way[0][0].query():
+                come.append(under_way.popleft())
+        return done  # and only now, without the lock, buffers go back
+
+
+def pinned(size: int) -> np.ndarray:
+    """Make memory that the GPU copies from and to by itself: uint8 [size]."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def _like(x: Tensor, take: Callable[[int], np.ndarray]) -> Tensor:
+    """Host memory for x's values."""
+    return torch.from_numpy(take(x.numel() * x.element_size())).view(x.dtype).view(x.shape)
 
 
 def staging_for(device: torch.device, pinned_bytes: int | None = None) -> Staging:

@@ -142,7 +142,7 @@ class State:
         job = _Job(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future)
         if tensor.is_cuda:
             job.ready = torch.cuda.Event()
-            job.ready.record()
+            job.ready.record(torch.cuda.current_stream(tensor.device))
         self._start_thread()
         self._jobs.put(job)
         return future
@@ -205,10 +205,12 @@ class State:
             self._mean(job)
             job.future.set_result(job.out_d)
             return
-        # Beside the backward pass, not behind it: on a stream of its own, whose end the future's waiter waits for.
+        # Beside the backward pass, not behind it: on a stream of its own, whose end the future's waiter waits for. The
+        # device comes first: without, what this thread does to events and streams would make a context on GPU 0.
+        device = job.x_d.device
         if self._stream is None:
-            self._stream = torch.cuda.Stream(job.x_d.device)
-        with torch.cuda.stream(self._stream):
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._stream.wait_event(job.ready)
             for tensor in (job.x_d, job.out_d):
                 tensor.record_stream(self._stream)

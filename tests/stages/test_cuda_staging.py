@@ -1,0 +1,101 @@
+"""Staging of a GPU over the double of torch.cuda, tests/fake_cuda.py; on a real one: tests/gpu/test_staging_gpu.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from pipecomp.allreduce import State
+from pipecomp.allreduce.loopback import LoopbackGroup
+from pipecomp.allreduce.state import _Job
+from pipecomp.kernels.staging_cuda import CudaStaging
+from tests.fake_cuda import DEVICE, FakeCuda, use_fake_cuda
+from tests.limits import HANG_S
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return use_fake_cuda(monkeypatch)
+
+
+def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns on a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result(HANG_S)
+
+
+@pytest.mark.parametrize("pinned_bytes", [1 << 20, 1], ids=["pinned", "pageable"])
+def test_threads_say_which_gpu_they_mean(cuda, pinned_bytes):
+    staging, x = CudaStaging(DEVICE, pinned_bytes), torch.randn(3000)
+    out = elsewhere(staging.to_host, x)
+    assert torch.equal(elsewhere(out.wait), x)
+    back = elsewhere(staging.to_device, torch.from_numpy(staging.buffer(12)).view(torch.float32).copy_(x[:3]))
+    assert torch.equal(elsewhere(back.wait), x[:3])
+    assert torch.equal(elsewhere(staging.to_device, x).wait(), x)
+
+
+def test_averages_say_which_gpu_they_mean(cuda):
+    state = State("double_squeeze", group=LoopbackGroup(0, 1, {}))
+    state.staging = CudaStaging(DEVICE)
+    x, out = torch.ones(100), torch.empty(100)
+    job = _Job(x, out, "g", None, 0, 1.0, torch.futures.Future(), ready=torch.cuda.Event())
+    elsewhere(torch.no_grad()(state._run), job)
+    assert torch.allclose(job.future.wait(), x, atol=0.2)
+
+
+def test_where_pinned_memory_is_used_up_the_waiting_thread_copies(cuda):
+    staging = CudaStaging(DEVICE, 1 << 14)
+    x, targets = torch.arange(4096, dtype=torch.float32), []
+    for pinned in (True, False):
+        target = torch.from_numpy(staging.buffer(1 << 14)).view(torch.float32).fill_(7)
+        assert target.is_pinned() == pinned
+        targets.append(target)
+    copies = [staging.to_host(x, target) for target in targets]
+    assert torch.equal(targets[0], x)
+    assert bool((targets[1] == 7).all()), "the computing thread waited for the GPU"
+    before = x.clone()
+    x.fill_(0)  # its memory is used for something else
+    for copy, target in zip(copies, targets, strict=True):
+        for _ in range(2):
+            assert copy.wait() is target
+        assert torch.equal(target, before)
+    copies[1].wait()[0] = 5
+    assert copies[1].wait()[0] == 5, "what was waited for is the caller's"
+
+
+def test_unused_pinned_memory_of_another_size_makes_way(cuda):
+    staging = CudaStaging(DEVICE, 1 << 16)
+    large = [staging.buffer(1 << 15) for _ in range(2)]
+    assert not torch.from_numpy(staging.buffer(1 << 12)).is_pinned()
+    del large
+    small = [torch.from_numpy(staging.buffer(1 << 12)) for _ in range(17)]
+    assert [x.is_pinned() for x in small] == [True] * 16 + [False]
+    assert cuda.emptied == 2  # torch would keep it beside the new one
+
+
+def test_what_the_gpu_copies_from_is_kept_until_it_has(cuda):
+    x, cuda.come = torch.randn(1000), False
+    for pinned_bytes in (1 << 20, 1):
+        staging = CudaStaging(DEVICE, pinned_bytes)
+        staging.to_device(x)
+        ((_, used),) = staging._under_way[False]
+        assert used.is_pinned() == (used is not x) == (pinned_bytes > 1)
+
+
+def test_buffers_go_back_without_the_lock(cuda):
+    """Whoever copies next would wait for what their last owner does then."""
+    staging, locked, host = CudaStaging(DEVICE), [], torch.empty(8)
+    weakref.finalize(host, lambda: locked.append(staging._lock.locked()))
+    cuda.come = False
+    with cuda.guard(DEVICE):
+        staging._done(False, host)
+        del host
+        assert locked == []
+        cuda.come = True
+        staging._done(False, torch.empty(8))
+    assert locked == [False]
