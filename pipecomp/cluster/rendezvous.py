@@ -32,8 +32,12 @@ _CONNECT_S = 60.0  # for connections among ranks that have met already
 
 
 def ranks_here() -> int | None:
-    """How many ranks share this machine, as the launcher says; torchrun and deepspeed name it differently."""
-    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    """How many ranks share this machine, as the launcher says; torchrun and deepspeed name it differently.
+
+    Deepspeed's LOCAL_SIZE comes first: accelerate does not know it, and then writes LOCAL_WORLD_SIZE=1 into the
+    environment of a process whose TrainingArguments have use_cpu.
+    """
+    found = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
     return int(found) if found else None
 
 

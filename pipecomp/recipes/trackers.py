@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pipecomp.errors import ConfigError
 
@@ -36,7 +40,8 @@ class Trackers:
             self._callbacks = [make() for make in get_reporting_integration_callbacks(names)]
         except (ValueError, RuntimeError, ImportError) as error:
             raise ConfigError("--report-to", " ".join(names), f"trackers that are installed ({error})") from error
-        self._args = TrainingArguments(output_dir=str(folder), run_name=run_name, report_to="none", use_cpu=True)
+        with _unchanged_process():
+            self._args = TrainingArguments(output_dir=str(folder), run_name=run_name, report_to="none", use_cpu=True)
         self._state, self._control = TrainerState(is_world_process_zero=True), TrainerControl()
 
     def begin(self, facts: Mapping[str, Any]) -> None:
@@ -57,6 +62,24 @@ class Trackers:
         for callback in self._callbacks:
             callback.on_train_end(self._args, self._state, self._control, model=None)
         self._callbacks = []
+
+
+@contextlib.contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Leave the environment and torch's threads as they are.
+
+    TrainingArguments let accelerate set up training on the CPU. It notes what it takes for the launcher's words, and
+    where OMP_NUM_THREADS is not set gives this rank threads for all of a machine's cores.
+    """
+    before, threads = dict(os.environ), torch.get_num_threads()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ.update(before)
+        torch.set_num_threads(threads)
 
 
 class _Described:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sqlite3
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pipecomp.errors import ConfigError
 from pipecomp.recipes.trackers import Trackers
@@ -46,6 +49,29 @@ def test_trackio_has_the_curves(tmp_path, monkeypatch):
     logged = [json.loads(metrics) for name, metrics in rows if name == "my run"]
     assert [values["train/loss"] for values in logged if "train/loss" in values] == [2.5, 1.25]
     assert logged[0]["train/link_forward_mb_per_s"] == 1.5
+
+
+def test_a_ranks_environment_and_threads_stay(tmp_path, monkeypatch):
+    """As deepspeed's launcher starts the first of two ranks of a machine; accelerate would have it for itself."""
+    from accelerate.state import AcceleratorState
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("transformers.integrations.get_reporting_integration_callbacks", lambda names: [])
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = dict(os.environ)
+    try:
+        torch.set_num_threads(3)
+        tell(["none of them"], tmp_path)
+        assert torch.get_num_threads() == 3
+        assert dict(os.environ) == before
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_without_names_nothing_is_loaded_or_written(tmp_path):
