@@ -15,6 +15,7 @@ from pipecomp.report.words import Told, planned
 COLORS = ("#3b82d6", "#e07b2e", "#2aa37c", "#c4569f", "#8a6ee0", "#b8961f", "#d1495b", "#71839a")
 PART_COLORS = dict(zip(measures.PARTS, ("#3b82d6", "#e07b2e", "#a9b4c2", "#8a6ee0", "#b8961f", "#d5cfc4"), strict=True))
 
+_SHORT = 24  # characters of a run's name beside bars
 _DOWN = {"autorange": "reversed", "automargin": True}  # the first row on top
 
 
@@ -35,16 +36,25 @@ def label(text: str, longest: int = 36) -> str:
     return escape(text if len(text) <= longest else f"{text[:half]}…{text[-half:]}", quote=False)
 
 
-def _row(all_told: Sequence[Told], one: Told, what: str) -> str:
+def _names(all_told: Sequence[Told], longest: int = 36) -> list[str]:
+    """The runs' labels, all different: plotly draws bars of one name as one bar.
+
+    Where shortening would make two alike, each begins with its run's place on the page, in all charts.
+    """
+    alike = len({label(one.run.name, _SHORT) for one in all_told}) < len(all_told)
+    return [(f"{i}. " if alike else "") + label(one.run.name, longest) for i, one in enumerate(all_told, 1)]
+
+
+def _row(names: Sequence[str], i: int, what: str) -> str:
     """The name of a bar: with the run's name if there are several."""
-    return what if len(all_told) == 1 else f"{label(one.run.name, 24)}<br>{what}"
+    return what if len(names) == 1 else f"{names[i]}<br>{what}"
 
 
 def losses(all_told: Sequence[Told], *, over: str) -> Chart | None:
     """The training loss, and what evaluations found. over: "steps" or "seconds"."""
     traces: list[dict[str, Any]] = []
-    for i, one in enumerate(all_told):
-        name, color = label(one.run.name), COLORS[i % len(COLORS)]
+    for i, (name, one) in enumerate(zip(_names(all_told), all_told, strict=True)):
+        color = COLORS[i % len(COLORS)]
         x = _axis(one.curve, over)
         if x:
             y = one.curve.smooth()
@@ -105,8 +115,9 @@ def _bars(name: str, rows: list[str], values: list[Any], tips: list[str], marker
 
 def link_bytes(all_told: Sequence[Told]) -> Chart | None:
     """Bytes of each link, each way: sent, and what they would have been."""
+    runs = _names(all_told, _SHORT)
     rows = [
-        (_row(all_told, one, f"{label(link.name)} {way}"), raw, sent, COLORS[i % len(COLORS)])
+        (_row(runs, i, f"{label(link.name)} {way}"), raw, sent, COLORS[i % len(COLORS)])
         for i, one in enumerate(all_told)
         for link in one.links
         for way, (raw, sent) in (("forward", link.forward), ("back", link.backward))
@@ -137,7 +148,8 @@ def link_bytes(all_told: Sequence[Told]) -> Chart | None:
 
 def rank_times(all_told: Sequence[Told]) -> Chart | None:
     """Where each rank's training time went, in shares."""
-    rows = [(_row(all_told, one, f"rank {r.rank}"), r) for one in all_told for r in one.ranks if r.total > 0]
+    runs = _names(all_told, _SHORT)
+    rows = [(_row(runs, i, f"rank {r.rank}"), r) for i, one in enumerate(all_told) for r in one.ranks if r.total > 0]
     if not rows:
         return None
     traces = []
@@ -169,10 +181,9 @@ def rank_times(all_told: Sequence[Told]) -> Chart | None:
 def hit_rates(all_told: Sequence[Told]) -> Chart | None:
     """How many of the samples crossed the links as changes, over the run."""
     traces = []
-    for i, one in enumerate(all_told):
+    for i, (name, one) in enumerate(zip(_names(all_told), all_told, strict=True)):
         steps, rates = measures.hit_rates(one.run)
         if any(rates):
-            name = label(one.run.name)
             tip = f"{name}<br>%{{y:.0f}} % up to step %{{x}}<extra></extra>"
             traces.append(_line(steps, [100 * rate for rate in rates], name, COLORS[i % len(COLORS)], tip))
     if not traces:
@@ -189,13 +200,13 @@ def hit_rates(all_told: Sequence[Told]) -> Chart | None:
 def bits(all_told: Sequence[Told]) -> Chart | None:
     """How many bits the links' values had, over the run; None where they never changed."""
     traces, changed = [], False
-    for i, one in enumerate(all_told):
+    for i, (run, one) in enumerate(zip(_names(all_told), all_told, strict=True)):
         steps, means = measures.bits(one.run)
         for way, mean, dash in zip(("forward", "back"), means, ("solid", "dot"), strict=True):
             told = [(step, bits) for step, bits in zip(steps, mean, strict=True) if bits is not None]
             changed |= len({round(bits, 2) for _, bits in told}) > 1
             if told:
-                name, color = f"{label(one.run.name)}, {way}", COLORS[i % len(COLORS)]
+                name, color = f"{run}, {way}", COLORS[i % len(COLORS)]
                 tip = f"{name}<br>%{{y:.2f}} bits up to step %{{x}}<extra></extra>"
                 trace = _line([step for step, _ in told], [bits for _, bits in told], name, color, tip)
                 trace["line"]["dash"] = dash
@@ -214,8 +225,7 @@ def bits(all_told: Sequence[Told]) -> Chart | None:
 def predicted(all_told: Sequence[Told]) -> Chart | None:
     """Seconds of a step: measured, simulated over links whose rate is known, and of a plan."""
     columns: dict[str, list[tuple[str, float]]] = {"measured": [], "simulated": [], "planned": []}
-    for one in all_told:
-        name = label(one.run.name, 24)
+    for name, one in zip(_names(all_told, _SHORT), all_told, strict=True):
         measured = measures.step_seconds(one.run)
         plan = planned(one.run)
         if measured is not None:

@@ -12,6 +12,7 @@ import pytest
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.files import write_whole
+from pipecomp.report import figures
 from pipecomp.report.command import try_report, write_report
 from pipecomp.report.measures import common_loss, hit_rates, link_use, rank_times, seconds_to, training_curve
 from pipecomp.report.read import read_runs
@@ -150,6 +151,20 @@ def test_a_disk_that_is_full_at_the_end_of_a_run_does_not_end_it_with_an_error(t
     assert caplog.text.count("cannot be written (No space left on device)") == 1
     recorder.end([])
     assert [run.name for run in read_runs([tmp_path])] == [tmp_path.name], "what was written before can be read"
+
+
+def test_runs_with_long_and_similar_names_have_bars_of_their_own(tmp_path):
+    """Both ends of the names are alike, which is all that a chart shows of them; one has no characters left out."""
+    names = [f"gpt2-wikitext2-lr-{rate}-batch-32-seed-1" for rate in ("1e-3", "3e-3")]
+    for name in (*names, "short"):
+        make_run(tmp_path / name, network=slow(), told=True)
+    all_told = [told(run) for run in read_runs([tmp_path / name for name in (*names, "short")])]
+    for chart, rows in ((figures.link_bytes, 6), (figures.rank_times, 6), (figures.predicted, 3)):
+        for trace in chart(all_told).figure["data"]:
+            assert len(set(trace["y"])) == len(trace["y"]) == rows
+    curves = figures.losses(all_told, over="steps").figure["data"]
+    assert [curve["name"][:6] for curve in curves[::2]] == ["1. gpt", "2. gpt", "3. sho"]
+    assert figures.losses(all_told[1:], over="steps").figure["data"][-1]["name"] == "short, held out"
 
 
 def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
