@@ -7,7 +7,9 @@ noted, and the others go on.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -82,10 +84,13 @@ def this_gpu() -> str:
 
 
 def attempt(part: Callable[[], Any]) -> Any:
-    """Give what a part found, or {"error": why it failed}: the last line of what was raised has the reason."""
+    """Give what a part found, or {"error": why it failed}: the last line of what was raised has the reason.
+
+    Whatever it raises: Triton's and its compilers' errors have no base in common with torch's.
+    """
     try:
         return part()
-    except (PipecompError, RuntimeError, OSError) as error:
+    except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}" + (f" … {lines[-1]}" if len(lines) > 1 else "")}
 
@@ -101,14 +106,31 @@ def gpu_tests(timeout_s: float, folder: Path = _ROOT / "tests" / "gpu") -> Row:
         return {"error": f"{folder} is not there: run this from a checkout"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     try:
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+        status, out, errors = run_whole(command, timeout_s)
     except subprocess.TimeoutExpired:
         return {"error": f"they took more than {timeout_s:.0f} s"}
-    summary = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+    summary = (out.strip().splitlines() or errors.strip().splitlines() or ["nothing was printed"])[-1]
     counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", summary)}
     passed = counts.pop("passed", 0)
     found: Row = {"passed": passed, "others": sum(counts.values()), "summary": summary}
-    return found if done.returncode == 0 and passed else {**found, "error": summary}
+    return found if status == 0 and passed else {**found, "error": summary}
+
+
+def run_whole(command: list[str], timeout_s: float) -> tuple[int, str, str]:
+    """Run a command from the checkout; give its exit status, output and errors.
+
+    Raises subprocess.TimeoutExpired when it takes longer. What it has started is ended too: ranks of a test would keep
+    the GPU from the parts that come next.
+    """
+    with subprocess.Popen(
+        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        try:
+            out, errors = child.communicate(timeout=timeout_s)
+        except BaseException:  # Ctrl-C too, which does not reach another session
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+    return child.returncode, out, errors
 
 
 def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:

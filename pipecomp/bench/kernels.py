@@ -30,6 +30,7 @@ BITS = (2, 3, 4, 6, 8)
 SAMPLES = 8  # of a micro-batch
 LEAST_REPEATS, MOST_REPEATS = 3, 60
 FLUSHED_BYTES = 512 << 20  # more than any GPU's cache
+SLEPT_CYCLES = 2_000_000  # of a GPU's clock: one or two milliseconds
 
 
 Call = Callable[[], object]
@@ -188,7 +189,7 @@ def host_seconds(call: Call) -> float:
 
 @functools.cache
 def flushed(device: str) -> Tensor:
-    """Memory that is written before each call on a GPU: the cache is empty then, and the host far enough ahead."""
+    """Memory that is written before each call on a GPU: the cache is empty then."""
     return torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -196,6 +197,10 @@ def device_seconds(flush: Tensor, call: Call) -> float:
     """Time a call on the GPU, from its first kernel's start to its last one's end."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
+    # The host must have asked for all of the call before the GPU begins with it: a GPU that waits for the host would be
+    # timed, and not the kernels. Writing the memory takes it a fraction of a millisecond; what a host takes to ask for
+    # a micro-batch's kernels can be longer.
+    torch.cuda._sleep(SLEPT_CYCLES)
     begin.record()
     call()
     end.record()

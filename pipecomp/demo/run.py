@@ -1,9 +1,9 @@
 """`pipecomp demo`: fine-tune one small GPT-2 over a slow link with several methods and compare what each cost.
 
 The caller's process makes the task; then all ranks are started once, on the CPU, pre-train without compression, and
-fine-tune from the same weights with one method after the other. The link is slowed down by the network lab's software throttle.
-Without compression it would take many minutes: that run has no limit on its link, and its first steps are run again
-over the slow one, for the time of a step.
+fine-tune from the same weights with one method after the other. The link is slowed down by the network lab's software
+throttle. Without compression it would take many minutes: that run has no limit on its link, and its first steps are run
+again over the slow one, for the time of a step.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
+import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,7 @@ from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute, draw, i
 from pipecomp.bench.synchronizing import synchronizing_calls
 from pipecomp.cli.bench import bench
 from pipecomp.netlab.network import NetlabError
+from tests.limits import HANG_S
 
 WAITED = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:132.)"
 
@@ -101,6 +105,31 @@ def test_tests_that_are_all_skipped_have_not_passed(tmp_path):
     found = gpu.gpu_tests(60, tmp_path)
     assert (found["passed"], found["others"], gpu.failed(found)) == (1, 1, False)
     assert "not there" in gpu.gpu_tests(60, tmp_path / "missing")["error"]
+
+
+def test_what_takes_too_long_leaves_no_process(tmp_path):
+    """Nor do the processes that it has started, such as the ranks of a test."""
+    pid = tmp_path / "pid"
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu.run_whole(["sh", "-c", f"sleep 600 & echo $! >{pid}.new && mv {pid}.new {pid}; wait"], 5)
+    stat = Path("/proc", pid.read_text().strip(), "stat")
+    deadline = time.monotonic() + HANG_S / 20
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
+    assert gpu.gpu_tests(0.01, tmp_path) == {"error": "they took more than 0 s"}
+
+
+class CompilerError(Exception):
+    """As Triton's: of no kind that torch's errors are of."""
+
+
+@pytest.mark.parametrize("error", [CompilerError("no ptxas"), subprocess.CalledProcessError(1, "gcc"), ValueError()])
+def test_whatever_a_part_raises_is_noted(error):
+    def part() -> None:
+        raise error
+
+    assert gpu.attempt(part)["error"].startswith(type(error).__name__)
 
 
 def row(line: str, ms: float, r: float = 0.0) -> gpu.Row:
