@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.kernels import bitpack, layout, reference
+from pipecomp.kernels.division import divisor
 from pipecomp.kernels.layout import Options
 
 Quantize = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -63,7 +64,8 @@ def sum_scales(sum_d: Tensor, group_size: int, mean: bool) -> Tensor:
         if mean:
             t_Gn = y_Gn * torch.reciprocal(torch.where(usable_G, most_G, 1.0)).unsqueeze(-1)
             total_G = (t_Gn * reference.RMS_FIXED_POINT).round().to(torch.int64).sum(-1)
-            share_G = total_G.to(torch.float64) / (run.group * reference.RMS_FIXED_POINT)
+            total_G = total_G.to(torch.float64)
+            share_G = total_G / divisor(run.group * reference.RMS_FIXED_POINT, total_G)
             scale_G = (2.0 * most_G.to(torch.float64) * share_G).to(torch.float32)
         scale_G = torch.where(usable_G & (scale_G >= layout.SCALE_MIN), scale_G, 0.0)
         scales.append(torch.where(most_G <= layout.SCALE_MAX, reference.round_up_to_bfloat16(scale_G), math.inf))
@@ -84,4 +86,4 @@ def feedback_reduce_(
     y_d = torch.empty_like(e_d)
     for i, (packed, scale_G) in enumerate(zip(codes, scales, strict=True)):
         dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", y_d, i > 0)
-    return feedback_quantize_(y_d.div_(len(codes)), e_d, bits, group_size, mean, quantize)
+    return feedback_quantize_(y_d.div_(divisor(len(codes), y_d)), e_d, bits, group_size, mean, quantize)

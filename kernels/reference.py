@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipecomp.errors import NonFiniteError
 from pipecomp.kernels import bitpack, layout, rng
+from pipecomp.kernels.division import divisor
 from pipecomp.kernels.layout import Options
 
 RMS_FIXED_POINT = 2.0**30
@@ -50,7 +51,9 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: O
     scale = most
     if options.scale == "rms":
         usable = (most >= layout.SCALE_MIN) & (most <= layout.SCALE_MAX)
-        root = (squares.to(torch.float64) / (count * RMS_FIXED_POINT)).sqrt()
+        total = squares.to(torch.float64)
+        whole = count.to(total.dtype) if isinstance(count, Tensor) else divisor(count, total)
+        root = (total / (whole * RMS_FIXED_POINT)).sqrt()
         loaded = (most.to(torch.float64) * layout.RMS_LOADING[options.bits] * root).to(torch.float32)
         scale = torch.where(usable, torch.minimum(most, loaded), most)
     scale = torch.where(scale < layout.SCALE_MIN, 0.0, scale)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipecomp.kernels import bitpack, dithering, rng
+from pipecomp.kernels import bitpack, dithering, division, rng
 
 Assign = Callable[[Tensor, Tensor], Tensor]
 Pack = Callable[[Tensor, int], Tensor]
@@ -83,4 +83,4 @@ def sketch_decode(
     if not add:
         out_d.zero_()
     out_d += means[slots(unpack(codes, how.bits, out_d.numel()), how)]
-    return out_d.div_(divisor)
+    return out_d.div_(division.divisor(divisor, out_d))

@@ -20,6 +20,7 @@ from pipecomp.allreduce.norms import LARGEST, finish_without_codes, local_norm, 
 from pipecomp.allreduce.reduce_scatter import PIECE, Span, copying_turns, packed_bytes, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
+from pipecomp.kernels.division import divisor
 from pipecomp.kernels.staging import Copy
 
 
@@ -180,7 +181,7 @@ def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: 
         for copy, norm in zip(arriving, norms, strict=True):
             if norm:
                 code.add(copy.wait(), norm, out)
-        out.div_(len(rows))
+        out.div_(divisor(len(rows), out))
     with call.counters.part("wait"):
         sent.finish()
 

@@ -84,6 +84,24 @@ def test_gradient_codes(d):
     assert same(ops.multiscale_index(g.cuda(), norm, (3, 30)), index)
 
 
+@pytest.mark.parametrize("scale", ["max", "mean"])
+def test_means_of_three_workers(scale):
+    """Three have a reciprocal that is rounded: a GPU must divide by them, not multiply."""
+    torch.manual_seed(3)
+    x, e, how = torch.randn(70_001), torch.randn(70_001), {"group_size": 1000, "scale": scale}
+    e_want, e_got = e.clone(), e.cuda()
+    want = ops.feedback_quantize_(x, e_want, 4, **how, backend="torch")
+    got = ops.feedback_quantize_(x.cuda(), e_got, 4, **how)
+    assert all(map(same, (*got, e_got), (*want, e_want)))
+    want = ops.feedback_reduce_(*[[each] * 3 for each in want], 4, e_want, **how, backend="torch")
+    got = ops.feedback_reduce_(*[[each] * 3 for each in got], 4, e_got, **how)
+    assert all(map(same, (*got, e_got), (*want, e_want)))
+    centers, sketch = torch.tensor([-1.0, 0.5]), ops.Sketch(torch.tensor([20, 30]), 1, 5)
+    codes, means = ops.sketch_encode_(x, e, centers, sketch, backend="torch")
+    want = ops.sketch_decode(codes, means, sketch, x.clone(), add=True, divisor=3, backend="torch")
+    assert same(ops.sketch_decode(codes.cuda(), means.cuda(), sketch, x.cuda(), add=True, divisor=3), want)
+
+
 def test_top_k_positions_and_bit_streams():
     x = (torch.randn(20, 1600) * 4).round() / 4
     values, index = ops.top_k_select(x, 0.2, group_size=200, backend="torch")
