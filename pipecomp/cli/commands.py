@@ -82,7 +82,7 @@ def demo(
     shown = [Path(out) / method for method in settings.methods]
     console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
     if found["sentence"] is not None:
-        console.print(f"\n[bold]{found['sentence']}[/bold]", highlight=False)
+        console.print(f"\n{found['sentence']}", style="bold", highlight=False)
 
 
 @app.command()
@@ -281,4 +281,4 @@ def report(
     """Show a run, or several side by side, on one HTML page: losses, bytes, where the time went, what to change."""
     from pipecomp.report.command import write_report
 
-    console.print(f"Wrote {write_report(runs, out)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Wrote {write_report(runs, out)}", highlight=False, soft_wrap=True)

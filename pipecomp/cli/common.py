@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from pipecomp.errors import ConfigError, PipecompError, require
 
-console = Console()
+# What is printed holds paths and other processes' errors, whose brackets and colons are no markup of rich's.
+console = Console(markup=False, emoji=False)
 
 
 @contextmanager
@@ -22,13 +24,18 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except PipecompError as error:
-        say(f"[red]pipecomp:[/red] {error}")
+        say_error(str(error))
         raise typer.Exit(1) from error
 
 
 def say(text: str) -> None:
-    """Tell people something that is not the result: on standard error."""
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    """Tell people something that is not the result: on standard error, as it is."""
+    Console(stderr=True).print(Text(text), soft_wrap=True)
+
+
+def say_error(text: str) -> None:
+    """Say why the command ends."""
+    Console(stderr=True).print(Text.assemble(("pipecomp:", "red"), f" {text}"), soft_wrap=True)
 
 
 def _check_json(file: Path | None) -> Path | None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pipecomp.cli.common import JsonOption, console, plain_errors, say, write_json
+from pipecomp.cli.common import JsonOption, console, plain_errors, say, say_error, write_json
 
 keys = typer.Typer(no_args_is_help=True, help="Say which machines belong to a run: its keys and certificates.")
 _Ranks = Annotated[str | None, typer.Option(help="That may run there, as in 0,2-3; by default the next one.")]
@@ -51,7 +51,7 @@ def keys_invite(
             line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
             typer.echo(f"{line} --code {invitation.code}")
             if not invitation.wait(minutes):
-                say(f"[red]pipecomp:[/red] {machine} did not join within {minutes:g} minutes; the code is void")
+                say_error(f"{machine} did not join within {minutes:g} minutes; the code is void")
                 raise typer.Exit(1)
         say(f"{machine} has joined.")
 

@@ -167,4 +167,4 @@ def check_text(key: str, path: Path) -> None:
 
 def say_plain(line: str) -> None:
     """Print a line for the shell, as it is."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(line, highlight=False, soft_wrap=True)

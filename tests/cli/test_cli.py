@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
-from pipecomp.cli.common import write_json
-from pipecomp.errors import ConfigError
+from pipecomp.cli.common import console, plain_errors, say, write_json
+from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.report.read import read_runs
+from pipecomp.tables import table
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -118,6 +120,28 @@ def test_errors_name_what_was_wrong(arguments, message):
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+VERBATIM = "a[rank] [/x.cc:5] b :warning: [red]c[/red]\\"
+
+
+def test_what_is_told_is_no_markup(capsys):
+    """Errors of gloo name source files in brackets."""
+
+    @plain_errors()
+    def command() -> None:
+        raise PipecompError(VERBATIM)
+
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    assert ended.value.exit_code == 1
+    say(VERBATIM)
+    console.print(VERBATIM)
+    console.print(table(["a"], [[VERBATIM]], title=VERBATIM))
+    told = capsys.readouterr()
+    assert told.err == f"pipecomp: {VERBATIM}\n{VERBATIM}\n"
+    assert told.out.startswith(f"{VERBATIM}\n")
+    assert told.out.count(VERBATIM) == 3
 
 
 @pytest.mark.parametrize("place", ["missing/plan.json", "."])
