@@ -94,8 +94,9 @@ class CropCanvas:
 
         A later visit that shows more than the first sends the difference to that.
         """
-        map_placesC = window.reshape(self.lines * self.columns, -1)
-        return map_placesC[_nearest(self, start).to(window.device)].view(self.canvas_lines, -1)
+        lines, columns = _nearest(self, start, window.device)
+        map_hwC = window.reshape(self.lines, self.columns, -1)
+        return map_hwC[lines[:, None], columns].view(self.canvas_lines, -1)
 
     def _window(self, m: Tensor, start: int) -> Tensor:
         line, column = divmod(start, self.canvas_columns)
@@ -104,12 +105,15 @@ class CropCanvas:
 
 
 @functools.lru_cache(maxsize=1024)
-def _nearest(canvas: CropCanvas, start: int) -> Tensor:
-    """For each place of the canvas the nearest one of the window, counted in the window; int64 [places]."""
+def _nearest(canvas: CropCanvas, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each line and each column of the canvas the nearest one of the window, counted in the window; int64 each.
+
+    Made on the device, because a copy to a GPU would wait for what it computes.
+    """
     line, column = divmod(start, canvas.canvas_columns)
-    lines = (torch.arange(canvas.canvas_lines) - line).clamp(0, canvas.lines - 1)
-    columns = (torch.arange(canvas.canvas_columns) - column).clamp(0, canvas.columns - 1)
-    return (lines[:, None] * canvas.columns + columns).flatten()
+    lines = (torch.arange(canvas.canvas_lines, device=device) - line).clamp(0, canvas.lines - 1)
+    columns = (torch.arange(canvas.canvas_columns, device=device) - column).clamp(0, canvas.columns - 1)
+    return lines, columns
 
 
 def _rounded(numerator: int, denominator: int) -> int:

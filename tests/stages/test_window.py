@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
@@ -92,6 +93,22 @@ def test_a_first_visit_fills_the_frame_with_its_edges():
     around = (column, CANVAS.canvas_columns - 6 - column, line, CANVAS.canvas_lines - 4 - line)
     padded = functional.pad(window.view(1, 4, 6, C).permute(0, 3, 1, 2), around, mode="replicate")
     assert torch.equal(CANVAS.spread(window, start), padded[0].permute(1, 2, 0).reshape(CANVAS.canvas_lines, -1))
+
+
+def test_a_first_visit_copies_nothing_to_the_device():
+    """A copy to a GPU would wait for all that it computes."""
+
+    class Copies(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.found += func is torch.ops.aten._to_copy.default
+            return func(*args, **kwargs or {})
+
+    with Copies() as copies:
+        spread = CANVAS.spread(torch.empty(4, 6 * C, device="meta"), CANVAS.start(1, 1, 0))
+    assert copies.found == 0
+    assert (spread.device.type, spread.shape) == ("meta", (CANVAS.canvas_lines, CANVAS.canvas_columns * C))
 
 
 def test_a_crop_beyond_the_margin_is_refused():
