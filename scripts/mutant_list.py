@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "a mean of local norms without its division",
         _GATHER,
-        "        out.div_(len(rows))\n",
+        "        out.div_(divisor(len(rows), out))\n",
         "",
         EXACT,
         "gradients grow with the number of replicas",
