@@ -82,7 +82,8 @@ class Stage(PipelineStage):
     def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
         """On the first stage: which tokens of a micro-batch are real, by its attention mask.
 
-        Raises DataError for padding where the head reads, since links carry none.
+        Raises DataError for padding where the head reads, since links carry none, and where the mask and `pad_token_id`
+        do not agree on what it reads.
         """
         layout = Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
         if self._head.reads_first_token and self.num_stages > 1 and any(layout.starts):
@@ -91,6 +92,8 @@ class Stage(PipelineStage):
                 f"sample {sample} is padded on the left, but {self.plan.model_class} reads a batch's first place: pad "
                 "on the right (padding_side='right')"
             )
+        if self._pools_elsewhere:
+            self._check_last_tokens(inputs, ids)
         return layout
 
     def trained_labels(self, layout: Layout, labels: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ class Stage(PipelineStage):
         mask_BS = given.get("attention_mask")
         if self.is_first:
             call: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-            if self._head.pools_last_token and not self.is_last:
+            if self._pools_elsewhere:
                 self._check_last_tokens(given)
         else:
             call = {"inputs_embeds": given["hidden_states"], "attention_mask": mask_BS}
@@ -191,13 +194,24 @@ class Stage(PipelineStage):
         places_S = torch.arange(mask_BS.shape[1], device=like_BS.device, dtype=torch.int32)
         return (places_S * (mask_BS != 0).to(like_BS.device, torch.int32)).argmax(-1)
 
-    def _check_last_tokens(self, given: Mapping[str, Tensor | None]) -> None:
-        """Check that the mask, by which the last stage pools, and `pad_token_id`, by which the model does, agree."""
+    @property
+    def _pools_elsewhere(self) -> bool:
+        """Whether this stage has the input_ids by which the model pools, and another one does it."""
+        return self._head.pools_last_token and self.is_first and not self.is_last
+
+    def _check_last_tokens(self, given: Mapping[str, Tensor | None], ids: Sequence[int] | None = None) -> None:
+        """Check that the mask, by which the last stage pools, and `pad_token_id`, by which the model does, agree.
+
+        ids: of the samples, where `given` is as it was loaded. Without them tensors of a GPU are not compared, which
+        would have to wait for it.
+        """
         ids_BS, pad = given["input_ids"], self.config.pad_token_id
         assert ids_BS is not None, "checked before"
         if pad is None:
             if ids_BS.shape[0] != 1:
                 raise DataError(f"{self.plan.model_class} needs config.pad_token_id for more than one sample at a time")
+            return
+        if ids is None and ids_BS.device.type != "cpu":
             return
         places_S = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
         by_pad_B = (places_S * (ids_BS != pad).to(torch.int32)).argmax(-1)
@@ -205,9 +219,10 @@ class Stage(PipelineStage):
         by_mask_B = by_mask if isinstance(by_mask, Tensor) else torch.full_like(by_pad_B, ids_BS.shape[1] - 1)
         if not torch.equal(by_pad_B, by_mask_B.to(by_pad_B.dtype)):
             row = int((by_pad_B != by_mask_B).nonzero()[0])
+            sample = row if ids is None else ids[row]
             raise DataError(
-                f"sample {row}: by attention_mask its last token is {int(by_mask_B[row])}, by pad_token_id {pad} it is "
-                f"{int(by_pad_B[row])}; {self.plan.model_class} classifies the last token, so give a mask that is 0 "
+                f"sample {sample}: by attention_mask its last token is {int(by_mask_B[row])}, by pad_token_id {pad} it "
+                f"is {int(by_pad_B[row])}; {self.plan.model_class} classifies the last token, so give a mask that is 0 "
                 "exactly on padding, and a pad_token_id that no sample ends with"
             )
 

@@ -416,6 +416,14 @@ class TestLastTokenPooling:
             with pytest.raises(DataError, match="sample 1: by attention_mask its last token is 8"):
                 run(stages, {"input_ids": inputs["input_ids"]})
 
+    def test_a_batch_is_compared_where_it_was_loaded(self) -> None:
+        """And not on a GPU, which the computing thread would have to wait for."""
+        first = split(make_model("gpt2-classes"), num_stages=2)[0]
+        ids = batch("gpt2-classes", "right")["input_ids"]
+        with pytest.raises(DataError, match="sample 6: by attention_mask its last token is 8"):
+            first.layout((5, 6, 7), {"input_ids": ids})
+        first._check_last_tokens({"input_ids": ids.to("meta")})  # which cannot be read
+
     def test_pad_token_unset(self) -> None:
         model = make_model("gpt2-classes", pad_token_id=None)
         stages = split(model, num_stages=2)
