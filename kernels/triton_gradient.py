@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pipecomp.kernels.triton_quantize import load_codes, octets, random_bits, store_codes, to_float, uniform
+from pipecomp.kernels.triton_quantize import (
+    load_codes,
+    octets,
+    random_bits,
+    store_codes,
+    to_float,
+    uniform,
+    unit_and_chunk,
+)
 
 
 @triton.jit
@@ -34,7 +42,7 @@ def linear_encode_kernel(
     OCT: tl.constexpr,
 ):
     """Linear dithering of one chunk."""
-    octet, lane, at = octets(tl.program_id(0), OCT)
+    octet, lane, at = octets(tl.program_id(0).to(tl.int64), OCT)
     ok = at < d
     v = to_float(tl.load(g + at, mask=ok, other=0))
     s = tl.load(levels + tl.load(index + at, mask=ok, other=0).to(tl.int32)) if INDEXED else tl.load(levels)
@@ -95,7 +103,7 @@ def exponential_encode_kernel(
     g, codes, keys, start, d, divisor, smallest, depth, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr
 ):
     """Exponential dithering of one chunk. smallest: 2**(top - 1 - depth)."""
-    octet, lane, at = octets(tl.program_id(0), OCT)
+    octet, lane, at = octets(tl.program_id(0).to(tl.int64), OCT)
     ok = at < d
     top: tl.constexpr = (1 << (BITS - 1)) - 1
     v = to_float(tl.load(g + at, mask=ok, other=0))
@@ -127,7 +135,7 @@ def exponential_decode_kernel(
 @triton.jit
 def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr):
     """Add codes, a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
-    octet, lane, at = octets(tl.program_id(0), OCT)
+    octet, lane, at = octets(tl.program_id(0).to(tl.int64), OCT)
     ok = at < d
     mask: tl.constexpr = (1 << (BITS - 1)) - 1
     ca = load_codes(a, at, ok, size_bytes, BITS)
@@ -152,8 +160,8 @@ def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: t
 @triton.jit
 def pack_kernel(codes, values, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """One chunk of the bytes of one row. A byte holds parts of at most eight values."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, chunk = unit_and_chunk(size_bytes, BLOCK)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
     first = at * 8 // BITS
     skip = (at * 8 % BITS).to(tl.int64)
     byte = tl.zeros([BLOCK], tl.int64)
@@ -168,8 +176,8 @@ def pack_kernel(codes, values, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def unpack_kernel(values, codes, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """One chunk of the values of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, chunk = unit_and_chunk(n, BLOCK)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
     first = at * BITS // 8
     word = tl.zeros([BLOCK], tl.int64)
     for j in range((BITS + 14) // 8):

@@ -39,9 +39,20 @@ def to_float(v):
 
 
 @triton.jit
+def unit_and_chunk(COUNT, CHUNK: tl.constexpr):
+    """Of this program: the unit, and which of its chunks. A unit has COUNT values, all programs are in one dimension.
+
+    A grid's other dimensions end at 65,535, which chunks of a long row would pass.
+    """
+    chunks = (COUNT - 1) // CHUNK + 1
+    program = tl.program_id(0)
+    return (program // chunks).to(tl.int64), (program % chunks).to(tl.int64)
+
+
+@triton.jit
 def octets(chunk, OCT: tl.constexpr):
-    """Of a chunk of OCT rows of eight values: the rows' numbers, the places in a row, the values' numbers."""
-    octet = chunk.to(tl.int64) * OCT + tl.arange(0, OCT)[:, None]
+    """Of a chunk (int64) of OCT rows of eight values: the rows' numbers, the places in a row, the values' numbers."""
+    octet = chunk * OCT + tl.arange(0, OCT)[:, None]
     lane = tl.arange(0, 8)[None, :]
     return octet, lane, octet * 8 + lane
 
@@ -80,13 +91,12 @@ def load_values(x, m, x_at, m_at, ok, DELTA: tl.constexpr):
 
 
 @triton.jit
-def place(H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS: tl.constexpr):
-    """Of program 0's group: row, first column, values, first code byte, code bytes."""
-    unit = tl.program_id(0).to(tl.int64)
+def place(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS: tl.constexpr):
+    """Of a group: row, first column, values, first code byte, code bytes."""
     row = unit // GROUPS
     column = unit % GROUPS * GROUP
     n = tl.minimum(H - column, GROUP)
-    return unit, row, column, n, row * ROW_BYTES + unit % GROUPS * GROUP_BYTES, (n * BITS + 7) // 8
+    return row, column, n, row * ROW_BYTES + unit % GROUPS * GROUP_BYTES, (n * BITS + 7) // 8
 
 
 @triton.jit
@@ -103,8 +113,9 @@ def measure_kernel(
     BLOCK: tl.constexpr,
 ):
     """most[group] (int32, zero before) becomes the largest |value| as a bit pattern."""
-    unit, row, column, n, _, _ = place(H, GROUP, GROUPS, 0, 0, 1)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    unit, chunk = unit_and_chunk(GROUP, BLOCK)
+    row, column, n, _, _ = place(unit, H, GROUP, GROUPS, 0, 0, 1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, at < n, DELTA)
     pattern = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(most + unit, tl.max(pattern, 0))
@@ -125,8 +136,9 @@ def squares_kernel(
     BLOCK: tl.constexpr,
 ):
     """sums[group] (int64, zero before) becomes the sum of (value / largest)**2 in units of 2**-30."""
-    unit, row, column, n, _, _ = place(H, GROUP, GROUPS, 0, 0, 1)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    unit, chunk = unit_and_chunk(GROUP, BLOCK)
+    row, column, n, _, _ = place(unit, H, GROUP, GROUPS, 0, 0, 1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, at < n, DELTA)
     t = v * tl.div_rn(1.0, tl.load(largest + unit))
     square = t * t * 1073741824.0
@@ -162,8 +174,9 @@ def quantize_kernel(
     MEASURE: the chunk is the whole group, whose scale it finds and stores first; a group that is not finite lowers
     bad[0] to its row. Otherwise the scale is read.
     """
-    unit, row, column, n, byte, size_bytes = place(H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
-    octet, lane, at = octets(tl.program_id(1), OCT)
+    unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
+    row, column, n, byte, size_bytes = place(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
+    octet, lane, at = octets(chunk, OCT)
     ok = at < n
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, ok, DELTA)
     if MEASURE:
@@ -207,8 +220,9 @@ def dequantize_kernel(
     BLOCK: tl.constexpr,
 ):
     """out = scale * w[code], or out + that, one chunk of one group. GUARDED: nothing happens if bad[0] names a row."""
-    unit, row, column, n, byte, size_bytes = place(H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    unit, chunk = unit_and_chunk(GROUP, BLOCK)
+    row, column, n, byte, size_bytes = place(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     if GUARDED:
         ok = ok & (tl.load(bad + tl.zeros([BLOCK], tl.int32)) == 0x7FFFFFFFFFFFFFFF)

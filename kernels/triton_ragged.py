@@ -16,16 +16,23 @@ from torch import Tensor
 from pipecomp.kernels import ragged, reference, rng
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import FINE, Arriving, Visit
-from pipecomp.kernels.triton_quantize import load_codes, octets, random_bits, store_codes, to_float, uniform
+from pipecomp.kernels.triton_quantize import (
+    load_codes,
+    octets,
+    random_bits,
+    store_codes,
+    to_float,
+    uniform,
+    unit_and_chunk,
+)
 from pipecomp.kernels.triton_rows import BLOCK, MOST_VALUES, Shape, launch_dequantize, launch_quantize, loadable, warps
 
 FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch's), first row, number, two keys
 
 
 @triton.jit
-def unit_of(table, samples, GROUP, GROUPS, H, FIELDS: tl.constexpr):
-    """Of program 0's group: the row in the batch, its sample's fields, the group, its first column, its values."""
-    unit = tl.program_id(0).to(tl.int64)
+def place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS: tl.constexpr):
+    """Of a group: the row in the batch, its sample's fields, the group's number, its first column, its values."""
     row = unit // GROUPS
     fields = table + tl.load(samples + row) * FIELDS
     column = unit % GROUPS * GROUP
@@ -55,8 +62,9 @@ def encode_kernel(
     FIELDS: tl.constexpr,
 ):
     """One group's scale and codes, and m (KEEP): moved with DELTA, else set. A bad group lowers bad[0] to its row."""
-    row, fields, group, column, n = unit_of(table, samples, GROUP, GROUPS, H, FIELDS)
-    octet, lane, at = octets(tl.program_id(1), OCT)
+    unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
+    row, fields, group, column, n = place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS)
+    octet, lane, at = octets(chunk, OCT)
     ok = at < n
     v = to_float(tl.load(x + tl.load(fields) + row * H + column + at, mask=ok, other=0))
     m_at = m + tl.load(fields + 1) + row * H + column + at
@@ -108,8 +116,9 @@ def decode_kernel(
     FIELDS: tl.constexpr,
 ):
     """m moved by, or set to, what one chunk of a group decodes to."""
-    row, fields, group, column, n = unit_of(table, samples, GROUP, GROUPS, H, FIELDS)
-    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    unit, chunk = unit_and_chunk(GROUP, BLOCK)
+    row, fields, group, column, n = place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     byte = tl.arange(0, 4)
     scale_at = payload + tl.load(fields + 2) + 4 * (row * GROUPS + group)
@@ -169,7 +178,7 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
     rows = [(i, v.x, v.m, part, v.options.seed if v.options else 0) for i, v, part in batch]
     s, table, samples = _table(rows, x, m, payload, o.bits, o.group_size)
     octet = triton.next_power_of_2(-(-s.group // 8))
-    encode_kernel[(s.units, 1)](
+    encode_kernel[s.grid(8 * octet)](
         x,
         m,
         payload,

@@ -39,6 +39,11 @@ def warps(values: int) -> int:
     return min(16, max(1, values // 256))
 
 
+def grid(units: int, count: int, chunk: int) -> tuple[int]:
+    """One program per chunk of each unit of `count` values, in one dimension."""
+    return (units * -(-count // chunk),)
+
+
 class Shape:
     """Strides and counts of one quantizer call that every kernel takes."""
 
@@ -51,9 +56,9 @@ class Shape:
         self.group_bytes = (self.group * bits + 7) // 8
         self.row_bytes = layout.row_bytes(self.H, bits, group_size)
 
-    def grid(self, chunk: int) -> tuple[int, int]:
-        """One program per group and chunk of `chunk` values."""
-        return self.units, -(-self.group // chunk)
+    def grid(self, chunk: int) -> tuple[int]:
+        """One program per group and chunk of `chunk` values; see `triton_quantize.unit_and_chunk`."""
+        return grid(self.units, self.group, chunk)
 
 
 def quantize(x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
@@ -197,8 +202,7 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     size = (n * bits + 7) // 8
     codes = torch.empty((*values.shape[:-1], size), dtype=torch.uint8, device=values.device)
     if codes.numel():
-        grid = (math.prod(values.shape[:-1]), triton.cdiv(size, BLOCK))
-        gradient.pack_kernel[grid](codes, values, n, size, bits, BLOCK)
+        gradient.pack_kernel[grid(math.prod(values.shape[:-1]), size, BLOCK)](codes, values, n, size, bits, BLOCK)
     return codes
 
 
@@ -207,8 +211,9 @@ def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
     codes = codes.contiguous()
     values = torch.empty((*codes.shape[:-1], count), dtype=torch.int32, device=codes.device)
     if values.numel():
-        grid = (math.prod(codes.shape[:-1]), triton.cdiv(count, BLOCK))
-        gradient.unpack_kernel[grid](values, codes, count, codes.shape[-1], bits, BLOCK)
+        gradient.unpack_kernel[grid(math.prod(codes.shape[:-1]), count, BLOCK)](
+            values, codes, count, codes.shape[-1], bits, BLOCK
+        )
     return values
 
 

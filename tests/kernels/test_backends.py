@@ -119,8 +119,13 @@ anywhere = settings(config, suppress_health_check=[*config.suppress_health_check
 @given(case=quantizer_cases(), small=st.booleans())
 def test_quantizer(backend, case, small):
     x, m, o = case
-    if INTERPRETED:  # groups that no single program holds take other kernels; here they start at 17 values
-        backend.MOST_VALUES = 16 if small else 16384
+    with pytest.MonkeyPatch.context() as patched:
+        if INTERPRETED and small:  # groups that no single program holds take other kernels; here from 17 values on
+            patched.setattr(triton_rows, "MOST_VALUES", 16)
+        _check_quantizer(backend, x, m, o)
+
+
+def _check_quantizer(backend, x: Tensor, m: Tensor, o: Options) -> None:
     want = reference.quantize(x, o)
     got = backend.quantize(x, o)
     assert all(map(same, got, want))
@@ -403,9 +408,31 @@ def test_bit_streams(backend, bits, n, dtype, seed):
 
 if INTERPRETED:
 
-    def test_not_finite_leaves_m_alone():
+    @pytest.mark.parametrize("group", [None, 1100, 1024])
+    def test_rows_that_several_programs_share(group, monkeypatch):
+        """Each finds its row, its group and its part of it in the one number that it has."""
+        x, m = values(1, (3, 2500)), values(2, (3, 2500))
+        for small, scale in ((16384, "max"), (16, "max"), (16, "rms")):
+            monkeypatch.setattr(triton_rows, "MOST_VALUES", small)
+            o = Options(3, group, scale)
+            m_want, m_got = m.clone(), m.clone()
+            want, got = reference.delta_quantize_(x, m_want, o), triton_backend.delta_quantize_(x, m_got, o)
+            assert all(map(same, (*got, m_got), (*want, m_want)))
+        o = Options(3, group)
+        payload = torch.empty(ragged.payload_bytes(3, 2500, o, x.dtype), dtype=torch.uint8)
+        ragged.encode_batch([ragged.Visit(x, None, o)], payload, None)
+        want, got = torch.empty_like(x), torch.empty_like(x)
+        ragged.decode_batch(payload, [ragged.Arriving(want, o)])
+        triton_backend.decode_batch(payload, [ragged.Arriving(got, o)])
+        assert same(got, want)
+        n = torch.arange(7500, dtype=torch.int32).view(3, 2500)
+        packed = bitpack.pack_bits(n, 13)
+        assert same(triton_backend.pack_bits(n, 13), packed)
+        assert same(triton_backend.unpack_bits(packed, 13, 2500), n)
+
+    def test_not_finite_leaves_m_alone(monkeypatch):
         for small in (16, 16384):
-            triton_rows.MOST_VALUES = small
+            monkeypatch.setattr(triton_rows, "MOST_VALUES", small)
             a, m = torch.randn(3, 40), torch.randn(3, 40)
             a[2, 39] = float("nan")
             before = m.clone()

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecomp.errors import KernelError
 from pipecomp.kernels import dispatch, ops
+from pipecomp.kernels.layout import Options
+from pipecomp.kernels.ragged import Arriving, Visit
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -106,6 +108,47 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
             assert table.view(len(rows), -1)[:, 4].tolist() == [sum(rows[:i]) for i in range(len(rows))]
         assert of_rows.device == table.device == part.device
     assert copied == [len(rows) * (triton_ragged.FIELDS + 1)]
+
+
+def test_a_long_row_fits_into_a_grid(monkeypatch):
+    """Its second dimension and its third end at 65,535."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_backend, triton_buckets, triton_gradient, triton_quantize, triton_ragged
+    from pipecomp.kernels import triton_rows as rows
+
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            grids[self._name] = grid
+            return lambda *args, **kwargs: None
+
+    for module in (triton_quantize, triton_gradient, triton_ragged):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(name))
+
+    d, o = 100_000_000, Options(4, None, "rms")
+    x, codes = torch.empty(1, d, device="meta"), torch.empty(1, d // 2, dtype=torch.uint8, device="meta")
+    rows.launch_quantize(x, None, o)
+    rows.launch_dequantize(codes, x[:, :1], 4, x, None, "nearest", False)
+    triton_backend.pack_bits(x.to(torch.int32), 8)
+    triton_backend.unpack_bits(codes, 4, d)
+    triton_backend.select(x, 0.1, 1000)
+    visit = Visit(x, None, o._replace(group_size=1000, scale="max"))
+    triton_backend.encode_batch([visit], torch.empty(d, dtype=torch.uint8, device="meta"), None)
+    triton_backend.decode_batch(torch.empty(d, dtype=torch.uint8, device="meta"), [Arriving(x, o)])
+    few = 10
+    assert triton_buckets.flat_grid(d, few) == rows.grid(1, d, few) == (d // few,)
+    assert set(grids) == {
+        *("quantize_kernel", "measure_kernel", "squares_kernel", "dequantize_kernel", "pack_kernel", "unpack_kernel"),
+        *("select_kernel", "encode_kernel", "decode_kernel"),
+    }
+    for name, (first, *others) in grids.items():
+        assert 65_535 < first < 2**31, name
+        assert all(other <= 65_535 for other in others), name
 
 
 def test_triton_does_not_take_cpu_tensors_outside_its_interpreter():
