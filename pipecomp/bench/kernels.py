@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from pipecomp.errors import KernelError, require
 from pipecomp.kernels import ops
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import Visit
@@ -27,6 +28,11 @@ from pipecomp.tables import table
 Row = dict[str, Any]
 SHAPES = ((1, 1024, 1600), (8, 128, 768), (8192, 1600))
 BITS = (2, 3, 4, 6, 8)
+OPERATIONS = (
+    *("delta_quantize", "delta_quantize stochastic", "encode_batch", "quantize", "dequantize", "dequantize into m"),
+    *("exponential encode", "exponential reduce", "exponential decode"),
+    *("linear encode", "linear reduce", "linear decode", "cluster assignment", "top-k 20 %", "crc32"),
+)
 SAMPLES = 8  # of a micro-batch
 LEAST_REPEATS, MOST_REPEATS = 3, 60
 FLUSHED_BYTES = 512 << 20  # more than any GPU's cache
@@ -55,13 +61,20 @@ def bench_kernels(
     seconds: float = 0.5,
     device: str = "cpu",
 ) -> list[Row]:
-    """Measure every kernel (or those named in `operations`) on float32 activations.
+    """Measure every kernel (or those of OPERATIONS that `operations` names) on float32 activations.
 
     threads: how many both torch and the kernels use, on a CPU; memcpy always uses one. seconds: for one case.
     Returns one row per operation, shape, bits and backend: `ms` and `memcpy_ms` (medians), `gb_per_s` and
     `memcpy_gb_per_s` (1e9 bytes moved a second), `ratio` (the median over neighbouring pairs of memcpy's time over the
     kernel's), `repeats`.
+    Raises ConfigError for what there is not, KernelError without the device.
     """
+    for name in operations or ():
+        require(name in OPERATIONS, "operation", name, ", ".join(OPERATIONS))
+    require(threads >= 1, "threads", threads, "a whole number of at least 1")
+    require(device in ("cpu", "cuda"), "device", device, "cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise KernelError(f"bench kernels: torch {torch.__version__} finds no CUDA device here")
     rows = []
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pipecomp.bench.configurations import LINES, RATES, STOCK, TWICE, UNTHROTTLED, Line, Model, rate_for
+from pipecomp.errors import require
 from pipecomp.netlab.lab import Lab
 from pipecomp.tables import table
 
@@ -49,9 +50,12 @@ def bench_pipeline(
     step, on all nodes' interfaces), "loss" (of the second step, which all lines make).
     "stages", "micro_batches", "replicas" and "delay" (as given); "ranks": what each rank's counters say of a mean timed
     step (not of stock DeepSpeed): see `counted`.
-    Raises NetlabError without root.
+    Raises ConfigError for numbers that cannot be, NetlabError without root.
     """
     model = model or Model()
+    require(2 <= stages <= model.blocks, "stages", stages, f"2 to {model.blocks}, the model's blocks")
+    for key, value in (("steps", steps), ("rounds", rounds)):
+        require(value >= 1, key, value, "a whole number of at least 1")
     found: dict[tuple[float, str], list[Row]] = {}
     compute_s = None
     for r in sorted(rates, key=lambda rate: rate != UNTHROTTLED):

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from pipecomp.buffers import LmdbEnvironment, MemoryEnvironment
 from pipecomp.buffers.value import ValueFormat
+from pipecomp.errors import require
 from pipecomp.tables import COMPACT, table
 
 Row = dict[str, Any]
@@ -48,7 +49,13 @@ def bench_store(
     put_ms: what `put` and `commit` cost the caller. write_ms: until a step is packed and committed, behind the caller.
     get_ms: read and decode. prefetched_get_ms: hand out what was loaded ahead. copy_ms, file_write_ms, file_read_ms:
     the same bytes with memcpy, pwrite and pread. file_ratio: LMDB file over stored values; bits_ratio: over z*n*H bits.
+    Raises ConfigError for numbers below 1, and for a folder that nothing can be written to.
     """
+    for key, value in (("samples", samples), ("epochs", epochs)):
+        require(value >= 1, key, value, "a whole number of at least 1")
+    place = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+    writable = os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
+    require(writable, "folder", place, "a folder that is there and can be written to")
     rows = []
     with tempfile.TemporaryDirectory(dir=folder, prefix="pipecomp-bench-") as top:
         for H in hidden:
@@ -81,31 +88,31 @@ def _measure(backend: str, folder: Path, H: int, bits: int, tokens: int, samples
     put, write = [], []
     for epoch in range(epochs):
         order = rng.sample(range(samples), samples)
-        for start in range(0, samples, STEP):
-            given = [source.clone() for _ in range(STEP)]  # the store owns what it is given
+        for ids in _steps(order):
+            given = [source.clone() for _ in ids]  # the store owns what it is given
             begin = time.perf_counter()
-            for sample, m_nH in zip(order[start : start + STEP], given, strict=False):
+            for sample, m_nH in zip(ids, given, strict=True):
                 store.put(sample, epoch, m_nH)
             environment.commit()
-            put.append(time.perf_counter() - begin)
+            put.append((time.perf_counter() - begin) / len(ids))
             if backend == "lmdb":
                 environment.writer.drain()
-            write.append(time.perf_counter() - begin)
+            write.append((time.perf_counter() - begin) / len(ids))
     environment.flush()
     get, prefetched = [], []
     order = rng.sample(range(samples), samples)
-    for start in range(0, samples, STEP):
+    for ids in _steps(order):
         begin = time.perf_counter()
-        store.get(order[start : start + STEP])
-        get.append(time.perf_counter() - begin)
-    for start in range(0, samples, STEP):
-        store.prefetch(order[start : start + STEP])
+        store.get(ids)
+        get.append((time.perf_counter() - begin) / len(ids))
+    for ids in _steps(order):
+        store.prefetch(ids)
         deadline = time.perf_counter() + _LOAD_TIMEOUT_S
         while not store.prefetched() and time.perf_counter() < deadline:
             time.sleep(0.0002)
         begin = time.perf_counter()
-        store.get(order[start : start + STEP])
-        prefetched.append(time.perf_counter() - begin)
+        store.get(ids)
+        prefetched.append((time.perf_counter() - begin) / len(ids))
     value_bytes = ValueFormat(bits).size(tokens, H)
     size = environment.size_bytes() if backend == "lmdb" else None
     environment.close()
@@ -117,10 +124,10 @@ def _measure(backend: str, folder: Path, H: int, bits: int, tokens: int, samples
         "samples": samples,
         "epochs": epochs,
         "value_bytes": value_bytes,
-        "put_ms": _ms(put, STEP),
-        "write_ms": _ms(write, STEP),
-        "get_ms": _ms(get, STEP),
-        "prefetched_get_ms": _ms(prefetched, STEP),
+        "put_ms": _ms(put),
+        "write_ms": _ms(write),
+        "get_ms": _ms(get),
+        "prefetched_get_ms": _ms(prefetched),
         "file_bytes": size,
         "file_ratio": size / (samples * value_bytes) if size else None,
         "bits_ratio": size / (samples * tokens * H * bits / 8) if size else None,
@@ -150,5 +157,10 @@ def _plain(size: int, samples: int, file: Path) -> Row:
     return {"copy_ms": _ms(copy), "file_write_ms": _ms(write), "file_read_ms": _ms(read)}
 
 
-def _ms(seconds: Sequence[float], samples: int = 1) -> float:
-    return 1000 * statistics.median(seconds) / samples
+def _steps(order: Sequence[int]) -> list[Sequence[int]]:
+    """Cut samples into steps of STEP; the last one has what is left."""
+    return [order[start : start + STEP] for start in range(0, len(order), STEP)]
+
+
+def _ms(seconds: Sequence[float]) -> float:
+    return 1000 * statistics.median(seconds)
