@@ -34,7 +34,8 @@ def synchronizing_calls() -> Iterator[Counter[Place]]:
     """Count the calls of all threads of this process that wait for the GPU, by place, while inside.
 
     Waiting for an event is none: that is how the sending thread and the store's writer wait, and torch does not count
-    it. On a machine without a GPU nothing is found.
+    it. It does not count `torch.cuda.synchronize` either, nor copies of pageable memory that are asked not to wait,
+    though the driver may. On a machine without a GPU nothing is found.
     """
     found: Counter[Place] = Counter()
     with warnings.catch_warnings():

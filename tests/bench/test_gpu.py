@@ -162,6 +162,7 @@ def test_what_is_wanted_is_compared_with_what_was_found():
     found = WHOLE | {"kernels": [kernel("encode_batch", 0.7)], "look": {0: looked(waits, False)}}
     assert [met for *_, met in verdicts(found)] == [True, False, True]
     page = gpu_page(found)
+    assert all("torch does not notice" in whole for whole in (page, gpu_page(WHOLE))), "a step may wait in other ways"
     assert "| deepspeed | a.py:1 f | 3 |" in page
     assert "b.py:2" not in page
     found["look"] = {0: looked([["MainThread", "pipecomp", "b.py:2 g", 1]], False)}
