@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,9 +26,9 @@ def lengthened(measured: Sequence[float], steps: int, warm_up: int) -> list[floa
 
 
 def check_same_start(few: Sequence[float], whole: Sequence[float]) -> None:
-    """Raise DataError unless the losses of a run's first steps are those of the whole run, bit for bit."""
+    """Raise DataError unless the losses of a run's first steps are those of the whole run, bit for bit; NaN is NaN."""
     for step, (one, other) in enumerate(zip(few, whole, strict=False), 1):
-        if one != other:
+        if one != other and not (math.isnan(one) and math.isnan(other)):
             raise DataError(
                 f"FP32's losses depend on the link: in step {step} {one!r} over the slow one, else {other!r}"
             )

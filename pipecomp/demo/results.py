@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -61,17 +62,16 @@ def compare(settings: Settings, results: list[dict[str, Any]]) -> dict[str, Any]
         steps. "results": a `summary` of each method, with "reached": the steps after which it had the loss that AQ-SGD
         ended with, None if it never had. "loss": that loss. "gap_closed": how much of the loss that DirectQ loses
         against FP32 AQ-SGD does not lose. "faster": how many times as long FP32 needs for that loss. "sentence": all of
-        it in words. None where a method that it needs was not run.
+        it in words. None where a method that it needs was not run, or where a loss that it needs is no number.
     """
     by_name = {r["method"]: r for r in results}
     fp32, direct, aqsgd = (by_name.get(name) for name in ("none", "direct", "aqsgd"))
-    loss = aqsgd["train_loss"] if aqsgd else None
+    loss = aqsgd["train_loss"] if aqsgd and math.isfinite(aqsgd["train_loss"]) else None
     for r in results:
         r["reached"] = None if loss is None else steps_to(r["losses"], settings.per_epoch, loss)
     closed = None
-    if fp32 and direct and aqsgd and direct["train_loss"] > fp32["train_loss"]:
-        lost = direct["train_loss"] - fp32["train_loss"]
-        closed = (direct["train_loss"] - aqsgd["train_loss"]) / lost
+    if fp32 and direct and loss is not None and fp32["train_loss"] < direct["train_loss"] < math.inf:
+        closed = (direct["train_loss"] - loss) / (direct["train_loss"] - fp32["train_loss"])
     faster = None
     if fp32 and aqsgd and fp32["reached"]:
         faster = seconds_until(fp32) / seconds_until(aqsgd)
@@ -100,7 +100,10 @@ def _sentence(found: dict[str, Any]) -> str | None:
     aqsgd, others = by_name.pop("aqsgd", None), list(by_name.values())
     if aqsgd is None or not others:
         return None
-    mine, link = seconds_until(aqsgd), f"Over this link of {found['link']}"
+    link = f"Over this link of {found['link']}"
+    if found["loss"] is None:
+        return f"{link}, AQ-SGD ended with a training loss that is no number."
+    mine = seconds_until(aqsgd)
     arrived = [r for r in others if r["reached"] is not None]
     if arrived:
         first, *arrived = arrived

@@ -25,6 +25,8 @@ from pipecomp.demo.plot import plot
 from pipecomp.demo.results import compare, summary
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
+from pipecomp.errors import ConfigError
+from pipecomp.json_tree import finite
 from pipecomp.netlab.shape import read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 from pipecomp.netlab.throttle import VARIABLE
@@ -45,13 +47,16 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
         What demo.json holds: see `pipecomp.demo.results.compare`.
 
     Raises:
-        ConfigError: A setting.
+        ConfigError: A setting, or nothing can be written to OUT.
         DataError: FP32's losses depend on the link, or there is too little documentation to train on.
         RankFailedError: A rank failed.
     """
     report = progress or (lambda what, step, steps, loss: None)
     out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("out", settings.out, f"a folder that is there or can be made ({error.strerror})") from error
     report("Reading Python's documentation", 0, 1, None)
     preload_large_packages()
     forkserver.ensure_running()  # it imports while this process reads
@@ -71,7 +76,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
         )
     results = [summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     found = compare(settings, results)
-    (out / "demo.json").write_text(json.dumps(found, indent=2) + "\n")
+    (out / "demo.json").write_text(json.dumps(finite(found), indent=2) + "\n")
     plot(found, out / "losses.png")
     return found
 

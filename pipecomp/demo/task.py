@@ -64,15 +64,21 @@ def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[int]]:
 
 
 def documentation_task(*, vocabulary: int, length: int, training: int, held_out: int = 96) -> Task:
-    """Make the demo's sequences: `training` and `held_out` from the fine-tuning modules; the rest pre-trains."""
+    """Make the demo's sequences: `training` and `held_out` from the fine-tuning modules; the rest pre-trains.
+
+    Raises DataError if they have fewer.
+    """
     general: list[str] = []
     special: list[str] = []
     for module, text in docstrings():
         (special if module in FINE_TUNED_ON else general).append(text)
     tokenizer = train_tokenizer(general + special, vocabulary)
     pool = sequences(tokenizer, special, length)
-    if len(pool) < held_out + 64:
-        raise DataError(f"Python's standard library here has only {len(pool)} sequences of documentation to train on")
+    if len(pool) < held_out + training:
+        raise DataError(
+            f"Python's standard library here has only {len(pool)} sequences of documentation for fine-tuning and "
+            f"evaluation, which take {held_out + training}"
+        )
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     chosen = [pool[i] for i in order[: training + held_out]]
     return Task(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipecomp.demo.lengthen import check_same_start, lengthen, lengthened, seconds_per_step
-from pipecomp.demo.plot import notes
+from pipecomp.demo.plot import notes, plot, result_table
 from pipecomp.demo.results import compare, epoch_means, steps_to
 from pipecomp.demo.settings import Settings
 from pipecomp.errors import ConfigError, DataError
@@ -26,7 +29,7 @@ def result(method: str, step_s: float, losses: list[float] | None = None, measur
     return {
         "method": method, "forward_bits": 2, "backward_bits": 4, "losses": losses, "eval_loss": 5.0, "step_s": step_s,
         "train_loss": epoch_means(losses, 2)[-1], "seconds": [step_s * (i + 1) for i in range(8)],
-        "measured_steps": measured,
+        "measured_steps": measured, "forward_bytes_sent": 10**6, "backward_bytes_sent": 10**6,
     }  # fmt: skip
 
 
@@ -77,8 +80,26 @@ def test_the_sentence_without_some_of_the_methods():
     assert compare(SETTINGS, [result("none", 1.0), better, result("aqsgd", 5.0)])["gap_closed"] is None
 
 
+@pytest.mark.parametrize("method", ["none", "direct", "aqsgd"])
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_run_that_lost_its_loss_leaves_the_others_results(tmp_path, method, lost):
+    losses = {**LOSSES, method: [*LOSSES[method][:5], lost, lost, lost]}
+    found = compare(SETTINGS, [result(name, 5.0, losses=losses[name]) for name in losses])
+    assert (found["loss"] is None) == (method == "aqsgd")
+    assert found["gap_closed"] is None
+    assert all(math.isfinite(found[key]) for key in ("loss", "faster") if found[key] is not None)
+    assert ("AQ-SGD ended with a training loss that is no number" in found["sentence"]) == (method == "aqsgd")
+    assert notes(found)
+    Console(file=io.StringIO()).print(result_table(found))
+    plot(found, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").is_file()
+
+
 def test_losses_that_depend_on_the_link_are_an_error():
     check_same_start([3.0, 2.0], [3.0, 2.0, 1.0])
+    check_same_start([3.0, math.nan], [3.0, math.nan, math.nan])
+    with pytest.raises(DataError, match=r"in step 2 nan over the slow one, else 2\.0"):
+        check_same_start([3.0, math.nan], [3.0, 2.0, 1.0])
     with pytest.raises(DataError, match=r"in step 2 2\.0000000000000004 over the slow one, else 2\.0"):
         check_same_start([3.0, 2.0000000000000004], [3.0, 2.0, 1.0])
 
