@@ -75,6 +75,9 @@ make_venv() {
     }
 }
 
+# Where its making was interrupted, or python3-venv was missing, there is a Python without pip; where the Python is gone
+# that it was made of, there is none: both are made anew.
+[ ! -f "$venv/pyvenv.cfg" ] || "$venv/bin/python" -m pip --version >/dev/null 2>&1 || rm -rf "$venv"
 mkdir -p "$venv"
 run "A virtual environment in $venv" make_venv
 
