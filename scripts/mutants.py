@@ -80,12 +80,14 @@ def write_page(killed: dict[str, bool]) -> None:
     PAGE.write_text(before + BEGIN + table + END + after, encoding="utf-8")
 
 
-def main() -> int:
-    """Return the exit status."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit status. argv: the command line's arguments, by default those of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORDS", help="defects whose name contains this; draws no table")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     chosen = [mutant for mutant in MUTANTS if given.only in mutant.name]
+    if not chosen:
+        parser.error(f"--only: no defect's name contains {given.only!r}")
     for mutant in chosen:
         changed((ROOT / mutant.file).read_text(encoding="utf-8"), mutant)
     killed = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import mutants
 from scripts.mutant_list import MUTANTS, Mutant
 from scripts.mutants import BEGIN, END, PAGE, changed, line
 
@@ -28,6 +29,14 @@ def test_a_text_that_is_gone_or_there_twice_is_an_error() -> None:
     for source in ("", mutant.old * 2):
         with pytest.raises(ValueError, match=f"{mutant.name}: its text is"):
             changed(source, mutant)
+
+
+def test_words_that_are_in_no_name_are_an_error(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(mutants, "run_tests", lambda copy, tests: pytest.fail("nothing was chosen"))
+    with pytest.raises(SystemExit) as ended:
+        mutants.main(["--only", "no such name"])
+    assert ended.value.code == 2
+    assert "no defect's name contains 'no such name'" in capsys.readouterr().err
 
 
 def test_names_differ_and_the_page_has_them_all() -> None:
