@@ -67,11 +67,11 @@ def run_ranks(
         context.Process(target=_main, args=(rank, world, port, dict(os.environ), function, args, results))
         for rank in range(world)
     ]
-    for worker in workers:
-        worker.start()
     found: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_s
     try:
+        for worker in workers:
+            worker.start()
+        deadline = time.monotonic() + timeout_s
         while True:
             gone = [r for r in may_die if r not in found and not workers[r].is_alive()]
             if len(found) + len(gone) == world:
@@ -94,6 +94,8 @@ def run_ranks(
         _check_alive(workers, {}, may_die)
     finally:
         for worker in workers:
+            if worker.pid is None:  # Ctrl-C came before it was started
+                continue
             if worker.is_alive():
                 worker.kill()
             worker.join()
