@@ -60,7 +60,9 @@ def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tens
     """As `dithering.linear_reduce`."""
     total = torch.zeros(d, dtype=torch.int32, device=parts[0].device)
     for codes in parts:
-        gradient.add_codes_kernel[flat_grid(d, BLOCK)](total, codes.contiguous(), d, codes.numel(), bits, BLOCK)
+        gradient.add_codes_kernel[flat_grid(d, BLOCK)](
+            total, codes.contiguous(), d, codes.numel(), bits, BLOCK, enable_fp_fusion=False
+        )
     return pack_bits(total, sum_bits)
 
 
@@ -102,7 +104,9 @@ def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
     d = g_d.numel()
     out = torch.empty(d, dtype=torch.uint8, device=g_d.device)
     table = float_table(levels, g_d.device)
-    gradient.scale_index_kernel[flat_grid(d, BLOCK)](out, g_d, table, d, norm_divisor(norm), len(levels), BLOCK)
+    gradient.scale_index_kernel[flat_grid(d, BLOCK)](
+        out, g_d, table, d, norm_divisor(norm), len(levels), BLOCK, enable_fp_fusion=False
+    )
     return out
 
 
@@ -147,7 +151,9 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> T
     target, b = a.contiguous(), b.contiguous()
     keys, _ = key_table(seed, 0, d, a.device)
     more, _ = key_table(dithering.extension(seed), 0, d, a.device)
-    gradient.exponential_reduce_kernel[flat_grid(d, 8 * OCT)](target, b, keys, more, d, b.numel(), bits, OCT)
+    gradient.exponential_reduce_kernel[flat_grid(d, 8 * OCT)](
+        target, b, keys, more, d, b.numel(), bits, OCT, enable_fp_fusion=False
+    )
     return a if target is a else a.copy_(target)
 
 
@@ -156,7 +162,7 @@ def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
     x_d = loadable(x_d)
     d = x_d.numel()
     out = torch.empty(d, dtype=torch.uint8, device=x_d.device)
-    gradient.kmeans_kernel[flat_grid(d, BLOCK)](out, x_d, bounds, d, bounds.numel(), BLOCK)
+    gradient.kmeans_kernel[flat_grid(d, BLOCK)](out, x_d, bounds, d, bounds.numel(), BLOCK, enable_fp_fusion=False)
     return out
 
 

@@ -202,7 +202,9 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     size = (n * bits + 7) // 8
     codes = torch.empty((*values.shape[:-1], size), dtype=torch.uint8, device=values.device)
     if codes.numel():
-        gradient.pack_kernel[grid(math.prod(values.shape[:-1]), size, BLOCK)](codes, values, n, size, bits, BLOCK)
+        gradient.pack_kernel[grid(math.prod(values.shape[:-1]), size, BLOCK)](
+            codes, values, n, size, bits, BLOCK, enable_fp_fusion=False
+        )
     return codes
 
 
@@ -212,7 +214,7 @@ def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
     values = torch.empty((*codes.shape[:-1], count), dtype=torch.int32, device=codes.device)
     if values.numel():
         gradient.unpack_kernel[grid(math.prod(codes.shape[:-1]), count, BLOCK)](
-            values, codes, count, codes.shape[-1], bits, BLOCK
+            values, codes, count, codes.shape[-1], bits, BLOCK, enable_fp_fusion=False
         )
     return values
 
@@ -231,7 +233,19 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
         kept, kept_last = topk.kept(s.group, fraction), topk.kept(s.H % s.group or s.group, fraction)
         block = triton.next_power_of_2(s.group)
         gradient.select_kernel[(s.units,)](
-            values, index, x, stride, s.H, s.group, s.groups, K, kept, kept_last, BLOCK=block, num_warps=warps(block)
+            values,
+            index,
+            x,
+            stride,
+            s.H,
+            s.group,
+            s.groups,
+            K,
+            kept,
+            kept_last,
+            BLOCK=block,
+            num_warps=warps(block),
+            enable_fp_fusion=False,
         )
     return values, index
 

@@ -5,8 +5,10 @@ What they compute is tested in Triton's interpreter (test_kernels_backends.py) a
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -19,50 +21,29 @@ from pipecomp.kernels.ragged import Arriving, Visit
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-FLOATS, INT = "*fp32", "i32"
-GROUPS = dict.fromkeys(("x_stride", "m_stride", "H", "GROUP", "GROUPS", "GROUP_BYTES", "ROW_BYTES"), INT)
-QUANTIZE = {"x": FLOATS, "m": FLOATS, "codes": "*u8", "scales": FLOATS, "bad": "*i64", "keys": "*i64", **GROUPS}
-DEQUANTIZE = {"codes": "*u8", "scales": FLOATS, "w": FLOATS, "out": FLOATS, "bad": "*i64", "out_stride": INT, **GROUPS}
-ENCODE = {"g": FLOATS, "codes": "*u8", "keys": "*i64", "start": "i64", "d": INT, "divisor": "fp32", "size_bytes": INT}
-KEPT = dict.fromkeys(("K", "KEPT", "KEPT_LAST"), INT)
-KERNELS = {
-    "quantize_kernel": (
-        QUANTIZE,
-        {"BITS": 3, "DELTA": True, "MEASURE": True, "STOCHASTIC": True, "BF16_SCALE": True, "OCT": 128},
-    ),
-    "squares_kernel": ({**QUANTIZE, "largest": "*fp32", "sums": "*i64"}, {"DELTA": True, "BLOCK": 256}),
-    "dequantize_kernel": (DEQUANTIZE, {"BITS": 3, "ADD": True, "GUARDED": True, "BLOCK": 256}),
-    "linear_encode_kernel": (
-        {**ENCODE, "index": "*u8", "levels": "*fp32", "offset": "i32"},
-        {"BITS": 4, "INDEXED": True, "OCT": 32},
-    ),
-    "exponential_encode_kernel": ({**ENCODE, "smallest": "fp32", "depth": "i32"}, {"BITS": 4, "OCT": 32}),
-    "exponential_reduce_kernel": (
-        {"a": "*u8", "b": "*u8", "keys": "*i64", "extension_keys": "*i64", "d": "i32", "size_bytes": "i32"},
-        {"BITS": 8, "OCT": 32},
-    ),
-    "select_kernel": ({"values": "*fp32", "index": "*i32", "x": "*fp32", **GROUPS, **KEPT}, {"BLOCK": 256}),
+# Rows of several groups; rows, then a bucket, of one value, where Triton takes most arguments for constants.
+CASES = {
+    "fp32 [3, 100]": (torch.float32, (3, 100), Options(3, 24, "max", "stochastic", 5, torch.bfloat16)),
+    "bf16 [3, 1]": (torch.bfloat16, (3, 1), Options(8, None)),
+    "fp16 [1, 1]": (torch.float16, (1, 1), Options(4, None, "rms")),
 }
 
 
-def ptx(name: str, fuse: bool) -> str:
-    """PTX of a kernel for compute capability 8.0."""
-    triton = pytest.importorskip("triton", reason="triton is not installed")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@pytest.fixture(scope="module")
+def launches() -> dict[str, list[Any]]:
+    """By case what the host side launches: of each compiled kernel the first launch."""
+    from tests.kernels import triton_launches
 
-    from pipecomp.kernels import triton_gradient, triton_quantize
-
-    kernel = getattr(triton_quantize, name, None) or getattr(triton_gradient, name)
-    types, constants = KERNELS[name]
-    source = ASTSource(
-        fn=kernel,
-        signature={n: "constexpr" if n in constants else types[n] for n in kernel.arg_names},
-        constexprs={(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": fuse})
-    text: str = compiled.asm["ptx"]
-    return text
+    found: dict[str, list[Any]] = {}
+    seen: set[str] = set()
+    for case, (dtype, shape, options) in CASES.items():
+        with triton_launches.recorded() as noted:
+            triton_launches.launch_all(torch.empty(shape, dtype=dtype, device="meta"), options)
+        new = {launch.key(): launch for launch in reversed(noted)}
+        found[case] = [launch for key, launch in new.items() if key not in seen]
+        seen |= new.keys()
+    assert {launch.name for launch in itertools.chain(*found.values())} == set(triton_launches.KERNELS)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +51,30 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiled_kernels_round_every_step(name):
-    text = ptx(name, fuse=False)
-    assert not re.search(r"\b(fma|mad)(\.\w+)*\.f32", text)
-    assert ".ftz" not in text, "denormals would be flushed to zero"
-    assert "div.full" not in text
-    assert "div.approx" not in text
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_kernels_round_every_step(launches, case):
+    for launch in launches[case]:
+        check(launch, 80)
 
 
-def test_the_check_above_can_fail():
-    assert re.search(r"\bfma\.rn\.f32", ptx("quantize_kernel", fuse=True))
+def test_compiled_kernels_round_every_step_on_newer_gpus(launches):
+    for launch in {launch.name: launch for launch in itertools.chain(*launches.values())}.values():
+        check(launch, 90)
+
+
+def check(launch: Any, capability: int) -> None:
+    text = launch.ptx(capability)
+    assert f".target sm_{capability}" in text
+    assert not re.search(r"\b(fma|mad)(\.\w+)*\.f32", text), launch
+    assert ".ftz" not in text, f"denormals would be flushed to zero: {launch}"
+    assert "div.full" not in text, launch
+    assert "div.approx" not in text, launch
+    assert launch.options["enable_fp_fusion"] is False, f"Triton warns of its default: {launch}"
+
+
+def test_the_check_above_can_fail(launches):
+    first = next(launch for launch in launches["fp32 [3, 100]"] if launch.name == "quantize_kernel")
+    assert re.search(r"\bfma\.rn\.f32", first.ptx(enable_fp_fusion=True))
 
 
 @pytest.mark.parametrize("rows", [[5, 0, 40], [8000, 192]], ids=str)
@@ -113,42 +107,30 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
 def test_a_long_row_fits_into_a_grid(monkeypatch):
     """Its second dimension and its third end at 65,535."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend, triton_buckets, triton_gradient, triton_quantize, triton_ragged
+    from pipecomp.kernels import triton_backend, triton_buckets
     from pipecomp.kernels import triton_rows as rows
-
-    grids: dict[str, tuple[int, ...]] = {}
-
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getitem__(self, grid: tuple[int, ...]):
-            grids[self._name] = grid
-            return lambda *args, **kwargs: None
-
-    for module in (triton_quantize, triton_gradient, triton_ragged):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorder(name))
+    from tests.kernels.triton_launches import recorded
 
     d, o = 100_000_000, Options(4, None, "rms")
     x, codes = torch.empty(1, d, device="meta"), torch.empty(1, d // 2, dtype=torch.uint8, device="meta")
-    rows.launch_quantize(x, None, o)
-    rows.launch_dequantize(codes, x[:, :1], 4, x, None, "nearest", False)
-    triton_backend.pack_bits(x.to(torch.int32), 8)
-    triton_backend.unpack_bits(codes, 4, d)
-    triton_backend.select(x, 0.1, 1000)
-    visit = Visit(x, None, o._replace(group_size=1000, scale="max"))
-    triton_backend.encode_batch([visit], torch.empty(d, dtype=torch.uint8, device="meta"), None)
-    triton_backend.decode_batch(torch.empty(d, dtype=torch.uint8, device="meta"), [Arriving(x, o)])
-    few = 10
-    assert triton_buckets.flat_grid(d, few) == rows.grid(1, d, few) == (d // few,)
-    assert set(grids) == {
+    with recorded() as launches:
+        rows.launch_quantize(x, None, o)
+        rows.launch_dequantize(codes, x[:, :1], 4, x, None, "nearest", False)
+        triton_backend.pack_bits(x.to(torch.int32), 8)
+        triton_backend.unpack_bits(codes, 4, d)
+        triton_backend.select(x, 0.1, 1000)
+        visit = Visit(x, None, o._replace(group_size=1000, scale="max"))
+        triton_backend.encode_batch([visit], torch.empty(d, dtype=torch.uint8, device="meta"), None)
+        triton_backend.decode_batch(torch.empty(d, dtype=torch.uint8, device="meta"), [Arriving(x, o)])
+    assert triton_buckets.flat_grid(d, 10) == rows.grid(1, d, 10) == (d // 10,)
+    assert {launch.name for launch in launches} == {
         *("quantize_kernel", "measure_kernel", "squares_kernel", "dequantize_kernel", "pack_kernel", "unpack_kernel"),
         *("select_kernel", "encode_kernel", "decode_kernel"),
     }
-    for name, (first, *others) in grids.items():
-        assert 65_535 < first < 2**31, name
-        assert all(other <= 65_535 for other in others), name
+    for launch in launches:
+        first, *others = launch.grid
+        assert 65_535 < first < 2**31, launch
+        assert all(other <= 65_535 for other in others), launch
 
 
 def test_triton_does_not_take_cpu_tensors_outside_its_interpreter():

@@ -1,0 +1,134 @@
+"""What the host side of the Triton kernels would launch, without a GPU: with meta tensors, and compiled for any target.
+
+Signatures are made as Triton makes them at a launch: an integer of 1 is a constant, others have the width that they
+need, and what 16 divides is known to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipecomp.kernels import triton_backend, triton_gradient, triton_quantize, triton_ragged, triton_rows
+from pipecomp.kernels.layout import Options
+from pipecomp.kernels.ragged import Arriving, Visit
+
+MODULES = (triton_quantize, triton_gradient, triton_ragged)
+KERNELS = {name: kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
+POINTERS = {
+    **{torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"},
+    **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
+}
+
+
+class Launch(NamedTuple):
+    """One launch: arguments by name, and options of the compiler."""
+
+    name: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def source(self) -> ASTSource:
+        """What Triton would compile for it."""
+        signature, constants, attributes = {}, {}, {}
+        for parameter in KERNELS[self.name].params:
+            value = self.arguments[parameter.name]
+            kind, divisible = _kind(value)
+            if parameter.is_constexpr or kind == "constexpr":
+                constants[parameter.num,] = value
+                kind = "constexpr"
+            elif divisible:
+                attributes[parameter.num,] = [["tt.divisibility", 16]]
+            signature[parameter.name] = kind
+        return ASTSource(KERNELS[self.name], signature, constants, attributes)
+
+    def key(self) -> str:
+        """The same for launches of one compiled kernel."""
+        source = self.source()
+        return f"{self.name} {source.signature} {source.constants} {source.attrs} {self.options}"
+
+    def ptx(self, capability: int = 80, **options: Any) -> str:
+        """Compile it for a GPU. options: in place of the launch's own."""
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(self.source(), target=target, options={**self.options, **options})
+        text: str = compiled.asm["ptx"]
+        return text
+
+
+def _kind(value: Any) -> tuple[str, bool]:
+    """An argument's type, and whether 16 divides it."""
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype], True
+    if isinstance(value, int):
+        kind = "constexpr" if value == 1 else "i32" if -(2**31) <= value < 2**31 else "i64"
+        return kind, value % 16 == 0
+    return "fp32", False
+
+
+class _Recorder:
+    def __init__(self, name: str, launches: list[Launch]) -> None:
+        self._name, self._launches = name, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        names = KERNELS[self._name].arg_names
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            options = {key: given.pop(key) for key in list(given) if key not in names}
+            self._launches.append(Launch(self._name, grid, given, options))
+
+        return launch
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """From here on, launches are noted and do not happen."""
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for module in MODULES:
+            for name in KERNELS.keys() & vars(module).keys():
+                patched.setattr(module, name, _Recorder(name, launches))
+        yield launches
+
+
+def launch_all(x: torch.Tensor, options: Options) -> None:
+    """Call everything that launches kernels, with x [R, H], a meta tensor of a dtype that the quantizer takes."""
+    m, g_d = torch.empty_like(x, dtype=torch.float32), x.reshape(-1)
+    bits, rounding, group = options.bits, options.rounding, options.group_size
+    codes, scales, bad = triton_rows.launch_quantize(x, None, options)
+    triton_rows.launch_quantize(x, m, options)
+    triton_rows.launch_dequantize(codes, scales, bits, m, group, rounding, False)
+    triton_rows.launch_dequantize(codes, scales, bits, m, group, rounding, True, bad)
+    triton_rows.quantize_sum(m.reshape(-1), scales.reshape(-1), bits, group or x.shape[1])
+    triton_backend.unpack_bits(triton_backend.pack_bits(x.to(torch.int32), bits), bits, x.shape[1])
+    triton_backend.select(x, 0.3, group)
+    payload = torch.empty(8 * x.numel(), dtype=torch.uint8, device=x.device)
+    for delta in (False, True):
+        triton_backend.encode_batch([Visit(x, m, options, delta)], payload, None)
+        triton_backend.decode_batch(payload, [Arriving(m, options, delta)])
+    triton_backend.encode_batch([Visit(x, None, options)], payload, None)
+    _launch_gradients(g_d, m.reshape(-1))
+
+
+def _launch_gradients(g_d: torch.Tensor, out_d: torch.Tensor) -> None:
+    index = triton_backend.scale_index(g_d, 1.0, (7, 30))
+    for start, levels, where in ((0, (7,), None), (2**31, (7, 30), index)):
+        codes = triton_backend.linear_encode(g_d, 1.0, levels, where, 4, 5, start)
+        triton_backend.linear_decode(codes, 1.0, levels, where, 4, 1, 3, out_d, start > 0)
+    triton_backend.linear_reduce([codes], g_d.numel(), 4, 8)
+    for bits, depth in ((4, 2), (8, 1)):
+        codes = triton_backend.exponential_encode(g_d, 1.0, bits, depth, 5, 0)
+        triton_backend.exponential_decode(codes, 1.0, bits, depth, 3, out_d, bits == 4)
+        triton_backend.exponential_reduce_(codes, codes, g_d.numel(), bits, 5)
+    triton_backend.kmeans_assign(g_d, torch.empty(15, device=g_d.device))
