@@ -54,13 +54,22 @@ class Survey:
     slowdowns: tuple[float, ...] = ()
 
 
+def own_device() -> torch.device:
+    """Take the device that this rank trains on, and let this process use it: ranks of a machine measure together."""
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", read_launch(os.environ).local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
     """Measure this machine alone. store: where the message store would be; nothing is left there.
 
     Raises ConfigError for more tokens than the model takes.
     """
     check_tokens(model, tokens)
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     profile = time_model(model, tokens, dtype, device, samples=samples)
     quantized = Config.from_dict({"activations": {"method": "aqsgd"}})
     size = (samples, tokens, profile.hidden, dtype, device)

@@ -108,18 +108,21 @@ def time_link(
     xs = [torch.randn((samples, tokens, hidden), generator=draw).to(device, dtype) for _ in range(2)]
     encode: list[float] = []
     decode: list[float] = []
-    end, step = time.perf_counter() + seconds, 0
-    while step <= _LEAST_RUNS or (step < _MOST_RUNS and time.perf_counter() < end):
-        at, x_BSH = Position(step, 1), xs[step % 2]
-        spent = [
-            _spent(device, lambda: up.send_activation(x_BSH, where, at)),  # noqa: B023 (called at once)
-            _spent(device, lambda: down.recv_activation(at)),  # noqa: B023
-            _spent(device, lambda: down.send_gradient(x_BSH, where, at)),  # noqa: B023
-            _spent(device, lambda: up.recv_gradient(where, at)),  # noqa: B023
-        ]
-        encode.append((spent[0] + spent[2]) / 2)
-        decode.append((spent[1] + spent[3]) / 2)
-        step += 1
+    with contextlib.ExitStack() as opened:
+        for store in filter(None, stores):
+            opened.callback(store.close)
+        end, step = time.perf_counter() + seconds, 0
+        while step <= _LEAST_RUNS or (step < _MOST_RUNS and time.perf_counter() < end):
+            at, x_BSH = Position(step, 1), xs[step % 2]
+            spent = [
+                _spent(device, lambda: up.send_activation(x_BSH, where, at)),  # noqa: B023 (called at once)
+                _spent(device, lambda: down.recv_activation(at)),  # noqa: B023
+                _spent(device, lambda: down.send_gradient(x_BSH, where, at)),  # noqa: B023
+                _spent(device, lambda: up.recv_gradient(where, at)),  # noqa: B023
+            ]
+            encode.append((spent[0] + spent[2]) / 2)
+            decode.append((spent[1] + spent[3]) / 2)
+            step += 1
     return statistics.median(encode[1:]), statistics.median(decode[1:])
 
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from pipecomp.activation_config import ConstantError
+from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.errors import ConfigError, LinkError
+from pipecomp.plan import timing
 from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_measuring
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.probe import TransportPeer, measure_links, network_of
 from pipecomp.plan.profile import count, most_tokens
 from pipecomp.plan.simulation import StageCosts
-from pipecomp.plan.survey import survey_machine, survey_ranks
+from pipecomp.plan.survey import own_device, survey_machine, survey_ranks
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
@@ -95,11 +97,39 @@ def test_a_stage_is_timed_without_a_trace():
 
 
 @pytest.mark.parametrize("method", ["none", "bf16", "direct", "aqsgd"])
-def test_link_ends_are_timed(method):
+def test_link_ends_are_timed(method, monkeypatch):
+    opened, closed = [], []
+
+    class Store(MemoryStore):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            opened.append(self)
+
+        def close(self):
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(timing, "MemoryStore", Store)
     config = Config.from_dict({"activations": {"method": method}})
     encode_s, decode_s = time_link(config, 2, 4, 16, torch.float32, CPU, seconds=0.01)
     assert encode_s > 0
     assert decode_s > 0
+    assert len(opened) == (2 if method == "aqsgd" else 0)
+    assert set(closed) == set(opened), "their threads would stay"
+
+
+@pytest.mark.parametrize(("place", "gpu"), [("0", 0), ("1", 1), ("2", 0)])
+def test_ranks_of_a_machine_measure_on_the_gpus_that_they_train_on(monkeypatch, place, gpu):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", place)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert own_device() == torch.device("cuda", gpu)
+    assert taken == [torch.device("cuda", gpu)]
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert own_device() == CPU
 
 
 def test_a_model_is_timed_block_by_block():
