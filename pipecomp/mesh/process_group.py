@@ -168,10 +168,8 @@ class MeshProcessGroup(_ProcessGroup):
         return self._run([tensor for of_rank in outputs for tensor in of_rank], work)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Work:
-        return self._run(
-            [output],
-            lambda o: self._together.all_gather(list(o[0].view(-1).chunk(self.size())), _host(tensor).view(-1)),
-        )
+        host = _host(tensor).view(-1)
+        return self._run([output], lambda o: self._together.all_gather(list(o[0].view(-1).chunk(self.size())), host))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
         name = _operation(opts)

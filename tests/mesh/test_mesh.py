@@ -212,6 +212,22 @@ def test_half_precision_and_tensors_that_are_not_contiguous(two):
         groups[0].allreduce([tensors[0]], options)
 
 
+def test_what_is_copied_is_copied_when_torch_calls(two):
+    """Not on the group's thread, which may be busy, and knows nothing of the caller's CUDA stream."""
+    groups, gate = group_of(two, "i"), threading.Event()
+    held = [group._run([], lambda _: gate.wait(WAIT_S)) for group in groups]
+    columns = [torch.arange(6.0).reshape(3, 2)[:, rank] for rank in (0, 1)]
+    expected = torch.cat(columns)
+    outputs = [torch.empty(6), torch.empty(6)]
+    works = [group.all_gather_single(outputs[r], columns[r]) for r, group in enumerate(groups)]
+    for column in columns:
+        column.fill_(-1.0)
+    gate.set()
+    for work in held + works:
+        work.wait()
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
 def test_a_long_message_does_not_keep_others_waiting(two):
     a, b = (mesh.connections[1 - mesh.rank] for mesh in two)
     into = bytearray(LONG)
