@@ -133,6 +133,9 @@ class GroupStats:
 class Seconds:
     """Where this rank's training time went, in seconds, summed over the steps so far.
 
+    By the host's clock. On a GPU `forward`, `backward` and `update` are what asking for their kernels took, and what
+    the kernels take beyond that falls to whichever part waits for their results, such as `encode` or `reduce`.
+
     Attributes:
         forward: Of the model.
         backward: Of the model.
