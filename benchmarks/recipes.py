@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import page
 from benchmarks.page import Row, prose, share
@@ -136,32 +137,33 @@ def pretrained(work: Path, name: str) -> float | None:
     return seconds
 
 
-def with_method(recipe: str, method: str, work: Path) -> str:
-    """The recipe's configuration with this method; a file in `work`."""
-    config = json.loads((ROOT / "recipes" / recipe / RECIPES[recipe].config).read_text())
+def shipped(recipe: str) -> dict[str, Any]:
+    """The recipe's own configuration."""
+    config: dict[str, Any] = json.loads((ROOT / "recipes" / recipe / RECIPES[recipe].config).read_text())
+    return config
+
+
+def with_method(config: dict[str, Any], method: str) -> dict[str, Any]:
+    """A recipe's configuration with this method."""
     section = config["pipecomp"]
+    activations, store = section["activations"], {**section["store"], "path": "messages"}
     if method == "AQ-SGD":
-        section["store"]["path"] = "messages"
-    else:
-        del section["store"]
-        for key in ("first_visit", "backward_first_visit", "backward_method"):
-            section["activations"].pop(key, None)
-        section["activations"]["method"] = "direct"
-        if method == "FP32":
-            section["activations"] = {"method": "none"}
-    (work / "ds_config.json").write_text(json.dumps(config))
-    return "ds_config.json"
+        return {**config, "pipecomp": {**section, "store": store}}
+    of_changes = ("first_visit", "backward_first_visit", "backward_method")
+    direct = {key: value for key, value in activations.items() if key not in of_changes} | {"method": "direct"}
+    others = {key: value for key, value in section.items() if key != "store"}
+    return {**config, "pipecomp": {**others, "activations": {"method": "none"} if method == "FP32" else direct}}
 
 
 def run(recipe: str, method: str, setup: str, work: Path) -> Row:
     """One run. setup: `_setup` of the recipe, kept with it."""
     chosen = RECIPES[recipe]
     before_s = pretrained(work, chosen.before)
-    config = with_method(recipe, method, work)
+    (work / "ds_config.json").write_text(json.dumps(with_method(shipped(recipe), method)))
     saved = work / f"{recipe}-{method}"
     shutil.rmtree(saved, ignore_errors=True)
     given = [*chosen.arguments.split(), "--metrics", "metrics.jsonl", "--save", saved.name]
-    seconds = launched(work, chosen.processes, recipe, config, *given)
+    seconds = launched(work, chosen.processes, recipe, "ds_config.json", *given)
     lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
     ends = [line for line in lines if "eval" in line]
     sent = {
@@ -235,13 +237,13 @@ def main(argv: Sequence[str]) -> None:
         work=(ROOT / "runs" / "recipes", "where files and models are made"),
     )
     work = given.work.resolve()
-    setups = {name: _setup(name) for name in RECIPES}
+    setups = {(name, method): _setup(name, method, shipped(name)) for name in RECIPES for method in METHODS}
 
     def current(row: Row) -> bool:
-        return row["recipe_setup"] == setups[row["recipe"]]
+        return row["recipe_setup"] == setups[row["recipe"], row["method"]]
 
     runs = Runs(given, "recipes", SETUP, ("recipe", "method", "recipe_setup"), current=current)
-    cases = [(name, method, setups[name]) for method in given.methods for name in given.only]
+    cases = [(name, method, setups[name, method]) for method in given.methods for name in given.only]
     if runs.missing(cases):
         work.mkdir(parents=True, exist_ok=True)
         lay_out(given.data, work)
@@ -256,11 +258,10 @@ def main(argv: Sequence[str]) -> None:
         continuations(work, given.out)
 
 
-def _setup(recipe: str) -> str:
-    """A mark of all that a run depends on, so that one recipe's change makes only its own runs anew."""
+def _setup(recipe: str, method: str, config: dict[str, Any]) -> str:
+    """A mark of all that a run depends on, so that a recipe's change makes only the runs anew that it is in."""
     chosen = RECIPES[recipe]
-    config = json.loads((ROOT / "recipes" / recipe / chosen.config).read_text())
-    return digest([chosen.arguments, chosen.before, PRETRAINING.get(chosen.before), config])
+    return digest([chosen.arguments, chosen.before, PRETRAINING.get(chosen.before), with_method(config, method)])
 
 
 def _held_out(row: Row) -> str:
