@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -102,6 +104,32 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
             assert table.view(len(rows), -1)[:, 4].tolist() == [sum(rows[:i]) for i in range(len(rows))]
         assert of_rows.device == table.device == part.device
     assert copied == [len(rows) * (triton_ragged.FIELDS + 1)]
+
+
+def test_kernels_run_where_their_tensors_are(monkeypatch):
+    """Triton launches on the current device, wherever the tensors are."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_backend
+
+    current: list[torch.Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x, y, o = torch.empty(2, 8), torch.empty(2, 8), Options(4, None)
+    found = triton_backend.on_their_device(lambda *args: list(current))
+    assert found(x, y, o)[0] is x
+    assert found([x, y], 4)[0] is x
+    assert found([Visit(x, y, o)], y, None)[0] is x
+    assert found([], y)[0] is y
+    assert not current
+    with_torch_alone = {"distortion", "fit"}
+    for name in set(triton_backend.__all__) - with_torch_alone:
+        assert getattr(triton_backend, name).__code__ is found.__code__, name
 
 
 def test_a_long_row_fits_into_a_grid(monkeypatch):
