@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "residuals start anew when buckets change",
         _RESIDUALS,
-        "target.copy_(piece)",
+        "target.copy_(_used_here(piece))",
         "target.zero_()",
         EXACT,
         "what was left out before DDP made its buckets anew is lost",

@@ -37,11 +37,11 @@ class Residuals:
         """What this rank has not sent yet of the bucket, float32 [d]; zeros at first. Change it in place."""
         found = self._buckets.get(key)
         if found is not None and found[0] == slices and found[1].numel() == d:
-            return found[1]
+            return _used_here(found[1])
         parts = _parts(key, slices, d)
         e_d = torch.zeros(d, device=device)
         if slices is not None and key in self._pieces:  # of a file from before residuals belonged to parameters
-            e_d.copy_(self._pieces.pop(key))
+            e_d.copy_(_used_here(self._pieces.pop(key)))
         for (name, count), target in zip(parts, _split(e_d, parts), strict=True):
             piece = self._pieces.get(name)
             if piece is not None and piece.numel() != count:
@@ -49,7 +49,7 @@ class Residuals:
                     f"gradient {name!r}: {count} values now, {piece.numel()} before; give every tensor a key of its own"
                 )
             if piece is not None:
-                target.copy_(piece)
+                target.copy_(_used_here(piece))
         self._buckets.pop(key, None)
         self._place_in(key, slices, e_d)
         return e_d
@@ -90,7 +90,8 @@ class Residuals:
             span.of(mean_d).copy_(part)
         parts = _parts(key, slices, d)
         for (name, _), part in zip(parts, _split(mean_d, parts), strict=True):
-            self._pieces[name].add_(part.to(self._pieces[name].device), alpha=self._ranks[0])
+            piece = _used_here(self._pieces[name])
+            piece.add_(part.to(piece.device), alpha=self._ranks[0])
 
     def plus(self, x_d: Tensor, e_d: Tensor) -> Tensor:
         """x + e, float32 [d], in a buffer that the next call uses again: fresh pages cost more than the addition."""
@@ -128,6 +129,17 @@ class Residuals:
         for key, (slices, e_d) in worker.items():
             self._place_in(key, _named(slices), e_d.to(device))
         self._owned = {(key, _named(slices)): e for (key, slices), e in owner.items()}
+
+
+def _used_here(x_d: Tensor) -> Tensor:
+    """Let nobody have x's memory before the current stream is done with x; returns x.
+
+    Residuals of a file are loaded on another stream than averages run on, and memory that is let go goes back to the
+    stream that it is from, which would use it at once.
+    """
+    if x_d.is_cuda:
+        x_d.record_stream(torch.cuda.current_stream(x_d.device))
+    return x_d
 
 
 def _parts(key: str, slices: Slices | None, d: int) -> Slices:

@@ -212,3 +212,37 @@ def test_casqs_clusters_are_of_the_parameters_that_are_sent() -> None:
 
     for after, fresh in run_threads(2, work):
         assert after < 1.5 * fresh
+
+
+def test_memory_of_a_file_is_not_given_away_while_averages_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is of another stream, which would have it at once when it is let go."""
+    used: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "averages")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: used.append(x.data_ptr()))
+
+    def loaded(key: str, parts: Slices | None) -> tuple[Residuals, list[int]]:
+        residuals, size = Residuals(0, 2), sum(count for _, count in parts or [(key, 50)])
+        whole = ((-1, size),) if parts is None else parts
+        file = {
+            "worker": {key: (whole, torch.ones(size))},
+            "owner": {(key, whole): torch.ones(size)},
+        }  # rank 0 owns all
+        residuals.load_state_dict(file, CPU)
+        used.clear()
+        return residuals, [piece.data_ptr() for piece in residuals._pieces.values()]
+
+    parts = ((0, 30), (1, 20))
+    again, (first, _) = loaded("a", parts)
+    assert again.worker("a", parts, 50, CPU).data_ptr() == first
+    assert used == [first]
+    rebuilt, pieces = loaded("a", parts)
+    for key, bucket in (("b", parts[1:]), ("c", parts[:1])):
+        rebuilt.worker(key, bucket, bucket[0][1], CPU)
+    assert sorted(used) == sorted(pieces)
+    older, pieces = loaded("a", None)
+    older.worker("a", parts, 50, CPU)
+    assert used == pieces
+    owner, pieces = loaded("a", parts)
+    owner.owner("b", parts[1:], 20)
+    assert used == pieces
