@@ -29,7 +29,12 @@ class Sketch(NamedTuple):
     seed: int
 
 
-_hash = functools.lru_cache(maxsize=2)(rng.uniform)  # of all places: what takes longest here
+_kept = functools.lru_cache(maxsize=2)(rng.uniform)  # of all places: what takes longest here, on a CPU
+
+
+def _hash(seed: int, count: int, device: torch.device) -> Tensor:
+    """Uniform [0, 1) for each place; a GPU's are made anew, as other streams would use them before they are there."""
+    return _kept(seed, 0, count) if device.type == "cpu" else rng.uniform(seed, 0, count, device)
 
 
 def first_slots(counts: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def slots(cluster_d: Tensor, how: Sketch) -> Tensor:
     index, counts = cluster_d.to(torch.int32), how.counts.to(cluster_d.device)
     size = counts.to(torch.float32).index_select(0, index)
     # Below 2**24 buckets the product is below the size, whatever it is rounded to.
-    inside = (size * _hash(how.seed, 0, index.numel(), index.device)).to(torch.int32)
+    inside = (size * _hash(how.seed, index.numel(), index.device)).to(torch.int32)
     last = (counts - 1).clamp(min=0).int().index_select(0, index)
     return torch.minimum(inside, last).add_(first_slots(counts).int().index_select(0, index)).long()
 

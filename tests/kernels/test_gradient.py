@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
-from pipecomp.kernels import native, ops, rng
+from pipecomp.kernels import native, ops, rng, sketch
 
 BACKENDS = ["torch", "native"] if not isinstance(native.load(), str) else ["torch"]
 F = np.float32
@@ -325,3 +325,17 @@ def test_arguments_are_checked():
         for encode in (lambda n: ops.linear_encode(g, n, 7), lambda n: ops.exponential_encode(g, n)):
             with pytest.raises(NonFiniteError, match="norm"):
                 encode(norm)
+
+
+def test_hashes_of_places_are_kept_on_the_cpu_alone():
+    """On a GPU another thread's stream would read them with nothing to wait for."""
+    cluster = torch.zeros(50, dtype=torch.uint8)
+    how = sketch.Sketch(torch.tensor([7, 0]), 1, 12345)
+    sketch._kept.cache_clear()
+    want = sketch.slots(cluster, how)
+    assert torch.equal(sketch.slots(cluster, how), want)
+    hits, misses = sketch._kept.cache_info()[:2]
+    assert (hits, misses) == (1, 1)
+    for _ in range(2):
+        assert sketch.slots(cluster.to("meta"), how).shape == want.shape
+    assert sketch._kept.cache_info()[:2] == (hits, misses)
