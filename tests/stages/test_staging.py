@@ -113,10 +113,15 @@ def train(folder: Any, staging: Any, backend: str = "lmdb", **options: Any) -> d
     held = [(h.sample, h.version, h.digest) for end in (up, down) for h in end.store.inventory()]
     m = [cached.m_nH.tolist() for end in (up, down) for cached in end.store.get([1, 2, 3])]
     errors = up.stats.error_sum if staging is None else _errors(up)
-    found = {"computed": [y.tolist() for y in computed], "held": held, "m": m, "errors": round(errors, 6)}
+    found = {"computed": [y.tolist() for y in computed], "held": held, "m": m, "errors": errors}
     for one in stores:
         one.close()
     return found | {"sent": [transport.sent for transport in wires]}
+
+
+def but_for_norms(found: dict[str, Any]) -> dict[str, Any]:
+    """What another device must find: the same, but for norms, of which a GPU adds the squares in another order."""
+    return {**found, "errors": pytest.approx(found["errors"], rel=1e-5)}
 
 
 def _errors(up: LinkSender) -> float:
@@ -138,7 +143,7 @@ def _errors(up: LinkSender) -> float:
 )
 def test_a_device_computes_sends_and_stores_what_the_host_does(tmp_path, options, backend):
     on_host = train(tmp_path / "host", None, backend, **options)
-    assert train(tmp_path / "double", LazyStaging(), backend, **options) == on_host
+    assert train(tmp_path / "double", LazyStaging(), backend, **options) == but_for_norms(on_host)
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "memory"])
