@@ -320,12 +320,17 @@ def nobody_there(rank: int, world: int, note: Any) -> str:
 
 def gone_before_the_engine(rank: int, world: int, note: Any, asked: bool, timeout_s: float) -> str:
     """Rank 1 joins and dies; the others wait for it where engines are made, or asked before, as recipes do."""
+    from torch.distributed import distributed_c10d
+
     from pipecomp.cluster import heartbeat, start
     from pipecomp.cluster.rendezvous import join_processes
 
     heartbeat.DEFAULT_TIMEOUT_S = timeout_s
     join_processes()
+    joined = distributed_c10d._get_default_store()  # rank 0 may still wait for connections of others
+    joined.set(f"joined {rank}", "")
     if rank == 1:
+        joined.wait([f"joined {other}" for other in range(world)])
         os.kill(os.getpid(), signal.SIGKILL)
     if asked:
         return error_of(lambda: start.all_ranks().all_gather_object(rank))

@@ -64,15 +64,14 @@ CONFIG = {
     },
 }
 CONFIGURATIONS = """
-import json, sys
-from pathlib import Path
+import sys
 from benchmarks import recipes, runner
 from pipecomp.config import Config
 
 assert str(runner.ROOT) == sys.argv[1]
 for method in recipes.METHODS:
-    section = json.loads(Path("runs", recipes.with_method("verses", method, Path("runs"))).read_text())["pipecomp"]
-    print(Config.from_dict(section).activations.method)
+    config = recipes.with_method(recipes.shipped("verses"), method)
+    print(Config.from_dict(config["pipecomp"]).activations.method)
 """
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak, pytest.mark.timeout(300)]
