@@ -1,7 +1,8 @@
 """A line at the start for models with dropout whose changes few bits cannot carry.
 
 A sample's activation changes from visit to visit by its mask too, so that what AQ-SGD sends is larger, and so is the
-error of the same number of bits. What that costs is measured: benchmarks/results/convergence.md, lines with "dropout".
+error of the same number of bits. What that costs is measured: benchmarks/results/convergence.md, lines with "dropout",
+and for a classifier benchmarks/results/shootout.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch import nn
 
 from pipecomp.activation_config import FEWEST, Activations, ConstantError, each_link
 
-FEWEST_BITS = 3  # forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default
+# Forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default.
+FEWEST_BITS = 3
+CLASSIFIERS_FEWEST_BITS = 4
 _SMALL = 0.01  # dropout that changes hardly anything
 _log = logging.getLogger(__name__)
 
@@ -22,18 +25,25 @@ def dropout_of(module: nn.Module) -> float:
     return max((float(part.p) for part in module.modules() if isinstance(part, nn.Dropout)), default=0.0)
 
 
-def advice(dropout: float, activations: Activations) -> str | None:
-    """Say what few bits cost with so much dropout, and what to do; None where it is little.
+def bits_for_dropout(module: nn.Module) -> int:
+    """Say how few bits forward a model's changes take with dropout."""
+    plan = getattr(module, "plan", None)  # of a Stage
+    classifies = plan is not None and "Classification" in plan.model_class
+    return CLASSIFIERS_FEWEST_BITS if classifies else FEWEST_BITS
+
+
+def advice(dropout: float, activations: Activations, fewest: int = FEWEST_BITS) -> str | None:
+    """Say what fewer than the `fewest` bits cost with so much dropout, and what to do; None where it is little.
 
     Bits that follow an error need no advice where they may grow with the changes: their most count.
     """
     every = each_link(activations.forward_bits)
     bits = min(e.max if isinstance(e, ConstantError) else e for e in every)
-    if activations.method != "aqsgd" or bits >= FEWEST_BITS or dropout < _SMALL:
+    if activations.method != "aqsgd" or bits >= fewest or dropout < _SMALL:
         return None
     return (
         f"this model trains with dropout {dropout:g}, which makes the changes that AQ-SGD sends larger: "
-        f"activations.forward_bits {bits} may cost more than 1 % of the training loss. Use {FEWEST_BITS} or more, "
+        f"activations.forward_bits {bits} may cost more than 1 % of the training loss. Use {fewest} or more, "
         '{"error": 0.05}, which takes as many as are needed, or no dropout (`--dropout 0` of a recipe)'
     )
 
@@ -41,11 +51,11 @@ def advice(dropout: float, activations: Activations) -> str | None:
 def fewest_bits(module: nn.Module, activations: Activations) -> int:
     """Say how few bits forward "auto" may take for a model."""
     changes = activations.method == "aqsgd" and dropout_of(module) >= _SMALL
-    return FEWEST_BITS if changes else FEWEST["forward_bits"]
+    return bits_for_dropout(module) if changes else FEWEST["forward_bits"]
 
 
 def warn_of_dropout(module: nn.Module, activations: Activations) -> None:
     """Log the advice, if there is any; the level is one that Python shows where nobody has set up logging."""
-    text = advice(dropout_of(module), activations)
+    text = advice(dropout_of(module), activations, bits_for_dropout(module))
     if text is not None:
         _log.warning("%s", text)

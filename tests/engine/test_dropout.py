@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from pipecomp.activation_config import Activations
-from pipecomp.engine.dropout import FEWEST_BITS, advice, dropout_of, fewest_bits, warn_of_dropout
+from pipecomp.engine.dropout import (
+    CLASSIFIERS_FEWEST_BITS,
+    FEWEST_BITS,
+    advice,
+    dropout_of,
+    fewest_bits,
+    warn_of_dropout,
+)
 
 AQSGD: dict[str, Any] = {"method": "aqsgd", "backward_bits": 8}
 
@@ -54,3 +62,17 @@ def test_auto_takes_more_bits_of_changes_with_dropout():
     assert fewest_bits(nn.Dropout(0.1), auto) == FEWEST_BITS
     assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
     assert fewest_bits(nn.Dropout(0.1), Activations(method="direct", forward_bits="auto")) == 2
+
+
+@pytest.mark.parametrize(
+    ("model_class", "fewest"),
+    [("BertForSequenceClassification", CLASSIFIERS_FEWEST_BITS), ("GPT2LMHeadModel", FEWEST_BITS)],
+)
+def test_a_classifier_takes_more_bits_with_dropout(model_class, fewest, caplog):
+    stage = nn.Dropout(0.1)
+    stage.plan = SimpleNamespace(model_class=model_class)
+    assert fewest_bits(stage, Activations(**AQSGD, forward_bits="auto")) == fewest
+    warn_of_dropout(stage, Activations(**AQSGD, forward_bits=fewest))
+    assert not caplog.messages
+    warn_of_dropout(stage, Activations(**AQSGD, forward_bits=fewest - 1))
+    assert f"Use {fewest} or more" in caplog.text
