@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +17,7 @@ from pipecomp.json_tree import finite
 from pipecomp.report.record import lines_until
 
 
-class Written:
+class Written(ABC):
     """Something that is written until a write is refused.
 
     Args:
@@ -33,9 +34,9 @@ class Written:
         refused, self._refused = self._refused, None
         return refused
 
+    @abstractmethod
     def close(self) -> None:
         """Write what is left, and nothing from now on."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def _opening(self, what: str) -> Iterator[None]:
