@@ -228,6 +228,9 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
         facts |= {"torch version": "1.0.0", "order of bytes": "big"}
     out["versions"] = error_of(lambda: agreement.AllRanks().assert_same_on_all_ranks(facts))
     out["alike"] = error_of(lambda: start({"store": {"path": f"{folder}/{rank}"}}))  # a place of its own is no matter
+    ends = agreement.AllRanks()
+    ends.all_gather_object("started")  # a rank that ends at once is lost for those that still connect to it
+    ends.leave()
     return out
 
 
