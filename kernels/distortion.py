@@ -42,8 +42,9 @@ def distortion(visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
 def fit(visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
     """Find the fewest bits that keep an error without measuring one number after the other, if that can be.
 
-    payload: None, or of the only visit: uint8 [bytes], room for its part at `high` bits, which then begins with its
-    part at those found. Returns 0 where nothing is found: what `distortion` says then has to decide.
+    payload: None, or uint8 [bytes], room for all samples at `high` bits. It then begins with what `encode_batch` makes
+    of them with the bits found, and every m has changed. Returns 0 where nothing is found: what `distortion` says then
+    has to decide, and no m has changed.
     """
     return 0
 

@@ -65,12 +65,12 @@ def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, b
 
 @torch.no_grad()
 def encode_fewest(
-    visit: Visit, payload: Tensor, error: float, low: int, high: int, *, backend: str = "auto"
+    visits: Sequence[Visit], payload: Tensor, error: float, low: int, high: int, *, backend: str = "auto"
 ) -> tuple[int, Verdict]:
-    """Encode a sample with the fewest bits that keep an error, mostly in the pass over it that finds them.
+    """Encode samples with the fewest bits that keep an error, mostly in the pass over them that finds these bits.
 
     Args:
-        visit: The sample, without m; the bits of its options do not matter.
+        visits: As for `encode_batch`, all with options, whose bits do not matter.
         payload: As for `encode_batch`, long enough for the most bits; what the bits chosen do not need is undefined.
         error: As for `fewest_bits`.
         low: As for `fewest_bits`.
@@ -78,23 +78,29 @@ def encode_fewest(
         backend: As for `quantize`.
 
     Returns:
-        The bits that `fewest_bits` chooses, with which the payload begins as `encode_batch` makes it; and whether all
-        could be encoded, which the caller has to check.
+        The bits that `fewest_bits` chooses, with which the payload begins as `encode_batch` makes it, every m having
+        followed; and whether all could be encoded, which the caller has to check.
 
     Raises:
         ConfigError: As `fewest_bits`.
     """
-    x, options = visit.x, visit.options
-    if options is None or visit.m is not None or x.dim() != 2:
-        raise ShapeError(f"x: {tuple(x.shape)}, allowed: [n, H] with options, without m")
-    visits = [visit._replace(options=options._replace(bits=high))]
-    check_payload(payload, payload_bytes(x.shape[0], x.shape[1], visits[0].options, x.dtype))
-    bits, encoded = _fitted(visits, error, low, high, backend, payload)
+    most = _with_bits(visits, high)
+    check_payload(payload, _total(most))
+    bits, encoded = _fitted(most, error, low, high, backend, payload)
+    visits = _with_bits(visits, bits)
     if encoded:
         return bits, Verdict(torch.tensor([FINE]), partial(bad_visit, visits))
-    visit = visit._replace(options=options._replace(bits=bits))
-    size = payload_bytes(x.shape[0], x.shape[1], visit.options, x.dtype)
-    return bits, encode_batch([visit], payload[:size], backend=backend)
+    return bits, encode_batch(visits, payload[: _total(visits)], backend=backend)
+
+
+def _with_bits(visits: Sequence[Visit], bits: int) -> list[Visit]:
+    if any(v.options is None for v in visits):
+        raise ShapeError("a sample without options, allowed: samples that are quantized")
+    return [v._replace(options=v.options and v.options._replace(bits=bits)) for v in visits]
+
+
+def _total(visits: Sequence[Visit]) -> int:
+    return sum(payload_bytes(v.x.shape[0], v.x.shape[1], v.options, v.x.dtype) for v in visits)
 
 
 def _checked(visits: Sequence[Visit], backend: str) -> Backend:
@@ -103,7 +109,7 @@ def _checked(visits: Sequence[Visit], backend: str) -> Backend:
         layout.check_input(v.x, "x")
         if v.x.dim() != 2 or not v.x.is_contiguous() or v.options is None or (v.delta and v.m is None):
             raise ShapeError(f"x: {tuple(v.x.shape)}, allowed: contiguous [n, H] with options, and m for a change")
-        if v.delta and v.m is not None:
+        if v.m is not None:
             layout.check_float32(v.m, tuple(v.x.shape), "m", contiguous=True)
     others = [tensor for v in visits for tensor in (v.x, v.m)]
     return dispatch.pick(backend, visits[0].x, *others)
@@ -112,7 +118,7 @@ def _checked(visits: Sequence[Visit], backend: str) -> Backend:
 def _fitted(
     visits: Sequence[Visit], error: float, low: int, high: int, backend: str, payload: Tensor | None
 ) -> tuple[int, bool]:
-    """The fewest bits, and whether the payload, if one is given, is what they make of the only sample."""
+    """The fewest bits, and whether the payload, if one is given, is what they make of the samples."""
     layout.check_bits(low)
     layout.check_bits(high, low=low)
     if not 0 < error < 1:

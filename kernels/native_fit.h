@@ -1,6 +1,6 @@
 // The fewest bits that keep an error, found on the way to the codes. What a number of bits leaves out is known within
 // bounds, which mostly decide; where they do not, the caller measures exactly. So the bits are always those that
-// distortion.py finds, and only the time differs.
+// distortion.py finds, and only the time differs. Then every m takes what its codes say, as in quantize_call.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "native.h"
+#include "native_calls.h"
 #include "native_threads.h"
 
 namespace pipecomp {
@@ -35,16 +36,18 @@ struct Outcome {
 };
 
 // Samples that are sent together, of which at most `share` of the squared norm may be left out, with `low` to `high` bits.
+// payload: room for the parts of all, one after the other, with the most bits; or null.
 struct Fitting {
     const QuantizeArgs* const samples;
     const int64_t count, values;
     const double share;
     const int low, high;
-    const Table& t;
-    const int threads;
+    uint8_t* const payload;
+    const int isa, threads;
+    const Table& t = table_of(isa);
     int64_t rows = 0;
 
-    // The fewest bits, whose codes and scales lie where there is room for them; 0 where that is not certain.
+    // The fewest bits, whose codes and scales lie in the payload; 0 where that is not certain. No m is changed.
     int bits() {
         for (int64_t i = 0; i < count; i++) {
             const QuantizeArgs& a = samples[i];
@@ -93,26 +96,52 @@ struct Fitting {
         return true;
     }
 
-    // Of every `stride`th row. Codes go where there is room for them, if all rows are looked at and not `only` that.
+    // Every m moves by what its codes in the payload decode to, or is set to it.
+    void update(int bits) const {
+        uint8_t* at = payload;
+        for (int64_t i = 0; i < count; i++) {
+            const QuantizeArgs a = placed(samples[i], bits, at);
+            float* const to = a.m ? a.m : a.fresh;
+            const int64_t stride = a.m ? a.m_stride : a.H;
+            if (to)
+                dequantize_call({a.codes, a.scales, to, stride, a.rows, a.H, a.group, a.dtype, bits, false, a.m != nullptr},
+                                isa, threads);
+        }
+    }
+
+    // A sample with these bits, its scales and codes at `at`, if that is not null, which becomes where they end.
+    static QuantizeArgs placed(QuantizeArgs a, int bits, uint8_t*& at) {
+        const Layout l(a.H, a.group, bits);
+        a.bits = bits;
+        if (!at) return a;
+        a.scales = reinterpret_cast<float*>(at);
+        a.codes = at + 4 * a.rows * l.groups;
+        at = a.codes + a.rows * l.row_bytes;
+        return a;
+    }
+
+    // Of every `stride`th row. Codes go into the payload, if all rows are looked at and not `only` that.
     Outcome look(int bits, int64_t stride, bool only = false) const {
         std::vector<Outcome> found(size_t(std::max(threads, 1)));
         run_threads(useful_threads(threads, values / stride), [&](int thread, int parts, Barrier&) {
             const Range part((rows + stride - 1) / stride, 1, thread, parts);
+            uint8_t* at = stride == 1 && !only ? payload : nullptr;
             int64_t first = 0;
             for (int64_t i = 0; i < count; first += samples[i++].rows) {
+                const QuantizeArgs a = placed(samples[i], bits, at);
                 const int64_t begin = std::max(part.begin, (first + stride - 1) / stride) * stride - first;
-                const int64_t end = std::min(part.end * stride - first, samples[i].rows);
-                if (begin < end) found[size_t(thread)] += rows_of(samples[i], bits, begin, end, stride, only);
+                const int64_t end = std::min(part.end * stride - first, a.rows);
+                if (begin < end) found[size_t(thread)] += rows_of(a, begin, end, stride, at != nullptr);
             }
         });
         for (size_t i = 1; i < found.size(); i++) found[0] += found[i];
         return found[0];
     }
 
-    Outcome rows_of(QuantizeArgs a, int bits, int64_t begin, int64_t end, int64_t stride, bool only) const {
-        a.bits = bits;
+    // keep: its codes and scales; else they are forgotten.
+    Outcome rows_of(QuantizeArgs a, int64_t begin, int64_t end, int64_t stride, bool keep) const {
+        const int bits = a.bits;
         const Layout l(a.H, a.group, bits);
-        const bool keep = a.codes && stride == 1 && !only;
         std::vector<uint8_t> scratch(keep ? 0 : size_t(l.group_bytes + 64));
         if (!keep) a.codes = scratch.data();
         const uint8_t* const limit = keep ? a.codes + end * l.row_bytes : a.codes + scratch.size();

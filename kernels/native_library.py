@@ -15,7 +15,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 9
+ABI = 10
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -145,7 +145,7 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
     "distortion": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
     "fewest_bits": (
         c_int32,
-        [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_int32, c_int32],
+        [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_void_p, c_int32, c_int32],
     ),
     "linear_encode": (None, [c_void_p, c_int32, c_int32]),
     "linear_reduce": (None, [c_void_p, c_int32, c_int32]),

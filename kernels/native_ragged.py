@@ -72,12 +72,11 @@ class RaggedKernels(Library):
 
     def fit(self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
         """As `distortion.fit`: for max scales and nearest rounding."""
-        table, values = _measured(visits), sum(v.x.numel() for v in visits)
-        if payload is not None:
-            (args,), at = table, payload.data_ptr()
-            args.scales, args.codes = at, at + 4 * args.rows * -(-args.H // args.group)
+        values, room = sum(v.x.numel() for v in visits), None if payload is None else payload.data_ptr()
         call = self.library.pipecomp_fewest_bits
-        return call(table, len(visits), values, error * error, low, high, self.isa_index, self.threads)
+        return call(
+            _measured(visits), len(visits), values, error * error, low, high, room, self.isa_index, self.threads
+        )
 
 
 def _measured(visits: Sequence[Visit]) -> Array[QuantizeArgs]:
@@ -86,7 +85,8 @@ def _measured(visits: Sequence[Visit]) -> Array[QuantizeArgs]:
         o, (n, H) = v.options, v.x.shape
         assert o is not None
         args.x, args.x_stride, args.m_stride, args.rows, args.H = v.x.data_ptr(), H, H, n, H
-        args.m = v.m.data_ptr() if v.delta and v.m is not None else None
+        m = None if v.m is None else v.m.data_ptr()
+        args.m, args.fresh = (m, None) if v.delta else (None, m)
         args.group, args.dtype, args.rms = _group(o, H), DTYPES[v.x.dtype], o.scale == "rms"
         args.stochastic, args.bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
     return table

@@ -145,7 +145,7 @@ class Quantized:
         """
         assert self.error is not None
         e, visit = self.error, ops.Visit(self.before(x_TH), None, self.options(seed))
-        bits, verdict = ops.encode_fewest(visit, payload, e.error, e.min, e.max)
+        bits, verdict = ops.encode_fewest([visit], payload, e.error, e.min, e.max)
         return self.of_packet(bits), [verdict]
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:

@@ -247,20 +247,24 @@ def test_fewest_bits(backend, case, shift):
     visits, error, low, high = case
     wanted = ops.fewest_bits(visits, error, low, high, backend="torch")
     assert backend.fit(visits, error, low, high, None) in (0, wanted)
-    for v in visits:
-        v = v._replace(m=None, delta=False)
-        payload = torch.full(
-            (shift + ragged.payload_bytes(*v.x.shape, v.options, v.x.dtype) + 64,), 7, dtype=torch.uint8
-        )
-        bits = backend.fit([v], error, low, high, payload[shift:-64])
-        if not bits:
-            continue
-        assert bits == ops.fewest_bits([v], error, low, high, backend="torch")
-        v = v._replace(options=v.options._replace(bits=bits))
-        part = torch.empty(ragged.payload_bytes(*v.x.shape, v.options, v.x.dtype), dtype=torch.uint8)
-        assert int(ragged.encode_batch([v], part, None)) == ragged.FINE
-        assert same(payload[shift : shift + part.numel()], part)
-        assert bool((torch.cat([payload[:shift], payload[-64:]]) == 7).all())
+    visits = [v if v.delta else v._replace(m=torch.full(v.x.shape, 7.0)) for v in visits]
+    before = [v.m.clone() for v in visits]
+    payload = torch.full((shift + sum(_part_bytes(v) for v in visits) + 64,), 7, dtype=torch.uint8)
+    bits = backend.fit(visits, error, low, high, payload[shift:-64])
+    assert bool((torch.cat([payload[:shift], payload[-64:]]) == 7).all())
+    if not bits:
+        assert all(same(v.m, m) for v, m in zip(visits, before, strict=True))
+        return
+    assert bits == wanted
+    alike = [v._replace(m=m, options=v.options._replace(bits=bits)) for v, m in zip(visits, before, strict=True)]
+    parts = torch.empty(sum(_part_bytes(v) for v in alike), dtype=torch.uint8)
+    assert int(ragged.encode_batch(alike, parts, None)) == ragged.FINE
+    assert same(payload[shift : shift + parts.numel()], parts)
+    assert all(same(v.m, w.m) for v, w in zip(visits, alike, strict=True))
+
+
+def _part_bytes(visit):
+    return ragged.payload_bytes(*visit.x.shape, visit.options, visit.x.dtype)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])

@@ -142,22 +142,38 @@ def test_the_native_kernels_mostly_find_the_bits_at_once(kind: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_encoding_with_the_fewest_bits_is_encoding_with_these(backend: str, rounding: str) -> None:
-    visit = ops.Visit(values("heavy tail", 40, 100, 5), None, ops.Options(8, 32, rounding=rounding, seed=3))
-    for x_RH, error in ((visit.x, 0.1), (visit.x[:0], 0.1), (torch.zeros(3, 8), 0.1), (visit.x * torch.nan, 0.1)):
-        visit = visit._replace(x=x_RH)
-        payload = torch.empty(ops.payload_bytes(*x_RH.shape, visit.options, x_RH.dtype), dtype=torch.uint8)
-        bits, verdict = ops.encode_fewest(visit, payload, error, 2, 8, backend=backend)
-        assert bits == ops.fewest_bits([visit], error, 2, 8, backend="torch")
+    x_RH = values("heavy tail", 40, 100, 5)
+
+    def visits(x_RH: Tensor, bits: int) -> list[ops.Visit]:
         options = ops.Options(bits, 32, rounding=rounding, seed=3)
-        wanted = torch.empty(ops.payload_bytes(*x_RH.shape, options, x_RH.dtype), dtype=torch.uint8)
-        same = ops.encode_batch([visit._replace(options=options)], wanted, backend=backend)
-        if bool(x_RH.isnan().any()):
-            for each in (verdict, same):
-                with pytest.raises(NonFiniteError):
-                    each.check()
-        else:
-            verdict.check()
-            assert torch.equal(payload[: wanted.numel()], wanted)
+        m_RH = torch.zeros_like(x_RH) if bool(x_RH.isnan().any()) else x_RH + 0.1 * values("gaussian", *x_RH.shape, 6)
+        return [
+            ops.Visit(x_RH, None, options),
+            ops.Visit(x_RH, m_RH, options, True),
+            ops.Visit(x_RH, m_RH + 1, options),
+        ]
+
+    def size(its: list[ops.Visit]) -> int:
+        return sum(ops.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in its)
+
+    for x in (x_RH, x_RH[:0], torch.zeros(3, 8), x_RH * torch.nan):
+        for count in (1, 2, 3):
+            given = visits(x, 8)[:count]
+            wanted = ops.fewest_bits(given, 0.1, 2, 8, backend="torch")
+            payload = torch.empty(size(given), dtype=torch.uint8)
+            bits, verdict = ops.encode_fewest(given, payload, 0.1, 2, 8, backend=backend)
+            assert bits == wanted
+            same = visits(x, bits)[:count]
+            part = torch.empty(size(same), dtype=torch.uint8)
+            verdicts = (verdict, ops.encode_batch(same, part, backend=backend))
+            if bool(x.isnan().any()):
+                for each in verdicts:
+                    with pytest.raises(NonFiniteError):
+                        each.check()
+            else:
+                verdict.check()
+                assert torch.equal(payload[: part.numel()], part)
+                assert all(v.m is None or torch.equal(v.m, w.m) for v, w in zip(given, same, strict=True))
 
 
 def test_what_is_refused() -> None:
@@ -169,8 +185,8 @@ def test_what_is_refused() -> None:
         with pytest.raises(ShapeError):
             ops.distortion([wrong], (2,))
     payload = torch.empty(4 * (4 + 8), dtype=torch.uint8)
-    for wrong in (visit._replace(options=None), visit._replace(m=visit.x), visit._replace(x=torch.zeros(8))):
+    for wrong in (visit._replace(options=None), visit._replace(m=visit.x[:1]), visit._replace(x=torch.zeros(4, 8).T)):
         with pytest.raises(ShapeError):
-            ops.encode_fewest(wrong, payload, 0.1, 2, 8)
+            ops.encode_fewest([wrong], payload, 0.1, 2, 8)
     with pytest.raises(ShapeError):
-        ops.encode_fewest(visit, payload[1:], 0.1, 2, 8)
+        ops.encode_fewest([visit], payload[1:], 0.1, 2, 8)

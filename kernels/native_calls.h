@@ -1,0 +1,264 @@
+// What a call of the C interface does with the kernels of an instruction set: how its work is cut into units, shared out
+// among threads and put together again.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "native.h"
+#include "native_threads.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pipecomp {
+
+static const Table& table_of(int isa) {
+#if defined(__x86_64__)
+    if (isa == 2) return avx512::table;
+    if (isa == 1) return avx2::table;
+#endif
+    return isa == 0 ? base::table : base::table;
+}
+
+static const double RMS_LOADING[9] = {0, 1.596, 1.991, 2.344, 2.682, 3.01, 3.33, 3.64, 3.94};
+
+// The scale of a group from its largest magnitude; -1 if that is NaN, Inf or above 2**100.
+struct Scaler {
+    const QuantizeArgs& a;
+    const Table& t;
+
+    float finish(float scale) const {
+        if (scale < bits_float(SCALE_MIN_BITS)) return 0.0f;
+        if (a.bf16_scale) scale = bits_float((float_bits(scale) + 0xFFFFu) & 0xFFFF0000u);
+        return scale;
+    }
+    float from_squares(float most, int64_t sum, int64_t n) const {
+        double root = std::sqrt(double(sum) / (double(n) * 0x1p30));
+        return finish(std::min(most, float(double(most) * RMS_LOADING[a.bits] * root)));
+    }
+    float whole_group(const Layout::Unit& u) const {
+        uint32_t most = t.measure(a, u);
+        if (most > SCALE_MAX_BITS) return -1.0f;
+        float scale = bits_float(most);
+        if (!a.rms || most < SCALE_MIN_BITS) return finish(scale);
+        return from_squares(scale, t.sum_squares(a, u, 1.0f / scale), u.whole);
+    }
+};
+
+static void lower(std::atomic<int64_t>& least, int64_t value) {
+    int64_t seen = least.load();
+    while (value < seen && !least.compare_exchange_weak(seen, value)) {}
+}
+
+// Scales of groups that are cut into pieces; notes rows where whole_group would give -1.
+static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, std::vector<uint32_t>& most,
+                             std::vector<int64_t>& sums, std::atomic<int64_t>& bad, int thread, int threads,
+                             Barrier& barrier) {
+    Range part(units, 1, thread, threads);
+    for (int64_t u = part.begin; u < part.end; u++) most[size_t(u)] = s.t.measure(s.a, l.at(u));
+    barrier.wait();
+    const int64_t groups = units / l.pieces;
+    if (thread == 0)
+        for (int64_t g = 0; g < groups; g++) {
+            uint32_t& top = most[size_t(g * l.pieces)];
+            for (int64_t p = 1; p < l.pieces; p++) top = std::max(top, most[size_t(g * l.pieces + p)]);
+            if (top > SCALE_MAX_BITS) lower(bad, g / l.groups);
+            else put_scale(s.a.scales, g, s.finish(bits_float(top)));
+        }
+    barrier.wait();
+    if (!s.a.rms || bad.load() != INT64_MAX) return;
+    for (int64_t u = part.begin; u < part.end; u++) {
+        uint32_t top = most[size_t(u / l.pieces * l.pieces)];
+        sums[size_t(u)] = top < SCALE_MIN_BITS ? 0 : s.t.sum_squares(s.a, l.at(u), 1.0f / bits_float(top));
+    }
+    barrier.wait();
+    if (thread == 0)
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t sum = 0;
+            for (int64_t p = 0; p < l.pieces; p++) sum += sums[size_t(g * l.pieces + p)];
+            uint32_t top = most[size_t(g * l.pieces)];
+            if (top < SCALE_MIN_BITS) continue;
+            put_scale(s.a.scales, g, s.from_squares(bits_float(top), sum, l.at(g * l.pieces).whole));
+        }
+    barrier.wait();
+}
+
+// Codes first, then m += deq(codes) once every group is known to be finite: m stays untouched otherwise. Visiting m twice
+// costs less than any other way to know beforehand, which would read x twice as well.
+static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
+    const Layout l(a.H, a.group, a.bits);
+    const Table& t = table_of(isa);
+    const Scaler scaler{a, t};
+    const int64_t units = a.rows * l.groups * l.pieces;
+    std::atomic<int64_t> bad{INT64_MAX};
+    std::vector<uint32_t> most(l.pieces > 1 ? size_t(units) : 0);
+    std::vector<int64_t> sums(l.pieces > 1 && a.rms ? size_t(units) : 0);
+    const uint8_t* const end = a.codes + a.rows * l.row_bytes;
+    float* const to = a.m ? a.m : a.fresh;
+    const DequantizeArgs update{a.codes, a.scales, to, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
+                                a.dtype, a.bits,   a.stochastic, a.m != nullptr};
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
+        Range part(units, 1, thread, count);
+        // Codes of this thread end where the next thread's first unit begins.
+        const uint8_t* limit = part.end < units ? a.codes + l.at(part.end).byte : end;
+        if (l.pieces > 1) {
+            scales_of_pieces(scaler, l, units, most, sums, bad, thread, count, barrier);
+            if (bad.load() != INT64_MAX) return;
+        }
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            const float scale = l.pieces == 1 ? scaler.whole_group(unit) : get_scale(a.scales, unit.id);
+            if (l.pieces == 1) put_scale(a.scales, u, scale);
+            if (scale < 0) lower(bad, unit.row);
+            else if (unit.n) t.quantize(a, l, unit, scale, limit);
+        }
+        if (!to) return;
+        barrier.wait();
+        if (bad.load() != INT64_MAX) return;
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            if (unit.n) t.dequantize(update, l, unit, end, false);
+        }
+    });
+    return bad.load() == INT64_MAX ? -1 : bad.load();
+}
+
+// Values as they are, for the length of the codes; -1, or 0 if one is NaN or Inf.
+static int64_t copy_call(const QuantizeArgs& a, int isa) {
+    const Table& t = table_of(isa);
+    const int64_t n = a.rows * a.H;
+    const Layout::Unit all{0, 0, 0, n, n, 0};
+    if (t.measure(a, all) >= 0x7F800000u) return 0;
+    std::memcpy(a.codes, a.x, size_t(n) * (a.dtype == FLOAT32 ? 4 : 2));
+    if (a.fresh) t.widen(a.fresh, a.x, a.dtype, n);
+    return -1;
+}
+
+// Calls one(i, threads) for each of n samples: all threads on one sample after the other if there are few, else a
+// sample to each.
+template <class One>
+static void each_sample(int64_t n, int threads, int64_t values, const One& one) {
+    if (n < 2 * threads) {
+        for (int64_t i = 0; i < n; i++) one(i, threads);
+        return;
+    }
+    std::atomic<int64_t> next{0};
+    run_threads(useful_threads(threads, values), [&](int, int, Barrier&) {
+        for (int64_t i; (i = next.fetch_add(1)) < n;) one(i, 1);
+    });
+}
+
+// For each row its squared norm, then for each of `count` numbers of bits what quantizing leaves out of it; from one of
+// these to the next it is `stride` doubles. NaN where a row cannot be quantized.
+static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t count, double* out, int64_t stride, int isa,
+                            int threads) {
+    Layout l(a.H, a.group, 8);
+    l.pieces = 1;
+    const Table& t = table_of(isa);
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int parts, Barrier&) {
+        Range part(a.rows, 1, thread, parts);
+        std::vector<float> scratch(static_cast<size_t>(a.H)), scales(static_cast<size_t>(l.groups));
+        std::vector<double> squares(static_cast<size_t>(l.groups));
+        QuantizeArgs b = a;
+        const Scaler scaler{b, t};
+        for (int64_t row = part.begin; row < part.end; row++) {
+            out[row] = double(t.squared_norm(a, {row, row, 0, a.H, a.H, 0}, scratch.data()));
+            for (int64_t k = 0; k < count; k++) {
+                b.bits = bits[k];
+                const double step = 2.0 / double((1 << b.bits) - (b.stochastic ? 1 : 0));
+                for (int64_t g = 0; g < l.groups; g++) {
+                    const Layout::Unit unit = l.at(row * l.groups + g);
+                    float& scale = scales[size_t(g)];
+                    if (k == 0 || b.rms) scale = scaler.whole_group(unit);
+                    const double width = double(scale) * step;
+                    squares[size_t(g)] = scale < 0    ? double(NAN)
+                                         : scale == 0 ? 0.0
+                                                      : double(t.left_out(b, unit, scale, scratch.data())) * (width * width);
+                }
+                out[(1 + k) * stride + row] = t.sum_of_groups(squares.data(), l.groups);
+            }
+        }
+    });
+}
+
+static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
+    const Layout l(a.H, a.group, a.bits);
+    const Table& t = table_of(isa);
+    const uint8_t* const limit = a.codes + a.rows * l.row_bytes;
+    // Beyond what any cache holds, writing past it saves reading the old bytes first.
+    const bool stream = !a.add && a.rows * a.H * 4 >= int64_t(32) << 20;
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier&) {
+        Range part(a.rows * l.groups * l.pieces, 1, thread, count);
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            if (unit.n) t.dequantize(a, l, unit, limit, stream);
+        }
+#if defined(__x86_64__)
+        if (stream) _mm_sfence();
+#endif
+    });
+}
+
+// One unit is one group, however long: a thread takes whole ones.
+static Layout whole_groups(int64_t d, int64_t group, int bits) {
+    Layout l(d, group, bits);
+    l.pieces = 1;
+    return l;
+}
+
+static void feedback_quantize_call(const FeedbackArgs& a, int isa, int threads) {
+    const Layout l = whole_groups(a.d, a.group, a.bits);
+    const Table& t = table_of(isa);
+    run_threads(useful_threads(threads, a.d), [&](int thread, int count, Barrier&) {
+        Range part(l.groups, 1, thread, count);
+        const uint8_t* limit = a.codes + (part.end < l.groups ? l.at(part.end).byte : l.row_bytes);
+        for (int64_t g = part.begin; g < part.end; g++) t.feedback_quantize(a, l, l.at(g), limit);
+    });
+}
+
+static void feedback_reduce_call(const FeedbackReduceArgs& a, int isa, int threads) {
+    const Layout l = whole_groups(a.to.d, a.to.group, a.to.bits);
+    const Table& t = table_of(isa);
+    run_threads(useful_threads(threads, a.to.d), [&](int thread, int count, Barrier&) {
+        Range part(l.groups, 1, thread, count);
+        const uint8_t* limit = a.to.codes + (part.end < l.groups ? l.at(part.end).byte : l.row_bytes);
+        float* const mean = a.scratch + thread * a.to.group;
+        for (int64_t g = part.begin; g < part.end; g++) t.feedback_reduce(a, l, l.at(g), limit, mean);
+    });
+}
+
+// Codes and slots, the slots' means, the residual. A slot's values are added one after the other, by one thread.
+static void sketch_encode_call(const SketchArgs& a, int isa, int threads) {
+    const Table& t = table_of(isa);
+    const int32_t* const slots = reinterpret_cast<const int32_t*>(a.out);
+    auto add = [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            int32_t slot;
+            std::memcpy(&slot, slots + i, 4);
+            a.sums[slot] += double(a.x[i]);
+            a.numbers[slot]++;
+        }
+    };
+    run_threads(useful_threads(threads, a.d), [&](int thread, int count, Barrier& barrier) {
+        const Range part(a.d, SKETCH_BLOCK, thread, count);
+        for (int64_t i = part.begin; i < part.end; i += SKETCH_BLOCK) {
+            const int64_t end = std::min(i + SKETCH_BLOCK, part.end);
+            t.sketch_slots(a, i, end);
+            if (count == 1) add(i, end);
+        }
+        barrier.wait();
+        if (thread == 0) {
+            if (count > 1) add(0, a.d);
+            for (int64_t s = a.clusters; s < a.slots; s++)
+                a.means[s] = float(a.sums[s] / double(std::max<int64_t>(a.numbers[s], 1)));
+        }
+        barrier.wait();
+        if (part.begin < part.end) t.sketch_residual(a, part.begin, part.end);
+    });
+}
+
+}  // namespace pipecomp
