@@ -68,7 +68,7 @@ MANY_PARAMETERS = {
     "pipecomp.cli.start:train": "typer makes an option of every parameter",
     "pipecomp.cli.up:up": "typer makes an option of every parameter",
     "pipecomp.engine.initialize:initialize": "public, with the names of deepspeed.initialize and of a model's split",
-    "pipecomp.optim:QuantizedAdam.__init__": "a torch optimizer: Adam's parameters and the exchange's",
+    "pipecomp.optim.quantized_adam:QuantizedAdam.__init__": "a torch optimizer: Adam's parameters and the exchange's",
     "pipecomp.trainer.trainer:PipelineTrainer.__init__": "transformers.Trainer's parameters and the pipeline's",
 }
 

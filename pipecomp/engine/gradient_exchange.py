@@ -170,7 +170,7 @@ class ReplicaAdam(QuantizedAdam):
 
     def momentum_state(self) -> State:
         """What exchanges the momentum, with its memories."""
-        return self._squeeze
+        return self._exchange.momenta
 
     def state_dict(self) -> dict[str, Any]:
         """Without memories."""

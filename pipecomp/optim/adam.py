@@ -1,0 +1,118 @@
+"""Adam's arithmetic for one parameter, and how its variance is frozen: nothing here knows of other ranks.
+
+Operations and their order are those of `torch.optim.Adam`, for the same bits. All are float32, whatever the parameter
+is. What is kept of a parameter, its `Moments`, is a dict because torch saves it as one:
+
+    step         how many steps it has taken
+    frozen_at    the step at which its variance was frozen, 0 before
+    unit         what its momentum is divided by when it is exchanged, a power of two; 1.0 before
+    exp_avg      momentum, of the parameter's shape
+    exp_avg_sq   variance, likewise
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipecomp.errors import ConfigError
+
+Moments = dict[str, Any]
+Listed = list[tuple[Tensor, dict[str, Any]]]  # all parameters of an optimizer in their order, with their groups
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """ConfigError for options of a parameter group that Adam cannot take."""
+    for key in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[key]) < math.inf:
+            raise ConfigError(key, group[key], "a number of at least 0")
+    betas = tuple(group["betas"])
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ConfigError("betas", group["betas"], "two numbers from 0 to below 1")
+
+
+def new_moments(p: Tensor) -> Moments:
+    """What is kept of a parameter before its first step."""
+    momentum, variance = (torch.zeros(p.shape, device=p.device) for _ in range(2))
+    return {"step": 0, "frozen_at": 0, "unit": 1.0, "exp_avg": momentum, "exp_avg_sq": variance}
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam, or AdamW.
+
+    Attributes:
+        adam_w: decoupled weight decay; otherwise it is added to the gradient.
+    """
+
+    adam_w: bool
+
+    def update_momentum(self, momentum: Tensor, g: Tensor, p: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """momentum ← β1·momentum + (1 − β1)·g, in place.
+
+        Args:
+            momentum: of a parameter, or of a part of it; float32.
+            g: the gradient of these values, float32; it may be of one rank alone, since this is linear in it.
+            p: these values.
+            options: of the parameter's group.
+
+        Returns:
+            The gradient with weight decay, if that is part of it.
+        """
+        if options["weight_decay"] and not self.adam_w:
+            g = g.add(p, alpha=options["weight_decay"])
+        momentum.lerp_(g, 1 - options["betas"][0])
+        return g
+
+    def update_moments(self, moments: Moments, gradient_d: Tensor, p: Tensor, options: Mapping[str, Any]) -> None:
+        """Update momentum and variance with a gradient that is averaged over ranks: a square is not linear in it."""
+        g = self.update_momentum(moments["exp_avg"], gradient_d.view(p.shape).to(torch.float32), p, options)
+        beta2 = options["betas"][1]
+        moments["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+
+    def move(self, p: Tensor, moments: Moments, options: Mapping[str, Any]) -> None:
+        """Count the step and change p by its momentum and variance.
+
+        A frozen variance keeps the bias correction that it had when it was frozen.
+        """
+        (beta1, beta2), lr = options["betas"], float(options["lr"])
+        moments["step"] += 1
+        x = p if p.dtype == torch.float32 else p.to(torch.float32)
+        if options["weight_decay"] and self.adam_w:
+            x.mul_(1 - lr * options["weight_decay"])
+        corrected = (1 - beta2 ** (moments["frozen_at"] or moments["step"])) ** 0.5
+        denominator = (moments["exp_avg_sq"].sqrt() / corrected).add_(options["eps"])
+        x.addcdiv_(moments["exp_avg"], denominator, value=-lr / (1 - beta1 ** moments["step"]))
+        if x is not p:
+            p.copy_(x)
+
+
+def freeze_variance(moments: Moments, bits: int) -> bool:
+    """Freeze the variance of a parameter, and find the unit of its momentum. bits: of an exchanged value.
+
+    Where the root of the variance is below 2^-bits of what is usual it is raised to that: rounding errors would
+    otherwise move values that have hardly any gradient by more than 1 (unused rows of an embedding).
+
+    Returns:
+        Whether it is frozen now; it stays as it was while all gradients have been zero, since nothing is usual then.
+    """
+    unit = _usual(moments["exp_avg_sq"])
+    if not unit:
+        return False
+    moments["exp_avg_sq"].clamp_(min=(unit * 2.0**-bits) ** 2)
+    moments["frozen_at"], moments["unit"] = moments["step"], unit
+    return True
+
+
+def _usual(variance: Tensor) -> float:
+    """The power of two next to the root mean variance of the values that had a gradient; 0 if none had.
+
+    A power of two, of a sum in float64: ranks with other numbers of threads get the same.
+    """
+    mean = float(variance.sum(dtype=torch.float64)) / max(1, int(variance.count_nonzero()))
+    return 2.0 ** round(math.log2(mean) / 2) if mean else 0.0
