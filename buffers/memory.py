@@ -11,26 +11,17 @@ from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.value import ValueFormat
 from pipecomp.buffers.writer import Writer
 from pipecomp.errors import StoreError
-from pipecomp.kernels.staging import Staging
 
 
 class MemoryStore(LinkStore):
     """Keeps packed values in memory: z bits a value, as on disk, with the same digests.
 
-    With fewer than 32 bits `put` itself packs, so that memory does not hold a queue of float32 tensors.
+    With fewer than 32 bits `put` itself packs, so that memory does not hold a queue of float32 tensors. Options as for
+    `open_environment`.
     """
 
-    def __init__(
-        self,
-        link: str = "link",
-        *,
-        bits: int = 32,
-        group_size: int | None = None,
-        max_bytes: int | None = None,
-        prefetch: int = 0,
-        staging: Staging | None = None,
-    ) -> None:
-        super().__init__(link, ValueFormat(bits, group_size), max_bytes=max_bytes, prefetch=prefetch, staging=staging)
+    def __init__(self, link: str = "link", *, bits: int = 32, group_size: int | None = None, **options: Any) -> None:
+        super().__init__(link, ValueFormat(bits, group_size), **options)
         # From a device values arrive later, and another thread waits for them.
         self._writer = None if self._staging.immediate else Writer(f"message store {link}")
 
@@ -55,7 +46,7 @@ class MemoryStore(LinkStore):
     def close(self) -> None:
         """Forget everything; safe to call twice."""
         self._stop()
-        self._entries = {}
+        self._start_with([])
         if self._writer is not None:
             self._writer.close()
 
@@ -79,19 +70,9 @@ class MemoryStore(LinkStore):
 class MemoryEnvironment:
     """Holds the memory stores of one rank; options as for `open_environment`."""
 
-    def __init__(
-        self,
-        *,
-        bits: int = 32,
-        group_size: int | None = None,
-        max_bytes: int | None = None,
-        prefetch: int = 0,
-        staging: Staging | None = None,
-    ) -> None:
-        self._options: dict[str, Any] = dict(
-            bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch, staging=staging
-        )
-        MemoryStore(**self._options).close()  # a wrong option is an error here, not at the first link
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        MemoryStore(**options).close()  # a wrong option is an error here, not at the first link
         self._stores: dict[str, MemoryStore] = {}
         self._closed = False
 
@@ -113,8 +94,7 @@ class MemoryEnvironment:
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MemoryStore:
         """Open the store of one endpoint. `settings` cannot differ from anything: nothing survives the process."""
-        if self._closed:
-            raise StoreError("message stores in memory: used after close")
+        self._check()
         if name in self._stores and not self._stores[name]._closed:
             raise StoreError(f"store of {name}: is open already")
         self._stores[name] = MemoryStore(name, **self._options)
@@ -122,14 +102,13 @@ class MemoryEnvironment:
 
     def commit(self) -> None:
         """End a training step for all links."""
-        for store in self._stores.values():
+        for store in self._open():
             store.commit()
 
     def flush(self) -> None:
         """Wait until everything is packed."""
-        for store in self._stores.values():
-            if not store._closed:
-                store.flush()
+        for store in self._open():
+            store.flush()
 
     def close(self) -> None:
         """Forget everything; safe to call twice."""
@@ -140,3 +119,11 @@ class MemoryEnvironment:
     def size_bytes(self) -> int:
         """Count the bytes of all stored values."""
         return sum(int(store.stats()["stored_bytes"]) for store in self._stores.values())
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreError("message stores in memory: used after close")
+
+    def _open(self) -> list[MemoryStore]:
+        self._check()
+        return [store for store in self._stores.values() if not store._closed]

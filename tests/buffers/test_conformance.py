@@ -114,6 +114,26 @@ def test_links_of_a_rank_are_apart(make):
         environment.link("link-0", SETTINGS)
 
 
+def test_a_closed_link_holds_nothing_up(make):
+    environment = make()
+    first, second = environment.link("link-0", SETTINGS), environment.link("link-1", SETTINGS)
+    first.put(7, 1, message(7, 1))
+    first.close()
+    second.put(7, 2, message(7, 2))
+    environment.commit()
+    environment.flush()
+    assert same(second.get([7])[0], 2, message(7, 2))
+
+
+def test_what_a_closed_link_held_in_memory_is_not_counted():
+    environment = MemoryEnvironment()
+    store = environment.link("link-0", SETTINGS)
+    store.put(7, 1, message(7, 1))
+    assert environment.size_bytes() > 0
+    store.close()
+    assert environment.size_bytes() == 0
+
+
 def test_put_replaces_what_was_prefetched(make):
     environment = make(prefetch=2)
     store = environment.link("link-0", SETTINGS)
