@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from pipecomp.buffers.base import CachedActivation, Held, MessageStore, StoreEnvironment
 from pipecomp.buffers.lmdb_store import LmdbEnvironment, LmdbStore
@@ -64,18 +65,11 @@ def open_environment(
             environment.commit()
             (cached,) = store.get([sample])
     """
+    options: dict[str, Any] = dict(
+        bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch, staging=staging
+    )
     if backend == "memory":
-        return MemoryEnvironment(
-            bits=bits, group_size=group_size, max_bytes=max_bytes, prefetch=prefetch, staging=staging
-        )
+        return MemoryEnvironment(**options)
     if backend == "lmdb":
-        return LmdbEnvironment(
-            Path(path) / f"rank-{rank}",
-            bits=bits,
-            group_size=group_size,
-            max_bytes=max_bytes,
-            prefetch=prefetch,
-            on_write_error=on_write_error,
-            staging=staging,
-        )
+        return LmdbEnvironment(Path(path) / f"rank-{rank}", on_write_error=on_write_error, **options)
     raise ConfigError("store.backend", backend, "'lmdb', 'memory'")

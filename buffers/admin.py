@@ -141,7 +141,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
                     for checked in check_values(file, file.table(name, create=False)):
                         report.checked += 1
                         if checked.problem is not None:
-                            report.damaged.append(Damaged(rank, name, checked.row.sample, checked.problem))
+                            report.damaged.append(Damaged(rank, name, checked.sample, checked.problem))
     return report
 
 
@@ -269,11 +269,11 @@ def _copy_link(
     size = 0
     for checked in check_values(old, source):
         report.damaged += checked.problem is not None
-        if checked.value is None or checked.row.sample not in kept:
+        if checked.value is None or checked.sample not in kept:
             report.removed += 1
             continue
         report.kept += 1
-        values[checked.row.sample] = checked.value
+        values[checked.sample] = checked.value
         size += len(checked.value)
         if size >= _COPY_BYTES and target is not None:
             new.write({target: values})

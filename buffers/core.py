@@ -128,8 +128,8 @@ class LinkStore(ABC):
         """List every sample held, sorted by id."""
         self._check()
         with self._lock:
-            entries = sorted(self._entries.values(), key=lambda entry: entry.sample)
-        return [Held(entry.sample, entry.version, self._digest(entry)) for entry in entries]
+            samples = sorted(self._entries)
+        return [line for line in self.held(samples) if line is not None]
 
     def held(self, samples: Sequence[int]) -> list[Held | None]:
         """Give the inventory's lines of these samples; see MessageStore."""

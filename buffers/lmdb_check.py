@@ -16,16 +16,16 @@ from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_structure
 
 from pipecomp.buffers.identity import read_remarks
-from pipecomp.buffers.lmdb_file import Row, Table, ValueFile
+from pipecomp.buffers.lmdb_file import Table, ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE
-from pipecomp.buffers.value import HEADER_BYTES, read_header, verify_value
+from pipecomp.buffers.value import verify_value
 from pipecomp.errors import StoreError
 
 
 class Checked(NamedTuple):
     """One stored value: `problem` is None if it is intact."""
 
-    row: Row
+    sample: int
     value: bytearray | None
     problem: str | None
 
@@ -43,19 +43,23 @@ def structure_problems(path: Path) -> list[str]:
     return problems
 
 
+def read_checked(file: ValueFile, table: Table, slot: int, sample: int) -> bytearray:
+    """Read the value in a slot and compare it with its header, its key's sample and its CRC-32, or StoreError."""
+    where = table.where(sample)
+    value = file.read_at(table, slot, sample)
+    named = verify_value(value, where).sample
+    if named != sample:
+        raise StoreError(f"{where}: holds a value of sample {named}")
+    return value
+
+
 def check_values(file: ValueFile, table: Table) -> Iterator[Checked]:
-    """Read every value of a link and compare it with its header, its key and its CRC-32."""
+    """Read and check every value of a link."""
     for row in file.scan(table):
-        where = table.where(row.sample)
         try:
-            value = file.read_at(table, row.slot, row.sample)
-            verify_value(value, where)
-            sample = read_header(memoryview(value)[:HEADER_BYTES], where).sample
-            if sample != row.sample:
-                raise StoreError(f"{where}: holds a value of sample {sample}")
-            yield Checked(row, value, None)
+            yield Checked(row.sample, read_checked(file, table, row.slot, row.sample), None)
         except StoreError as error:
-            yield Checked(row, None, str(error))
+            yield Checked(row.sample, None, str(error))
 
 
 def unsound(path: Path) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -21,19 +23,13 @@ _DAMAGED = (
 )
 
 
-class explained:  # noqa: N801
+@contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
     """Turn lmdb.Error and OSError into a StoreError that says what could not be done."""
-
-    def __init__(self, path: Path, doing: str) -> None:
-        self._path, self._doing = path, doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (lmdb.Error, OSError)):
-            advice = _advice(error, self._path)
-            raise StoreError(f"{self._path}: cannot {self._doing}: {error}{advice}") from error
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise StoreError(f"{path}: cannot {doing}: {error}{_advice(error, path)}") from error
 
 
 def of_the_disk(error: StoreError) -> bool:

@@ -24,25 +24,26 @@ from pipecomp.buffers.snapshot import copy_file
 from pipecomp.buffers.value import ValueFormat, read_header, stored_size
 from pipecomp.buffers.writer import Writer
 from pipecomp.errors import ConfigError, StoreError
-from pipecomp.kernels.staging import Staging
 
 LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class LmdbStore(LinkStore):
-    """A MessageStore on disk, made by `LmdbEnvironment.link`. Values are packed and written behind the training."""
+    """A MessageStore on disk, made by `LmdbEnvironment.link`. Values are packed and written behind the training.
+
+    settings: what its activations depend on. options: see LinkStore.
+    """
 
     def __init__(
         self,
         environment: LmdbEnvironment,
         table: Table,
         fmt: ValueFormat,
-        *,
-        max_bytes: int | None = None,
-        prefetch: int = 0,
-        staging: Staging | None = None,
+        settings: Mapping[str, Any],
+        **options: Any,
     ) -> None:
-        super().__init__(table.name, fmt, max_bytes=max_bytes, prefetch=prefetch, staging=staging)
+        super().__init__(table.name, fmt, **options)
+        self.settings = settings
         self._environment = environment
         self._reload(table)
 
@@ -113,21 +114,17 @@ class LmdbEnvironment:
         *,
         bits: int = 32,
         group_size: int | None = None,
-        max_bytes: int | None = None,
-        prefetch: int = 0,
         map_bytes: int = MAP_BYTES,
         on_write_error: str = "stop",
-        staging: Staging | None = None,
+        **options: Any,
     ) -> None:
         StepWriter.check(on_write_error)
         self.path = Path(path)
         self._format = ValueFormat(bits, group_size)
-        self._options: dict[str, Any] = {"max_bytes": max_bytes, "prefetch": prefetch}
-        MemoryStore(bits=bits, **self._options).close()  # a wrong option is an error before any file is made
-        self._options["staging"] = staging
+        self._options = options
+        MemoryStore(**options).close()  # a wrong option is an error before any file is made
         self._lock = threading.RLock()
         self._stores: dict[str, LmdbStore] = {}
-        self._described: dict[str, dict[str, Any]] = {}
         self._pid = os.getpid()
         self._closed = False
         self._folder = Folder(self.path)
@@ -189,7 +186,7 @@ class LmdbEnvironment:
             check_format(self.file)
             for store in self._stores.values():
                 if not store._closed:
-                    check_settings(self.file, store.link, self._described[store.link])
+                    check_settings(self.file, store.link, store.settings)
                     store._reload(self.file.table(store.link))
         return True
 
@@ -206,8 +203,7 @@ class LmdbEnvironment:
                 raise StoreError(f"{self.path}: store of {name}: is open already")
             described = {**settings, "bits": self._format.bits, "grouping": self._format.grouping}
             check_settings(self.file, name, described)
-            self._described[name] = described
-            self._stores[name] = LmdbStore(self, self.file.table(name), self._format, **self._options)
+            self._stores[name] = LmdbStore(self, self.file.table(name), self._format, described, **self._options)
             return self._stores[name]
 
     def commit(self, stores: Iterable[LmdbStore] | None = None) -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 import lmdb
 
 from pipecomp.buffers.identity import FORMAT_KEY, read_remarks
-from pipecomp.buffers.lmdb_check import structure_problems
-from pipecomp.buffers.lmdb_file import Table, ValueFile
+from pipecomp.buffers.lmdb_check import read_checked, structure_problems
+from pipecomp.buffers.lmdb_file import ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE
-from pipecomp.buffers.value import HEADER_BYTES, read_header, verify_value
 from pipecomp.errors import StoreError
 
 _LIMIT_S = 60.0
@@ -64,22 +63,12 @@ def _copy_table(old: ValueFile, new: ValueFile, name: str) -> None:
     batch: dict[int, bytearray | None] = {}
     for slot in range(old.count(source)):  # pieces, of which a value has one or more
         with suppress(*_UNREADABLE):
-            sample, value = _value(old, source, slot)
-            batch[sample] = value
+            sample = old.sample_at(source, slot)
+            batch[sample] = read_checked(old, source, slot, sample)
         if len(batch) >= _BATCH:
             new.write({into: batch})
             batch = {}
     new.write({into: batch})
-
-
-def _value(file: ValueFile, table: Table, slot: int) -> tuple[int, bytearray]:
-    sample = file.sample_at(table, slot)
-    where = table.where(sample)
-    value = file.read_at(table, slot, sample)
-    verify_value(value, where)
-    if read_header(memoryview(value)[:HEADER_BYTES], where).sample != sample:
-        raise StoreError(f"{where}: holds a value of another sample")
-    return sample, value
 
 
 if __name__ == "__main__":

@@ -99,16 +99,14 @@ class ValueFormat:
                 raise NonFiniteError(f"{where}: values from {low} to {high}, allowed: within ±{limit}")
 
     def pack(self, sample: int, version: int, m_nH: Tensor, where: str) -> bytearray:
-        """Make the stored value of m [n, H], which `check` has passed and which lies on the host; m is not modified."""
-        return self.pack_checked(sample, version, m_nH, where)[0]
+        """Make the stored value of m [n, H], which `check` has passed and which lies on the host; m is not modified.
 
-    def pack_checked(self, sample: int, version: int, m_nH: Tensor, where: str) -> tuple[bytearray, int]:
-        """As `pack`, with the value's CRC-32. Here, and only here, m is rounded to z bits."""
+        Here, and only here, m is rounded to z bits.
+        """
         n, H = m_nH.shape
         fields = _FIELDS.pack(MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
         payload = self._encode(m_nH.detach().contiguous(), where).numpy().data if n else b""
-        check = ops.crc32(payload, zlib.crc32(fields))
-        return bytearray().join((fields, _CRC.pack(check), payload)), check
+        return bytearray().join((fields, _CRC.pack(ops.crc32(payload, zlib.crc32(fields))), payload))
 
     def _encode(self, m_nH: Tensor, where: str) -> Tensor:
         if self.bits == 32:
