@@ -1,4 +1,4 @@
-"""Does a test notice it? Puts each defect of scripts/mutant_list.py into a copy of the repository and runs its tests.
+"""Does a test notice it? Puts each defect of scripts/mutant_lists into a copy of the repository and runs its tests.
 
     python scripts/mutants.py                 # all, and the table of docs/reliability.md
     python scripts/mutants.py --only CASQ     # those whose name contains this
@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.mutant_list import MUTANTS, Mutant  # noqa: E402
+from scripts.mutant_lists import MUTANTS  # noqa: E402
+from scripts.mutant_lists.mutant import Mutant  # noqa: E402
 
 PAGE, BEGIN, END = ROOT / "docs" / "reliability.md", "<!-- mutants -->\n", "<!-- end of mutants -->\n"
 LEFT_OUT = (".git", ".venv", "shared", "__pycache__", ".*_cache", "build", "*.egg-info", "demo-out")

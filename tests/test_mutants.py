@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts import import_graph as house
 from scripts import mutants
-from scripts.mutant_list import MUTANTS, Mutant
+from scripts.mutant_lists import LISTS, MUTANTS
+from scripts.mutant_lists.mutant import Mutant
 from scripts.mutants import BEGIN, END, PAGE, changed, line
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,12 @@ def test_every_edit_applies_and_is_a_program(mutant: Mutant) -> None:
         file, *node = test.partition("[")[0].split("::")
         text = (ROOT / file).read_text(encoding="utf-8")
         assert all(f"def {name}(" in text or f"class {name}" in text for name in node), test
+
+
+def test_a_defect_is_in_the_list_of_its_room() -> None:
+    rooms = {str(path.relative_to(ROOT)): house.room(module) for module, path in house.modules().items()}
+    for name, mutants_of_room in LISTS.items():
+        assert {rooms[mutant.file].replace("/", "_") for mutant in mutants_of_room} == {name}
 
 
 def test_a_text_that_is_gone_or_there_twice_is_an_error() -> None:

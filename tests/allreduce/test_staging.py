@@ -1,6 +1,6 @@
 """Averages over a GPU's double, tests/lazy_staging.py: each wait for a copy is needed, and nothing else changes.
 
-scripts/mutant_list.py takes each wait away in turn; the first test here notices.
+scripts/mutant_lists/ takes each wait away in turn; the first test here notices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Links and stores over a GPU's double, tests/lazy_staging.py: every wait is needed, and errors come late but in time.
 
-scripts/mutant_list.py takes each wait away in turn; the first tests here notice.
+scripts/mutant_lists/ takes each wait away in turn; the first tests here notice.
 """
 
 from __future__ import annotations
