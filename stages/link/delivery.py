@@ -9,18 +9,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipecomp.errors import LinkError
+from pipecomp.errors import LinkError, LinkTimeoutError
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved
 
 
 class Delivery:
     """The half of a Transport that looks at this process; the other half moves bytes.
 
-    That half calls `deliver` and `failed`, on its receiving thread, and `check_open` before it sends.
+    That half calls `deliver` and `failed`, on its receiving thread, and `check_open` before it sends. silence_s: how
+    long `recv` waits; None where that thread notices silence.
     """
 
-    def __init__(self, peer: int) -> None:
+    def __init__(self, peer: int, silence_s: float | None = None) -> None:
         self.peer, self.most_bytes = peer, MAX_PACKET_BYTES
+        self._silence_s = silence_s
         self.on_arrival: Callable[[np.ndarray], None] | None = None
         self.on_moved: Moved | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
@@ -30,7 +32,10 @@ class Delivery:
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
-        item = self._inbox.get()  # who receives notices silence
+        try:
+            item = self._inbox.get(timeout=self._silence_s)
+        except queue.Empty:
+            raise LinkTimeoutError(f"nothing from rank {self.peer} for {self._silence_s:g} s") from None
         if isinstance(item, Exception):
             self._inbox.put(item)
             raise item
