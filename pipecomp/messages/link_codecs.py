@@ -120,7 +120,6 @@ class LinkCodecs:
             bits, error = _bits_and_error(a.first_visit)
             first = of_themselves(bits, *how, error)
         self.activations = VisitCodecs(self.forward, first)
-        self.first_bits = self.activations.first_bits
         self.clustered = None if clusters is None else Clustered(self.forward, clusters)
         of_gradients = Quantized(backward[0], *how, backward[1])
         self.backward: Codec = of_gradients

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pipecomp.errors import WireError
-from pipecomp.messages.codecs import Codec
+from pipecomp.messages.codecs import Cast
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Header, Kind, packet_bytes
 
@@ -50,22 +50,13 @@ class Bounds(NamedTuple):
             if not ok:
                 raise WireError(f"the {header.describe()} has {got} {what}; the agreed model and batch: {allowed}")
 
-    def _bytes(self, codec: Codec) -> int:
-        return codec.payload_bytes(self.rows, self.width)
-
     def most_bytes(self, codecs: LinkCodecs, dtype: torch.dtype) -> int:
         """Length of the longest packet. dtype: the stages' own."""
         samples = self.most_samples
-        every = [codecs.activation(dtype), codecs.activations.first_visit(dtype)]
-        every += [codecs.gradient(dtype), codecs.evaluation(dtype)]
-        head = 0
-        if codecs.gradients is not None:
-            every.append(codecs.gradients.first_visit(dtype))
-            head = codecs.gradients.head_bytes(samples * self.rows)
-        if codecs.clustered is not None:
-            head = codecs.clustered.head_bytes(samples * self.rows)
         # An overflow in FP16 sends plain values where quantized ones are usual.
-        payload = head + samples * max(
-            self.rows * self.width * dtype.itemsize, *(self._bytes(codec) for codec in every)
-        )
+        every = [Cast(dtype), codecs.activation(dtype), codecs.gradient(dtype), codecs.evaluation(dtype)]
+        every += [visits.first_visit(dtype) for visits in (codecs.activations, codecs.gradients) if visits is not None]
+        with_head = (codecs.gradients, codecs.clustered)
+        head = max((codec.head_bytes(samples * self.rows) for codec in with_head if codec is not None), default=0)
+        payload = head + samples * max(codec.payload_bytes(self.rows, self.width) for codec in every)
         return max(packet_bytes(samples, payload), packet_bytes(0, self.changed * ROW_BYTES + _INVENTORY_BYTES))

@@ -24,30 +24,27 @@ from pipecomp.buffers.base import Settled
 from pipecomp.errors import BaseMismatchError, LinkError, StoreError, WireError
 from pipecomp.kernels import ops
 from pipecomp.messages.clustered import Clustered
-from pipecomp.messages.link_codecs import LinkCodecs, VisitCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.codebook import Codebook
-from pipecomp.stages.link.endpoint import FORWARD, MAX_TENSOR_BYTES, Endpoint, Packet, Position
+from pipecomp.stages.link.endpoint import MAX_TENSOR_BYTES, Endpoint, Packet, Position
 from pipecomp.stages.link.finite import check_finite
 
 NEAR = 8  # centers nearest to a row, of which the one with the smallest scales is taken
 
 
 class Clusters:
-    """The activations of one end of a link.
+    """The activations of one end of a link. end: whose codecs, store and staging."""
 
-    end: whose store and staging. codec: of packets. changes: says which rows lose less as changes.
-    """
-
-    def __init__(self, end: Endpoint, codec: Clustered, changes: VisitCodecs) -> None:
-        self._end, self._codec, self._changes = end, codec, changes
+    def __init__(self, end: Endpoint) -> None:
+        self._end = end
         self._book: Codebook | None = None
         self._unsettled: list[Settled] = []  # raise if a packet of this step had what must not be kept
 
-    def code_by(self, codec: Clustered, changes: VisitCodecs) -> None:
-        """Code what comes next with other bits; the centers stay."""
-        self._codec, self._changes = codec, changes
+    @property
+    def _codec(self) -> Clustered:
+        assert self._end.codecs.clustered is not None
+        return self._end.codecs.clustered
 
     def encode(self, x_TH: Tensor, layout: Layout, at: Position, version: int) -> tuple[Packet, Tensor]:
         """Encode a micro-batch and let the centers follow it; the packet, and what the other end computes with.
@@ -62,7 +59,7 @@ class Clusters:
         rows = zip(layout.ids, layout.starts, layout.counts, strict=True)
         samples = [Sample(i, Form.DELTA, start, count, book.version, version) for i, start, count in rows]
         header = self._end.header(Kind.ACTIVATION, codec.change, x_TH, samples, layout, at, x_TH.dtype)
-        seed = self._end.draw(FORWARD, at)
+        seed = self._end.draw(Kind.ACTIVATION, at)
 
         def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
             return [codec.encode(x_TH, number_T, y_TH, payload, whole, seed)]
@@ -140,9 +137,10 @@ class Clusters:
     def _chosen(self, x_TH: Tensor, book: Codebook) -> Tensor:
         """Choose each row's center, int64 [T]: of the nearest few, and zero, that which leaves the smallest scales."""
         number_T = torch.zeros(x_TH.shape[0], dtype=torch.int64, device=x_TH.device)
-        least_T = self._changes.squared_scales(x_TH)
+        squared_scales = self._end.codecs.activations.squared_scales
+        least_T = squared_scales(x_TH)
         for near_T in book.nearest(x_TH, NEAR).unbind(1):
-            scales_T = self._changes.squared_scales(x_TH - book.centers_CH[near_T])
+            scales_T = squared_scales(x_TH - book.centers_CH[near_T])
             smaller_T = scales_T < least_T
             number_T, least_T = torch.where(smaller_T, near_T, number_T), torch.where(smaller_T, scales_T, least_T)
         return number_T
@@ -171,12 +169,3 @@ class Clusters:
         book.learn(number_T, y_TH, samples[0].version)
         count = len(samples)
         self._end.stats.count_visits(count, deltas=count, kept=count, gradients=False)
-
-
-def clusters_of(end: Endpoint, codecs: LinkCodecs, now: Clusters | None) -> Clusters | None:
-    """Make what sends an end's activations as changes from centers, or let `now` go on with other codecs; else None."""
-    if codecs.clustered is None:
-        return None
-    made = now or Clusters(end, codecs.clustered, codecs.activations)
-    made.code_by(codecs.clustered, codecs.activations)
-    return made

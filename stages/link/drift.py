@@ -18,8 +18,7 @@ import numpy as np
 from pipecomp.buffers.base import entry_name
 from pipecomp.errors import DriftError, WireError
 from pipecomp.stages.link.handshake import as_table, exchange_tables, recv_part, send_part
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.link_end import LinkEnd
 
 _DIGEST = struct.Struct("<Q16s")  # samples, BLAKE2b of their lines
 _PART, _TABLE_PART = 2, 3
@@ -27,7 +26,7 @@ _SHOWN = 8
 _log = logging.getLogger("pipecomp")
 
 
-def check_drift(end: LinkSender | LinkReceiver, step: int) -> list[int]:
+def check_drift(end: LinkEnd, step: int) -> list[int]:
     """Compare this end with its peer after training step `step`; both must call it, before the step is committed.
 
     Returns the samples that differed, which both ends have forgotten. Raises DriftError if there were some at the last
@@ -44,7 +43,7 @@ def check_drift(end: LinkSender | LinkReceiver, step: int) -> list[int]:
         end.drifted = False
         return []
     if len(theirs) != _DIGEST.size:
-        raise WireError(f"link {end.index}: rank {end.transport.peer} sent a digest of {len(theirs)} bytes")
+        raise WireError(end.peer(f"sent a digest of {len(theirs)} bytes"))
     other = exchange_tables(end, step, _TABLE_PART, table, rows=_DIGEST.unpack(theirs)[0])
     samples: list[int] = np.unique(np.setxor1d(table, other)["sample"]).tolist()
     shown = ", ".join(map(entry_name, samples[:_SHOWN])) + (

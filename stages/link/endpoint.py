@@ -34,17 +34,16 @@ from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
-from pipecomp.messages.codecs import Codec, Quantized, wire_dtype
+from pipecomp.messages.codecs import Codec, Quantized, torch_dtype, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, payload_of, seal
 from pipecomp.stages.link.arrivals import Arrivals
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
 
-FORWARD, BACKWARD = 0, 1  # which direction a random draw is for
 MAX_TENSOR_BYTES = 1 << 34  # of a decoded packet, padding included
 
 
@@ -142,7 +141,7 @@ class Endpoint:
         self._goes_on = store is not None and config.store.on_write_error == "continue"
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
-        self._codecs = LinkCodecs(a, index, clusters)
+        self.codecs = LinkCodecs(a, index, clusters)
         self._measured: deque[Copy] = deque()  # norms of sampled activations and of what is left out of them
 
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
@@ -156,7 +155,13 @@ class Endpoint:
         """Of a packet of the peer."""
         if self.bounds is None:
             return MAX_PACKET_BYTES
-        return self.bounds.most_bytes(self._codecs, self._bounded_dtype)
+        return self.bounds.most_bytes(self.codecs, self._bounded_dtype)
+
+    def take_bits(self, config: Config) -> None:
+        """Go on with this configuration's bits; both ends must do so between the same two packets."""
+        self._config, self.codecs = config, LinkCodecs(config.activations, self.index, config.store.clusters)
+        if self.bounds is not None:
+            self.limit(self.bounds, self._bounded_dtype)
 
     @contextlib.contextmanager
     def taking(self, most_bytes: int) -> Iterator[None]:
@@ -165,10 +170,7 @@ class Endpoint:
         Raises WireError if that is more than any packet may have.
         """
         if most_bytes > MAX_PACKET_BYTES:
-            raise WireError(
-                f"link {self.index}: rank {self.transport.peer} announces a packet of {most_bytes} bytes, allowed: "
-                f"{MAX_PACKET_BYTES}"
-            )
+            raise WireError(self.peer(f"announces a packet of {most_bytes} bytes, allowed: {MAX_PACKET_BYTES}"))
         self.transport.limit(max(most_bytes, self.most_bytes))
         try:
             yield
@@ -182,10 +184,11 @@ class Endpoint:
 
     # -- sending and receiving packets
 
-    def draw(self, direction: int, at: Position, part: int = 0) -> int:
+    def draw(self, kind: Kind, at: Position, part: int = 0) -> int:
         """Mix the seed of a packet's rounding: both ends know what it is made of; 0 where nothing is drawn."""
         if self._config.activations.rounding == "nearest":
             return 0
+        direction = int(kind is Kind.GRADIENT)
         return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
 
     def header(
@@ -249,17 +252,15 @@ class Endpoint:
         samples: list[Sample],
         layout: Layout,
         at: Position,
-        seed: int,
         *,
         settled: bool = False,
     ) -> Packet:
         """Encode all rows by one codec. settled: NonFiniteError comes from here, not from the thread that sends."""
-        first_bits = self._codecs.first_bits if kind is Kind.ACTIVATION else 0
 
         def header(codec: Codec) -> Header:
-            return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype, first_bits)
+            return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype)
 
-        most = codec.payload_bytes(*x_TH.shape)
+        most, seed = codec.payload_bytes(*x_TH.shape), self.draw(kind, at)
         if isinstance(codec, Quantized) and codec.error is not None:
             # The bits are known once their codes are made, in room for the most bits; then the packet has its length.
             buffer = self.staging.buffer(packet_bytes(len(samples), most))
@@ -276,14 +277,15 @@ class Endpoint:
             packet.settle()
         return packet
 
-    def _send(self, packet: Packet) -> int:
+    def _send(self, packet: Packet) -> None:
         self.transport.send(packet.buffer if self.staging.immediate else packet)
-        return packet.size
+        self._count(packet.header, packet.size)
 
-    def _recv(self, kind: Kind, at: Position) -> tuple[Header, Tensor, int]:
+    def receive(self, kind: Kind, at: Position) -> tuple[np.ndarray, Header, np.ndarray]:
+        """Wait for the peer's next packet: the whole, its header, its payload. LinkError if it is not that of `at`."""
         began = time.perf_counter()
         packet = self.transport.recv()
-        if kind is not Kind.EVAL_ACTIVATION:  # of the training time, as all that reports set beside it
+        if kind in (Kind.ACTIVATION, Kind.GRADIENT):  # of the training time, as all that reports set beside it
             self.stats.wait_seconds += time.perf_counter() - began
         try:
             header, payload = decode(packet, most_samples=self.arrivals.most_samples)
@@ -291,31 +293,40 @@ class Endpoint:
             raise WireError(f"link {self.index}, from rank {self.transport.peer}: {error}") from error
         expected = (kind, self.index, at.step, at.micro_batch)
         if (header.kind, header.link, header.step, header.micro_batch) != expected:
-            raise LinkError(
-                f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}; expected the "
-                f"{kind.name.lower()} of micro-batch {at.micro_batch}, step {at.step}"
-            )
+            what = f"expected the {kind.name.lower()} of micro-batch {at.micro_batch}, step {at.step}"
+            raise LinkError(self.peer(f"sent the {header.describe()}; {what}"))
+        return packet, header, payload
+
+    def _recv(self, kind: Kind, at: Position) -> tuple[Header, Tensor]:
+        """Receive a packet of samples: its header, and its payload on the device."""
+        packet, header, payload = self.receive(kind, at)
         if not header.samples or not header.hidden:
-            raise WireError(f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}: it is empty")
+            raise WireError(self.peer(f"sent the {header.describe()}: it is empty"))
         rows = header.tokens if self.canvas is None else self.canvas.lines
         if self.bounds is not None:
             try:
                 self.bounds.check(header, rows)
             except WireError as error:
-                raise WireError(
-                    f"link {self.index}: rank {self.transport.peer} sent what is too large: {error}"
-                ) from error
+                raise WireError(self.peer(f"sent what is too large: {error}")) from error
         if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
-            raise WireError(
-                f"link {self.index}: rank {self.transport.peer} sent the {header.describe()}, of {len(header.samples)} "
-                f"samples with {rows} rows of {header.hidden} values: above the limit of {MAX_TENSOR_BYTES} bytes"
-            )
-        if header.group_size != (self._config.activations.group_size or 0):
-            raise LinkError(
-                f"link {self.index}: rank {self.transport.peer} uses group_size {header.group_size or None}, "
-                f"this rank {self._config.activations.group_size}"
-            )
-        return header, self.arrivals.payload(packet, payload), packet.size
+            what = f"{len(header.samples)} samples with {rows} rows of {header.hidden} values"
+            limit = f"above the limit of {MAX_TENSOR_BYTES} bytes"
+            raise WireError(self.peer(f"sent the {header.describe()}, of {what}: {limit}"))
+        group_size = self._config.activations.group_size
+        if header.group_size != (group_size or 0):
+            raise LinkError(self.peer(f"uses group_size {header.group_size or None}, this rank {group_size}"))
+        return header, self.arrivals.payload(packet, payload)
+
+    def _received(self, header: Header, payload: Tensor, x_TH: Tensor, layout: Layout) -> Tensor:
+        """Count a packet whose values are decoded, and give these as [B, S, H] in the stages' dtype."""
+        self._count(header, packet_bytes(len(header.samples), payload.numel()))
+        return scatter(x_TH.to(torch_dtype(header.dtype)), layout)
+
+    def _count(self, header: Header, size: int) -> None:
+        """Count a packet that has been sent or received."""
+        counters = {Kind.ACTIVATION: self.stats.forward, Kind.GRADIENT: self.stats.backward}
+        raw = sum(s.count for s in header.samples) * header.hidden * torch_dtype(header.dtype).itemsize
+        counters.get(header.kind, self.stats.evaluation).add(raw, size, header.quantized())
 
     def _codec_of(self, header: Header, codec: Codec) -> Codec:
         """Find a packet's codec: `codec`, with the header's bits where they follow an error. LinkError if not that."""
@@ -325,12 +336,15 @@ class Endpoint:
         got = (header.method, header.bits, header.payload_dtype)
         if got != (taken.method, taken.bits, taken.payload_dtype):
             allowed = getattr(codec, "error", None) or codec.bits
-            raise LinkError(
-                f"link {self.index}: rank {self.transport.peer} sent {got[0].name.lower()} values of {got[1]} bits "
-                f"({got[2].name.lower()}), this rank expects {codec.method.name.lower()} of {allowed} "
-                f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
-            )
+            sent = f"{got[0].name.lower()} values of {got[1]} bits ({got[2].name.lower()})"
+            expected = f"{codec.method.name.lower()} of {allowed} ({codec.payload_dtype.name.lower()})"
+            what = f"sent {sent}, this rank expects {expected}: the ranks' configurations differ"
+            raise LinkError(self.peer(what))
         return taken
+
+    def peer(self, what: str) -> str:
+        """Name the link and the rank at its other end, of which `what` is said, for errors."""
+        return f"link {self.index}: rank {self.transport.peer} {what}"
 
     def where(self, at: Position, what: str) -> str:
         """Name the link and the place in training, for errors."""

@@ -18,8 +18,9 @@ import numpy as np
 
 from pipecomp.buffers.base import Held, MessageStore
 from pipecomp.errors import LinkError, WireError
-from pipecomp.messages.wire import Header, Kind, Method, decode, encode, packet_bytes
-from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.messages.wire import Header, Kind, Method, encode, packet_bytes
+from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.link_end import LinkEnd
 from pipecomp.stages.link.sender import LinkSender
 
 _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of the table, SHA-256 of the settings
@@ -37,7 +38,7 @@ def as_table(lines: Iterable[Held]) -> np.ndarray:
     return np.array([(h.sample, h.version, h.digest) for h in lines], dtype=_ROW)
 
 
-def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
+def agree(end: LinkEnd, settings: dict[str, Any]) -> int:
     """Make this end and its peer hold the same samples; both must call it. Returns how many samples were dropped here.
 
     settings: what must be equal at both ends, JSON values. Raises LinkError if it is not.
@@ -51,13 +52,11 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
     send_part(end, 0, _SUMMARY_PART, np.frombuffer(_SUMMARY.pack(*mine), dtype=np.uint8))
     summary = recv_part(end, 0, _SUMMARY_PART)
     if summary.size != _SUMMARY.size:
-        raise WireError(f"link {end.index}: rank {end.transport.peer} sent a summary of {summary.size} bytes")
+        raise WireError(end.peer(f"sent a summary of {summary.size} bytes"))
     theirs = _SUMMARY.unpack(summary.tobytes())
     if theirs[3] != mine[3]:
-        raise LinkError(
-            f"link {end.index}: rank {end.transport.peer} is configured otherwise than this rank, which has "
-            f"{described.decode()}: give all ranks the same configuration and the same version of pipecomp"
-        )
+        what = f"is configured otherwise than this rank, which has {described.decode()}"
+        raise LinkError(end.peer(f"{what}: give all ranks the same configuration and the same version of pipecomp"))
     if isinstance(end, LinkSender):
         end.next_version = max(mine[1], theirs[1]) + 1
     if theirs[:3] == mine[:3]:
@@ -73,18 +72,16 @@ def agree(end: LinkSender | LinkReceiver, settings: dict[str, Any]) -> int:
     return len(drop)
 
 
-def exchange_tables(
-    end: LinkSender | LinkReceiver, step: int, part: int, table: np.ndarray, *, rows: int
-) -> np.ndarray:
+def exchange_tables(end: LinkEnd, step: int, part: int, table: np.ndarray, *, rows: int) -> np.ndarray:
     """Send this end's table, receive the peer's of `rows` rows."""
     send_part(end, step, part, table.view(np.uint8).reshape(-1))
     data = recv_part(end, step, part)
     if data.size != rows * _ROW.itemsize:
-        raise WireError(f"link {end.index}: rank {end.transport.peer} sent {data.size} bytes for {rows} samples")
+        raise WireError(end.peer(f"sent {data.size} bytes for {rows} samples"))
     return np.frombuffer(data.tobytes(), dtype=_ROW)
 
 
-def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.ndarray) -> int:
+def send_part(end: LinkEnd, step: int, part: int, payload: np.ndarray) -> int:
     """Send a part of an inventory; returns the bytes of the packet."""
     header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=step, micro_batch=part)
     packet = encode(header, payload)
@@ -92,12 +89,9 @@ def send_part(end: LinkSender | LinkReceiver, step: int, part: int, payload: np.
     return packet.size
 
 
-def recv_part(end: LinkSender | LinkReceiver, step: int, part: int) -> np.ndarray:
+def recv_part(end: LinkEnd, step: int, part: int) -> np.ndarray:
     """Receive the payload of the same part from the peer. LinkError if it is anything else that comes."""
-    header, payload = decode(end.transport.recv(), most_samples=end.arrivals.most_samples)
-    if (header.kind, header.link, header.step, header.micro_batch) != (Kind.INVENTORY, end.index, step, part):
-        raise LinkError(f"link {end.index}: rank {end.transport.peer} sent the {header.describe()}, not its inventory")
-    return payload
+    return end.receive(Kind.INVENTORY, Position(step, part))[2]
 
 
 def _summary(table: np.ndarray) -> tuple[int, int, bytes]:

@@ -13,6 +13,7 @@ from pipecomp.errors import PipecompError
 from pipecomp.messages.wire import Header, Kind
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.link_end import LinkEnd
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
 
@@ -30,7 +31,7 @@ class Links:
     described: dict[int, dict[str, Any]] = field(default_factory=dict)
     gradients: bool = False
 
-    def __iter__(self) -> Iterator[LinkSender | LinkReceiver]:
+    def __iter__(self) -> Iterator[LinkEnd]:
         return (end for end in (self.to_previous, self.to_next) if end is not None)
 
     @property

@@ -9,8 +9,8 @@ from torch import Tensor
 from pipecomp.errors import NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
-from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.endpoint import BACKWARD, Packet, Position, plain_samples
+from pipecomp.stages.link.boundary import Layout, gather
+from pipecomp.stages.link.endpoint import Packet, Position, plain_samples
 from pipecomp.stages.link.link_end import LinkEnd
 from pipecomp.stages.link.visits import Visits
 
@@ -29,20 +29,18 @@ class LinkReceiver(LinkEnd):
 
         Raises BaseMismatchError if a delta builds on what this end does not hold.
         """
-        header, payload, size = self._recv(Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION, at)
+        header, payload = self._recv(Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION, at)
         layout = Layout.of_header(header, self.canvas)
         dtype = torch_dtype(header.dtype)
         if training and self._clusters is not None:
-            x_TH = self._clusters.decode(header, payload, at).to(dtype)
+            x_TH = self._clusters.decode(header, payload, at)
         elif training and self.store is not None:
-            self._codec_of(header, self._codecs.forward)
-            x_TH = self._decode_visits(header, payload, layout, at).to(dtype)
+            self._codec_of(header, self.codecs.forward)
+            x_TH = self._decode_visits(header, payload, layout, at)
         else:
-            codec = self._codecs.activation(dtype) if training else self._codecs.evaluation(dtype)
-            x_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden).to(dtype)
-        counters = self.stats.forward if training else self.stats.evaluation
-        counters.add(x_TH.numel() * x_TH.element_size(), size, header.quantized())
-        return scatter(x_TH, layout), layout
+            codec = self.codecs.activation(dtype) if training else self.codecs.evaluation(dtype)
+            x_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden)
+        return self._received(header, payload, x_TH, layout), layout
 
     def _decode_visits(self, header: Header, payload: Tensor, layout: Layout, at: Position) -> Tensor:
         changes = self._activations.changes(layout)
@@ -62,22 +60,21 @@ class LinkReceiver(LinkEnd):
         divided at the other end; see `gradient_unit`.
         """
         g_TH = gather(g_BSH.detach(), layout).contiguous()
-        codec = self._codecs.gradient(g_TH.dtype)
+        codec = self.codecs.gradient(g_TH.dtype)
         not_kept = self._unsettled.pop(at, set())
         samples = [s._replace(form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
-        seed = self.draw(BACKWARD, at)
         try:
             if self._gradients is not None:
                 packet = self._encode_change(self._gradients, g_TH, layout, at, unit)
             else:
                 settled = self._pass_nonfinite
-                packet = self._encode(Kind.GRADIENT, codec, g_TH, samples, layout, at, seed, settled=settled)
+                packet = self._encode(Kind.GRADIENT, codec, g_TH, samples, layout, at, settled=settled)
         except NonFiniteError:
             if not self._pass_nonfinite:
                 raise
             # Plain values, so that loss scaling sees the overflow and skips the step.
-            packet = self._encode(Kind.GRADIENT, Cast(g_TH.dtype), g_TH, samples, layout, at, seed)
-        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), self._send(packet), packet.header.quantized())
+            packet = self._encode(Kind.GRADIENT, Cast(g_TH.dtype), g_TH, samples, layout, at)
+        self._send(packet)
 
     def _encode_change(self, gradients: Visits, g_TH: Tensor, layout: Layout, at: Position, unit: float) -> Packet:
         """Encode the change since the last visit; NonFiniteError leaves everything as it was."""

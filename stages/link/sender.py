@@ -10,9 +10,9 @@ from torch import Tensor
 from pipecomp.errors import LinkError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Header, Kind
-from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.boundary import Layout, gather
 from pipecomp.stages.link.clusters import Clusters
-from pipecomp.stages.link.endpoint import FORWARD, Packet, Position, plain_samples
+from pipecomp.stages.link.endpoint import Packet, Position, plain_samples
 from pipecomp.stages.link.link_end import LinkEnd
 from pipecomp.stages.link.visits import Visits
 
@@ -36,11 +36,10 @@ class LinkSender(LinkEnd):
         elif training and self.store is not None:
             packet = self._encode_visits(x_TH, layout, at)
         else:
-            codec = self._codecs.activation(x_TH.dtype) if training else self._codecs.evaluation(x_TH.dtype)
+            codec = self.codecs.activation(x_TH.dtype) if training else self.codecs.evaluation(x_TH.dtype)
             kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
-            packet = self._encode(kind, codec, x_TH, plain_samples(layout), layout, at, self.draw(FORWARD, at))
-        counters = self.stats.forward if training else self.stats.evaluation
-        counters.add(x_TH.numel() * x_TH.element_size(), self._send(packet), packet.header.quantized())
+            packet = self._encode(kind, codec, x_TH, plain_samples(layout), layout, at)
+        self._send(packet)
 
     def _encode_visits(self, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
         changes = self._activations.changes(layout)
@@ -81,7 +80,7 @@ class LinkSender(LinkEnd):
 
         unit: as at the other end, see `LinkReceiver.send_gradient`.
         """
-        header, payload, size = self._recv(Kind.GRADIENT, at)
+        header, payload = self._recv(Kind.GRADIENT, at)
         if Layout.of_header(header, self.canvas) != layout:
             raise LinkError(self.where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
         first_visits = self._unsettled.pop(at, set())
@@ -92,20 +91,16 @@ class LinkSender(LinkEnd):
         dtype = torch_dtype(header.dtype)
         plain = self._pass_nonfinite and header.method is Cast.method
         if self._gradients is not None and not plain:
-            g_TH = self._decode_change(self._gradients, header, payload, layout, at, unit).to(dtype)
-            self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size, header.quantized())
-            return scatter(g_TH, layout)
-        codec = self._codecs.gradient(dtype)
-        if plain:
-            codec = Cast(dtype)
-        g_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden).to(dtype)
-        self.stats.backward.add(g_TH.numel() * g_TH.element_size(), size, header.quantized())
-        return scatter(g_TH, layout)
+            g_TH = self._decode_change(self._gradients, header, payload, layout, at, unit)
+        else:
+            codec = Cast(dtype) if plain else self.codecs.gradient(dtype)
+            g_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden)
+        return self._received(header, payload, g_TH, layout)
 
     def _decode_change(
         self, gradients: Visits, header: Header, payload: Tensor, layout: Layout, at: Position, unit: float
     ) -> Tensor:
-        self._codec_of(header, self._codecs.backward)
+        self._codec_of(header, self.codecs.backward)
         changes = gradients.changes(layout)
         u_TH, settled = gradients.decode(header, payload, changes, at, torch_dtype(header.dtype))
         gradients.keep(changes, settled)

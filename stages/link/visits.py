@@ -25,21 +25,31 @@ from torch import Tensor
 from pipecomp.buffers.base import CachedActivation, Settled
 from pipecomp.errors import BaseMismatchError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.messages.link_codecs import LinkCodecs, VisitCodecs
+from pipecomp.messages.link_codecs import VisitCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
-from pipecomp.stages.link.endpoint import BACKWARD, FORWARD, Endpoint, Packet, Position
+from pipecomp.stages.link.endpoint import Endpoint, Packet, Position
 from pipecomp.stages.link.finite import check_finite
 
 Code = Callable[[range, list[Tensor]], None]
 
 
 class Visits:
-    """The samples of one direction, at one end of a link. end: whose store and staging. kind: of its packets."""
+    """The samples of one direction, at one end of a link.
 
-    def __init__(self, end: Endpoint, kind: Kind, codecs: VisitCodecs) -> None:
-        self._end, self._kind, self._codecs = end, kind, codecs
+    end: whose codecs, store and staging. kind: of its packets.
+    """
+
+    def __init__(self, end: Endpoint, kind: Kind) -> None:
+        self._end, self._kind = end, kind
+
+    @property
+    def _codecs(self) -> VisitCodecs:
+        codecs = self._end.codecs
+        found = codecs.gradients if self._kind is Kind.GRADIENT else codecs.activations
+        assert found is not None
+        return found
 
     def changes(self, layout: Layout) -> Changes:
         """Begin a micro-batch."""
@@ -89,7 +99,6 @@ class Visits:
 
         dtype: the stages' own. `keep` has to follow.
         """
-        direction = FORWARD if self._kind is Kind.ACTIVATION else BACKWARD
         rows = layout.rows()
         x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
         codecs, smaller = self._fitted(x, samples, changes)
@@ -110,7 +119,7 @@ class Visits:
                 if head and run.stop == len(samples):
                     payload[:head] = ops.pack_bits(change_T[None], 1)[0]
                 visits = [
-                    codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(direction, at, i))
+                    codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(self._kind, at, i))
                     for i, m_nH in zip(run, m, strict=True)
                 ]
                 packet = whole if run.stop == len(samples) else None
@@ -254,13 +263,6 @@ class Visits:
         if canvas is None:
             return count, hidden
         return canvas.canvas_lines, hidden // canvas.columns * canvas.canvas_columns
-
-
-def visits_of(end: Endpoint, codecs: LinkCodecs) -> tuple[Visits, Visits | None]:
-    """Of an end's activations, and of its gradients where these are sent as changes too."""
-    gradients = codecs.gradients
-    back = None if gradients is None else Visits(end, Kind.GRADIENT, gradients)
-    return Visits(end, Kind.ACTIVATION, codecs.activations), back
 
 
 def _places(codecs: VisitCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:

@@ -536,7 +536,7 @@ def test_any_payload_decodes_or_is_refused(staging: str, data: st.DataObject) ->
         hidden=hidden,
         samples=samples,
     )
-    codec = down._codecs.clustered
+    codec = down.codecs.clustered
     assert codec is not None
     size = codec.payload_bytes(sum(counts), hidden) + data.draw(st.sampled_from([0, 0, 0, 1, -1]))
     payload = np.random.default_rng(data.draw(st.integers(0, 1 << 30))).integers(0, 256, max(0, size), np.uint8)
