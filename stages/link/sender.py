@@ -89,7 +89,7 @@ class LinkSender(LinkEnd):
             self.stats.unstored_samples += len(not_kept & first_visits)
             self.store.drop(not_kept)
         dtype = torch_dtype(header.dtype)
-        plain = self._pass_nonfinite and header.method is Cast.method
+        plain = self._pass_nonfinite and (header.method, header.payload_dtype) == (Cast.method, header.dtype)
         if self._gradients is not None and not plain:
             g_TH = self._decode_change(self._gradients, header, payload, layout, at, unit)
         else:

@@ -304,6 +304,16 @@ def test_overflowed_gradients_pass_where_loss_scaling_must_see_them():
     assert torch.equal(up.recv_gradient(layout(), Position(0, 0)), g_BSH)
 
 
+@pytest.mark.parametrize("method", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize("value", [1.5, float("inf")])
+def test_cast_gradients_pass_under_loss_scaling(method, value):
+    """Values in another dtype than the stages' own are no sign of an overflow."""
+    up, down = link({"method": method}, pass_nonfinite=True)
+    g_BSH = torch.full((B, S, H), value).half()
+    down.send_gradient(g_BSH, layout(), Position(0, 0))
+    assert torch.equal(up.recv_gradient(layout(), Position(0, 0)), g_BSH)
+
+
 def tampered(up, change):
     """Send through `up` with the header changed by `change`."""
     sent = up.transport.send
