@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pipecomp.cli.bench import bench
-from pipecomp.cli.common import JsonOption, console, plain_errors, say, whole_numbers, write_json
+from pipecomp.cli.common import GradientsOption, JsonOption, console, plain_errors, say, whole_numbers, write_json
 from pipecomp.cli.keys import keys
 from pipecomp.cli.start import init, train
 from pipecomp.cli.store import store
@@ -229,6 +229,7 @@ def plan_run(
     memory: Annotated[float | None, typer.Option(help="GB of each node for the model; by default unlimited.")] = None,
     dtype: Annotated[str, typer.Option(help="Training precision: fp32, bf16 or fp16.")] = "fp32",
     tie: Annotated[bool, typer.Option("--tie/--no-tie", help="Whether tied weights stay tied.")] = True,
+    gradients: GradientsOption = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: use activation checkpointing.")] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time blocks, kernels and the disk; under a launcher the links too.")
@@ -262,6 +263,7 @@ def plan_run(
         memory=memory,
         dtype=dtype,
         tie=tie,
+        gradients=gradients,
         recompute=recompute,
         measure=measure,
         store=store_path,

@@ -50,6 +50,14 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", callback=_check_json, help="Also write the result to this file.")
 ]
 
+GradientsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How gradients of tied weights (as GPT-2's embedding) and of replicas travel: none, fp16, global_qsgd or "
+        "double_squeeze; by default the fastest for replicas, else none."
+    ),
+]
+
 
 def write_json(file: Path | None, value: Any) -> None:
     """Write what a command found, if its `--json` named a file. Raises ConfigError if it cannot be written."""

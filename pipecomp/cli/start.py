@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipecomp.cli.common import console, plain_errors, say
+from pipecomp.cli.common import GradientsOption, console, plain_errors, say
 from pipecomp.errors import ConfigError, require
 
 _RANK = "pipecomp.recipes.planned"
@@ -55,6 +55,7 @@ def train(
         int | None, typer.Option(help="Tokens of a sample; by default what the model takes, at most 1024.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Training precision: fp32 or bf16.")] = "fp32",
+    gradients: GradientsOption = None,
     dropout: Annotated[
         float | None, typer.Option(help="Of embeddings, attention and blocks; by default the model's own.")
     ] = None,
@@ -94,6 +95,7 @@ def train(
         "--batch": batch,
         "--block-size": tokens,
         "--dtype": dtype,
+        "--gradients": gradients,
         "--dropout": dropout,
         "--seed": seed,
         "--save-every": save_every,
@@ -101,9 +103,7 @@ def train(
     }
     check_arguments(given, data, out)
     if "RANK" in os.environ:
-        require(
-            peers is None, "--peers", peers, "nothing where a launcher has started this process as one of its ranks"
-        )
+        require(peers is None, "--peers", peers, "nothing where a launcher has started this process as a rank")
         require(out is not None, "--out", None, "a folder where a launcher has started this process: one for all ranks")
     words = arguments({**given, "--stages": stages if "RANK" in os.environ else None}, data, out, report_to or [])
     start(words, stages, None if peers is None else [host.strip() for host in peers.split(",")], dry_run=dry_run)
@@ -117,6 +117,10 @@ def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -
         require(value is None or value >= least, named, value, f"a whole number from {least}")
     require(given["--lr"] > 0, "--lr", given["--lr"], "a number above 0")
     require(given["--dtype"] in ("fp32", "bf16"), "--dtype", given["--dtype"], "fp32 or bf16")
+    if given["--gradients"] is not None:
+        from pipecomp.plan.search import AVERAGES
+
+        require(given["--gradients"] in AVERAGES, "--gradients", given["--gradients"], ", ".join(AVERAGES))
     dropout = given["--dropout"]
     require(dropout is None or 0 <= dropout < 1, "--dropout", dropout, "0, or a share below 1")
     going_on = "a folder: with --save-every a run goes on there"

@@ -10,14 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
+from pipecomp.activation_config import Activations
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.plan.network import Line, Network, chain
 from pipecomp.plan.options import FIRST_VISIT, PlanOptions, Rates, Wanted, methods
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
-from pipecomp.plan.profile import Profile, balanced, without_weights
+from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
 from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, predicted_stages
-from pipecomp.plan.search import Choice, choose, choose_average, gentlest, layouts, shares
+from pipecomp.plan.search import Choice, choose, choose_average, choose_tied, gentlest, layouts, shares
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, survey_machine, survey_ranks
 from pipecomp.stages.link.transport import PacerTo, unpaced
@@ -26,10 +27,11 @@ from pipecomp.stages.partition.planning import SplitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan. rows: each method at each network."""
+    """A plan. averages, tied: methods for gradients with their seconds. rows: each method at each network."""
 
     choice: Choice
     averages: list[tuple[str, float]]
+    tied: list[tuple[str, float]]
     rows: list[tuple[str, list[Prediction]]]
 
 
@@ -86,9 +88,8 @@ def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey |
 def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:
     """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
-    sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", "first_visit": FIRST_VISIT}
-    config = Config.from_dict({"activations": activations, "tie": wanted.tie})
+    config = Config.from_dict({"activations": activations, "tie": wanted.tie, "gradients": wanted.of_gradients()})
 
     def network(split: SplitPlan, index: int) -> Network:
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
@@ -98,7 +99,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
     for K, replicas in layouts(wanted.nodes, wanted.stages, len(profile.blocks)):
         slowdowns = wanted.stage_slowdowns(K)
         split = balanced(model, profile, K, tie=wanted.tie, slowdowns=slowdowns)
-        tied = tuple(sizes[group.name] for group in split.tied)
+        tied = tied_values(model, split)
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
                 profile=profile,
@@ -111,7 +112,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
                 slowdowns=slowdowns,
             )
             if K == 1:
-                alone = predict(job, Config(tie=wanted.tie), network(split, 0), speeds)
+                alone = predict(job, replace(config, activations=Activations()), network(split, 0), speeds)
                 found = Choice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
             else:
                 found = choose(job, config, network(split, 0), speeds)
@@ -120,22 +121,24 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
             if needs <= wanted.memory_bytes:
                 choices.append(found)
     wanted.check_memory(too_large)
-    choice = gentlest(choices, lambda c: c.prediction.step_s if c.pays else c.plain.step_s)
-    return _around(choice, config, network, speeds, len(rates))
+    choice = gentlest(choices, lambda c: c.taken.step_s)
+    return _around(choice, wanted, network, speeds, len(rates))
 
 
-def _around(choice: Choice, config: Config, network: Any, speeds: Speeds, networks: int) -> Found:
+def _around(choice: Choice, wanted: Wanted, network: Any, speeds: Speeds, networks: int) -> Found:
     """Add what else to tell of a choice."""
     job = choice.prediction.job
     first = network(job.plan, 0)
     rows = [
         (name, [predict(job, made, network(job.plan, i), speeds) for i in range(networks)])
-        for name, made in methods(job.plan.num_stages, config.tie)
+        for name, made in methods(job.plan.num_stages, wanted.tie, wanted.of_gradients())
     ]
     averages = []
-    if job.replicas > 1:
+    if job.replicas > 1 and wanted.gradients is None:
+        config = choice.prediction.config
         averages = choose_average(config, max(job.plan.parameters), job.replicas, first, speeds)
-    return Found(choice=choice, averages=averages, rows=rows)
+    tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
+    return Found(choice=choice, averages=averages, tied=tied, rows=rows)
 
 
 def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
@@ -146,7 +149,7 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
         console.print(link_table(network, p, found.choice.plain))
     console.print(method_table(found.rows, names))
     console.print(p.job.text(), highlight=False)
-    for sentence in advice(found.choice, found.averages):
+    for sentence in advice(found.choice, found.averages, found.tied):
         console.print(sentence, highlight=False)
 
 
@@ -170,6 +173,7 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
         "plain": as_row(found.choice.plain),
         "pays": found.choice.pays,
         "averages": [{"method": method, "seconds": seconds} for method, seconds in found.averages],
+        "tied": [{"method": method, "seconds": seconds} for method, seconds in found.tied],
         "methods": [
             {"name": name, "network": at, **as_row(prediction)}
             for name, predictions in found.rows

@@ -17,6 +17,7 @@ from pipecomp.doctor.launch import Launch
 from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.profile import Profile, count, most_tokens
+from pipecomp.plan.search import AVERAGES
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.stages.partition.loading import resolve
 
@@ -40,10 +41,10 @@ _METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
 Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
 
 
-def methods(stages: int, tie: bool) -> list[tuple[str, Config]]:
+def methods(stages: int, tie: bool, gradients: dict[str, Any]) -> list[tuple[str, Config]]:
     """List what to compare, by name; one stage has nothing to compress."""
     return [
-        (name, Config.from_dict({"activations": activations, "tie": tie}))
+        (name, Config.from_dict({"activations": activations, "tie": tie, "gradients": gradients}))
         for name, activations in (_METHODS if stages > 1 else _METHODS[:1])
     ]
 
@@ -53,8 +54,8 @@ class Wanted:
     """What is to be planned.
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
-    slowdowns: how many times the profile's seconds each node takes, stage 0's replicas first; empty where all are
-    alike.
+    gradients: the method for those of replicas and tied weights, None to choose. slowdowns: how many times the
+    profile's seconds each node takes, stage 0's replicas first; empty where all are alike.
     """
 
     model: Any
@@ -64,8 +65,13 @@ class Wanted:
     micro_batch: int | None = None
     dtype: torch.dtype = torch.float32
     tie: bool = True
+    gradients: str | None = None
     memory_bytes: float = math.inf
     slowdowns: tuple[float, ...] = ()
+
+    def of_gradients(self) -> dict[str, Any]:
+        """Make the section "gradients" of predictions."""
+        return {} if self.gradients is None else {"method": self.gradients}
 
     def stage_slowdowns(self, K: int) -> tuple[float, ...]:
         """Take the slowest replica's for each stage."""
@@ -98,6 +104,7 @@ class PlanOptions:
         memory: GB of a node.
         dtype: "fp32", "bf16" or "fp16".
         tie: whether tied weights stay tied.
+        gradients: one of `search.AVERAGES`, for replicas and tied weights; None to choose for replicas.
         recompute: with `speed`: activation checkpointing.
         measure: time this machine, or all of a launcher's with their links.
         store: with `measure`: where the message store would be.
@@ -116,12 +123,14 @@ class PlanOptions:
     memory: float | None = None
     dtype: str = "fp32"
     tie: bool = True
+    gradients: str | None = None
     recompute: bool = False
     measure: bool = False
     store: Path = Path("messages")
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        require(self.gradients in (None, *AVERAGES), "gradients", self.gradients, ", ".join(AVERAGES))
         counts = {"nodes": self.nodes, "stages": self.stages, "batch": self.batch, "micro-batch": self.micro_batch}
         for key, number in counts.items():
             require(number is None or number >= 1, key, number, "a whole number from 1")
@@ -170,6 +179,7 @@ class PlanOptions:
             batch=self.batch,
             micro_batch=self.micro_batch,
             tie=self.tie,
+            gradients=self.gradients,
             dtype=DTYPES[self.dtype],
             memory_bytes=math.inf if self.memory is None else self.memory * 1e9,
         )

@@ -89,8 +89,9 @@ class Prediction:
     """Of one step. step_s; first_epoch_s: while every sample is new.
 
     forward_bytes, backward_bytes and first_visit_bytes: of a packet on each link. average_s: of its gradients over
-    replicas, the slowest stage. slack: forwards in flight that each stage has more than the next. wait_s: of each
-    stage, for packets. store_s: what the disk needs for the activations of a step; the step takes no less.
+    replicas, the slowest stage. tied_s: of those of tied weights, over all stages that hold them. slack: forwards in
+    flight that each stage has more than the next. wait_s: of each stage, for packets. store_s: what the disk needs for
+    the activations of a step; the step takes no less.
     """
 
     job: Job
@@ -101,6 +102,7 @@ class Prediction:
     first_visit_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     average_s: float
+    tied_s: float
     slack: int
     wait_s: tuple[float, ...]
     store_s: float
@@ -150,13 +152,14 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     values = job.samples * job.profile.tokens * job.profile.hidden
     links = job.plan.num_stages - 1
     forward, first, backward = packet_sizes(job, config)
-    average, tied = _averages(job, config, network, speeds)
+    average = _averages(job, config, network, speeds)
+    tied_s = tied_seconds(job, config, network, speeds)
     step = Step(
         stages=_costs(job, config, speeds, values, average),
         micro_batches=job.micro_batches,
         forward_bytes=forward,
         backward_bytes=backward,
-        together_s=tied + _together(job, network),
+        together_s=tied_s + _together(job, network),
     )
     local = config.gradients.local
     if local is not None and local.overlap:
@@ -185,6 +188,7 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
         first_visit_bytes=first,
         backward_bytes=backward,
         average_s=max(average, default=0.0),
+        tied_s=tied_s,
         slack=slack,
         wait_s=played.waits,
         store_s=store_s,
@@ -232,28 +236,28 @@ def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[
     ]
 
 
-def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> tuple[list[float], float]:
-    """Seconds of averaging each stage's gradients over replicas, and of tied weights' over all that hold them.
+def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> list[float]:
+    """Seconds of averaging each stage's gradients over replicas, without tied weights'.
 
-    With local steps it is their share of an outer step, and tied weights are summed over one replica's stages.
+    With local steps it is their share of an outer step, in which tied weights are, too.
     """
     local = config.gradients.local
     if local is not None and local.local_steps > 1:
         found = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.parameters]
-        held = zip(job.plan.tied, job.tied, strict=True)
-        inner = sum(average_seconds(config, values, len(group.stages), network, speeds) for group, values in held)
-        return [seconds / local.local_steps for seconds in found], inner
-    in_groups = dict(zip(job.plan.tied, job.tied, strict=True))
+        return [seconds / local.local_steps for seconds in found]
     left = list(job.plan.parameters)
-    for group, values in in_groups.items():
+    for group, values in zip(job.plan.tied, job.tied, strict=True):
         for stage in group.stages:
             left[stage] -= values
-    found = [average_seconds(config, d, job.replicas, network, speeds) for d in left]
-    tied = sum(
-        average_seconds(config, values, job.replicas * len(group.stages), network, speeds)
-        for group, values in in_groups.items()
-    )
-    return found, tied
+    return [average_seconds(config, d, job.replicas, network, speeds) for d in left]
+
+
+def tied_seconds(job: Job, config: Config, network: Network, speeds: Speeds) -> float:
+    """Predict summing the gradients of tied weights over all that hold them; with local steps over one replica's."""
+    local = config.gradients.local
+    replicas = 1 if local is not None and local.local_steps > 1 else job.replicas
+    held = zip(job.plan.tied, job.tied, strict=True)
+    return sum(average_seconds(config, values, replicas * len(group.stages), network, speeds) for group, values in held)
 
 
 def _with_what_shows(step: Step, local: LocalSteps, network: Network, in_flight: str | int) -> Step:
@@ -312,6 +316,7 @@ def as_row(prediction: Prediction) -> dict[str, Any]:
         "first_visit_bytes": list(p.first_visit_bytes),
         "backward_bytes": list(p.backward_bytes),
         "average_s": p.average_s,
+        "tied_s": p.tied_s,
         "wait_s": list(p.wait_s),
         "store_s": p.store_s,
         "in_flight": list(numbers(p.slack, p.job.plan.num_stages, p.job.micro_batches)),

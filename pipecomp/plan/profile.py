@@ -241,3 +241,9 @@ def balanced(
     if isinstance(stages, int):
         return plan_model(model, stages, block_seconds=by, tie=tie, slowdowns=slowdowns)
     return plan_model(model, cuts=list(stages), block_seconds=by, tie=tie)
+
+
+def tied_values(model: Any, plan: SplitPlan) -> tuple[int, ...]:
+    """Count the values of each weight that several stages hold, in the order of `plan.tied`."""
+    sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+    return tuple(sizes[group.name] for group in plan.tied)

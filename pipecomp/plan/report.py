@@ -51,8 +51,9 @@ def link_table(network: Network, p: Prediction, plain: Prediction) -> Table:
         )
         for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True))
     )
-    headings = ("link", "forward", "back", "one way", "FP KB", "first KB", "KB", "back KB", "bits")
-    return table(headings, rows, title="Links, per micro-batch")
+    headings = ("link", "there", "back", "one way", "raw KB", "first KB", "later KB", "back KB", "bits")
+    title = "Links, and KB of a micro-batch: uncompressed (raw), first visits, later ones, gradients back"
+    return table(headings, rows, title=title)
 
 
 def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequence[str]) -> Table:
@@ -67,8 +68,14 @@ def _seconds(p: Prediction) -> str:
     return text if abs(p.first_epoch_s - p.step_s) < 0.005 * p.step_s else f"{text} ({p.first_epoch_s:.3g})"
 
 
-def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
-    """Say in sentences what to take. averages: as of `search.choose_average`, empty with one replica."""
+def advice(choice: Choice, averages: Sequence[tuple[str, float]], tied: Sequence[tuple[str, float]] = ()) -> list[str]:
+    """Say in sentences what to take.
+
+    Args:
+        choice: Bits and what they take.
+        averages: As of `search.choose_average`; empty with one replica, or where nothing is to be chosen.
+        tied: As of `search.choose_tied`; empty where tied weights hardly matter.
+    """
     p, plain = choice.prediction, choice.plain
     said = []
     if p.job.plan.num_stages > 1:
@@ -89,6 +96,8 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
                 'With "auto" instead these are about the most bits that a packet has: one that keeps its error with '
                 "fewer has fewer, and a step takes at most as long."
             )
+        if tied:
+            said.append(_of_tied(choice.taken, tied[0]))
         if p.store_s >= p.step_s:
             said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step; store.bits 8 helps.")
     if averages:
@@ -98,7 +107,7 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
             said.append(f"Compressing gradients does not pay: averaging them takes {plain_s:.3g} s per step.")
         else:
             said.append(f"Average gradients with {method}: {seconds:.3g} s per step instead of {plain_s:.3g} s.")
-        step_s = (p if choice.pays else plain).step_s - (p if choice.pays else plain).average_s
+        step_s = choice.taken.step_s - choice.taken.average_s
         local_steps = choose_local_steps(step_s, seconds)
         if local_steps is not None:
             share = seconds / (step_s + seconds)
@@ -112,6 +121,30 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]]) -> list[str]:
     return said
 
 
+def tied_names(job: Job) -> str:
+    """Say which weights several stages hold, which stages those are, and how large the weights."""
+    groups = zip(job.plan.tied, job.tied, strict=True)
+    return ", ".join(
+        f"{group.name} of stages {' and '.join(map(str, group.stages))} ({4 * values / 1e6:.1f} MB in float32)"
+        for group, values in groups
+    )
+
+
+def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
+    """Say what tied weights take of a step, and what shortens that."""
+    method, seconds = other
+    used = p.config.gradients.method
+    how = "uncompressed" if used == "none" else f"with {used}"
+    told = (
+        f"Of this step, {p.tied_s:.3g} s are for the gradients of tied weights, which stages add up in every step, "
+        f"{how}: {tied_names(p.job)}. Fewer bits for activations do not shorten that. "
+    )
+    untied = '"tie": false in the configuration it is nothing, but then each stage trains a copy of its own.'
+    if seconds >= p.tied_s:
+        return f"{told}With {untied}"
+    return f"{told}With gradients.method {method} (--gradients {method}) it is {seconds:.3g} s; with {untied}"
+
+
 def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
@@ -123,8 +156,9 @@ def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict
             "backward_bits": choice.backward_bits,
             "first_visit": choice.prediction.config.activations.first_visit,
         }
-    if averages and averages[0][0] != "none":
-        section["gradients"] = {"method": averages[0][0]}
+    gradients = averages[0][0] if averages else choice.prediction.config.gradients.method
+    if gradients != "none":
+        section["gradients"] = {"method": gradients}
     if not job.plan.tie:
         section["tie"] = False
     return {

@@ -16,7 +16,7 @@ from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network
-from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, predict
+from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, predict, tied_seconds
 
 PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
@@ -24,10 +24,10 @@ ALMOST = 1.02  # a step that takes at most so much longer takes as long
 FREE = 1.001  # so much longer it may be for more bits on a fast link
 FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
 PAYS = 1.05  # compression must make a step so much faster
-SHARE = 0.05  # of a run's time that averaging replicas may take before local steps are proposed
+SHARE = 0.05  # of a step that gradients of replicas or tied weights may take before something else is proposed
 LOCAL_STEPS = (2, 4, 8, 16, 32)
 FEWEST_AVERAGES = 24  # of a fine-tuning: with half as many a classifier loses accuracy, and four replicas of GPT-2 loss
-_AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
+AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,11 @@ class Choice:
     def pays(self) -> bool:
         """Whether a step is faster than without compression, by enough to matter."""
         return self.plain.step_s > PAYS * self.prediction.step_s
+
+    @property
+    def taken(self) -> Prediction:
+        """The prediction of what is recommended."""
+        return self.prediction if self.pays else self.plain
 
 
 def choose_bits(
@@ -160,12 +165,25 @@ def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = N
 def choose_average(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
     """Methods for data parallelism with the seconds of averaging d values over n ranks; the recommended one first."""
     options = [
-        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds)) for m in _AVERAGES
+        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds)) for m in AVERAGES
     ]
     plain = options[0]
     best = min(options, key=lambda option: option[1])
     chosen = best if plain[1] > PAYS * best[1] else plain
     return [chosen, *[option for option in options if option is not chosen]]
+
+
+def choose_tied(p: Prediction, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
+    """Methods for tied weights with the seconds of summing them in a step, the fastest first; none if that is little.
+
+    What a prediction's configuration has is not among them.
+    """
+    if p.tied_s <= SHARE * p.step_s:
+        return []
+    methods = [m for m in AVERAGES if m != p.config.gradients.method]
+    configs = [replace(p.config, gradients=Gradients(method=m)) for m in methods]
+    found = [(m, tied_seconds(p.job, config, network, speeds)) for m, config in zip(methods, configs, strict=True)]
+    return sorted(found, key=lambda option: option[1])
 
 
 def choose_local_steps(step_s: float, average_s: float) -> int | None:

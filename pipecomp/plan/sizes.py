@@ -8,8 +8,8 @@ from rich.console import Console
 
 from pipecomp.plan.options import Wanted, methods
 from pipecomp.plan.prediction import Job, memory_bytes, packet_sizes
-from pipecomp.plan.profile import Profile, balanced, without_weights
-from pipecomp.plan.report import stage_table
+from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
+from pipecomp.plan.report import stage_table, tied_names
 from pipecomp.plan.search import layouts, shares
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.tables import table
@@ -24,13 +24,16 @@ def sizes_of(wanted: Wanted, profile: Profile) -> Job:
     """
     [(K, replicas)] = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
     [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
+    model = without_weights(wanted.model, wanted.dtype)
+    split = balanced(model, profile, K, tie=wanted.tie)
     job = Job(
         profile=profile,
-        plan=balanced(without_weights(wanted.model, wanted.dtype), profile, K, tie=wanted.tie),
+        plan=split,
         samples=samples,
         micro_batches=micro_batches,
         replicas=replicas,
         dtype=wanted.dtype,
+        tied=tied_values(model, split),
     )
     wanted.check_memory(max(memory_bytes(job)))
     return job
@@ -48,6 +51,12 @@ def show_sizes(job: Job, console: Console) -> None:
         headings = ("method", "first visit", "forward", "back")
         console.print(table(headings, rows, left=("method",), title="KB on each link, per micro-batch"))
     console.print(job.text(), highlight=False)
+    if job.tied:
+        console.print(
+            f"Stages also add up the gradients of tied weights in every step: {tied_names(job)}. gradients.method "
+            'compresses them; with "tie": false each stage trains a copy of its own.',
+            highlight=False,
+        )
     console.print(f"pipecomp.initialize(..., cuts={list(job.plan.cuts)})", highlight=False)
     console.print(LEFT_OUT, highlight=False)
 
@@ -75,4 +84,4 @@ def _in_flight(job: Job) -> tuple[int, ...]:
 
 def _packets(job: Job) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
     """Name and `packet_sizes` of each method that is compared."""
-    return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie)]
+    return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie, {})]

@@ -25,6 +25,7 @@ from pipecomp.files import write_whole
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
+from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
 from pipecomp.report.record import PLAN
 
@@ -40,6 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=run.at_least(1), metavar="N", help="samples of a step, over all replicas")
     parser.add_argument("--lr", type=float, required=True, metavar="RATE", help="AdamW's rate, after its warm-up")
     parser.add_argument("--store", metavar="FOLDER", help="for cached activations (default: in --run)")
+    parser.add_argument("--gradients", choices=AVERAGES, help="how those of replicas and of tied weights travel")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="training precision")
     return parser
 
@@ -109,6 +111,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
                 batch=batch,
                 tokens=size,
                 dtype=args.dtype,
+                gradients=args.gradients,
                 measure=True,
                 store=Path(args.store or folder / "messages"),
             )
@@ -138,6 +141,8 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
     section = dict(planned["pipecomp"])
     if section.get("activations", {}).get("method") == "aqsgd":
         section["store"] = {"path": args.store or str(folder / "messages")}
+    if args.gradients is not None:  # what a plan of before says may be another method: going on is refused then
+        section["gradients"] = {"method": args.gradients}
     warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
     return {
         **planned,

@@ -75,6 +75,7 @@ class TestInit:
         (["--data", "text.txt", "--epochs", "0"], "--epochs: got 0, allowed: a whole number from 1"),
         (["--data", "text.txt", "--lr", "0"], "--lr: got 0.0, allowed: a number above 0"),
         (["--data", "text.txt", "--dtype", "int8"], "--dtype: got 'int8', allowed: fp32 or bf16"),
+        (["--data", "text.txt", "--gradients", "topk"], "--gradients: got 'topk', allowed: none, fp16, global_qsgd,"),
         (["--data", "text.txt", "--dropout", "1"], "--dropout: got 1.0, allowed: 0, or a share below 1"),
         (["--data", "text.txt", "--save-every", "5"], "--out: got None, allowed: a folder: with --save-every"),
         (["--data", "text.txt", "--peers", "a,,b"], "--peers: got 'a,,b', allowed: host names with commas"),

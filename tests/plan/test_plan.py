@@ -17,13 +17,14 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, SplitError
+from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
 from pipecomp.plan.options import networks_of
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.report import advice
-from pipecomp.plan.search import choose, choose_average, choose_bits, choose_local_steps, layouts, shares
+from pipecomp.plan.search import choose, choose_average, choose_bits, choose_local_steps, choose_tied, layouts, shares
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
@@ -409,6 +410,22 @@ class TestChoices:
         assert said.endswith("It is too many for a fine-tuning of fewer than 48 steps.")
         assert "local_steps" not in " ".join(advice(found, [("none", 0.001 * step_s)]))
 
+    def test_tied_weights_that_take_long_have_methods_proposed(self):
+        slow, made = uniform(2, 1e6), job(tied=True)
+        found = choose(made, AQSGD, slow)
+        expected = predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e6).total_s
+        assert found.taken.tied_s == pytest.approx(expected)
+        (method, seconds), *rest = choose_tied(found.taken, slow, Speeds())
+        assert method == "double_squeeze"
+        assert seconds < expected / 4
+        assert [name for name, _ in rest] == ["global_qsgd", "fp16"]
+        other = choose(made, replace(AQSGD, gradients=Gradients(method=method)), slow)
+        assert other.taken.tied_s == pytest.approx(seconds)
+        assert choose_tied(other.taken, slow, Speeds()) == [], "it is no longer much of a step"
+        assert choose_tied(choose(job(), AQSGD, slow).taken, slow, Speeds()) == []
+        fast = uniform(2, 1e9)
+        assert choose_tied(choose(made, AQSGD, fast).taken, fast, Speeds()) == []
+
     def test_layouts_and_shares(self):
         assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
         assert layouts(4, 2, 12) == [(2, 2)]
@@ -463,6 +480,37 @@ def test_the_command(folder):
     assert at["AQ-SGD fw2 bw4", "10 Mbit/s"] < at["AQ-SGD fw4 bw8", "10 Mbit/s"] < at["none", "10 Mbit/s"]
     assert at["none", "1 Gbit/s"] < at["none", "10 Mbit/s"]
     Config.from_dict(found["config"]["pipecomp"])
+
+
+def test_tied_weights_are_named_with_what_they_take(folder):
+    """Their gradients cross the link in every step, whatever bits activations have; --gradients compresses them."""
+    model = folder / "model" / "config.json"
+    model.write_text(json.dumps({**json.loads(model.read_text()), "tie_word_embeddings": True}))
+    weight = "model.embed_tokens.weight of stages 0 and 1 (0.2 MB in float32)"
+    arguments = ["plan", "--model", str(model.parent), "--tokens", "64", "--batch", "8", "--stages", "2"]
+
+    def told(*more: str) -> str:
+        done = CliRunner().invoke(app, [*arguments, *more])
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    assert f"add up the gradients of tied weights in every step: {weight}" in told()
+    out = folder / "plan.json"
+    timed = ["--speed", "1", "--bandwidth", "1mbit", "--json", str(out)]
+    plain = told(*timed)
+    assert f"are for the gradients of tied weights, which stages add up in every step, uncompressed: {weight}." in plain
+    assert "With gradients.method double_squeeze (--gradients double_squeeze) it is" in plain
+    before = json.loads(out.read_text())
+    assert "gradients" not in before["config"]["pipecomp"]
+    compressed = told(*timed, "--gradients", "double_squeeze")
+    assert "(--gradients" not in compressed
+    after = json.loads(out.read_text())
+    assert after["config"]["pipecomp"]["gradients"] == {"method": "double_squeeze"}
+    assert after["chosen"]["tied_s"] < before["chosen"]["tied_s"] / 4
+    assert after["chosen"]["step_s"] < before["chosen"]["step_s"]
+    assert "tied weights" not in told(*timed, "--no-tie")
+    done = CliRunner().invoke(app, [*arguments, "--gradients", "topk"])
+    assert "gradients: got 'topk', allowed: none, fp16, global_qsgd, double_squeeze" in " ".join(done.output.split())
 
 
 def test_replicas_of_a_whole_model_average_over_the_network(folder):
