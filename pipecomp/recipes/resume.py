@@ -247,7 +247,8 @@ class Checkpoints:
         differ += _differences(saved, self._trained, saved.keys() & self._trained.keys())
         if differ:
             words = "; ".join(differ).replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
-            raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {words}")
+            anew = f"To begin anew, take another folder than {self.folder}"
+            raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {words}. {anew}")
 
     def load(self, engine: Any) -> str:
         """Load what `find` found, if anything; every rank must call this.

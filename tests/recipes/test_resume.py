@@ -197,14 +197,15 @@ class TestResume:
             '--no-flip is true in this run, false in the checkpoint; hash of the training data is "cd" in this run, '
             '"ab" in the checkpoint'
         )
-        assert str(caught.value) == f"--resume: got 'auto', allowed: the settings of the checkpoint: {told}"
+        anew = f"To begin anew, take another folder than {tmp_path}"
+        assert str(caught.value) == f"--resume: got 'auto', allowed: the settings of the checkpoint: {told}. {anew}"
 
     def test_another_versions_checkpoint_is_compared_in_what_both_know(self, tmp_path: Path) -> None:
         checkpoint(tmp_path, 5)
         assert self.found(tmp_path)[0].step == 5, "checkpoints had only the configuration once"
         checkpoint(tmp_path, 6, recipe_trained={"--crop": 4, "--gone": 1})
         assert self.found(tmp_path, trained={"--crop": 4, "--new": 1})[0].step == 6
-        with pytest.raises(ConfigError, match=r": --crop is 3 in this run, 4 in the checkpoint$"):
+        with pytest.raises(ConfigError, match=r": --crop is 3 in this run, 4 in the checkpoint\. To begin anew, "):
             self.found(tmp_path, trained={"--crop": 3, "--new": 1})
 
     def test_how_bytes_go_and_are_kept_may_change(self, tmp_path: Path) -> None:
