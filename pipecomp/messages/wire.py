@@ -29,6 +29,11 @@ MAX_PAYLOAD_BYTES = 1 << 34
 MAX_SAMPLES = (1 << 32) - 1  # what the header's field holds
 
 _HEADER = struct.Struct("<4sHBBBBBBBHQIIIIIQ")
+# Behind magic and version; as in Header, but for flags, samples and payload_bytes.
+_FIELDS = (
+    "kind flags method bits first_bits dtype payload_dtype "
+    "link step micro_batch samples tokens hidden group_size payload_bytes"
+).split()
 _SAMPLE = struct.Struct("<QBIIQQ")
 _CHECK = struct.Struct("<I")
 _FLAG_CHECKSUM = 1
@@ -83,6 +88,7 @@ class Sample(NamedTuple):
 
 
 _Code = TypeVar("_Code", bound=enum.IntEnum)
+_CODES: dict[str, type[enum.IntEnum]] = {"kind": Kind, "method": Method, "dtype": DType, "payload_dtype": DType}
 
 
 @cache  # an enum's own call takes longer than all else that is done with a sample
@@ -141,27 +147,9 @@ def encode(header: Header, payload: np.ndarray, *, checksum: bool = True) -> np.
 def begin(out: np.ndarray, header: Header, *, checksum: bool = True) -> np.ndarray:
     """Write all of a packet, uint8 [packet_bytes], before its payload, whose place, a view, is returned."""
     payload = out.size - packet_bytes(len(header.samples), 0)
-    _HEADER.pack_into(
-        out,
-        0,
-        MAGIC,
-        VERSION,
-        header.kind,
-        _FLAG_CHECKSUM if checksum else 0,
-        header.method,
-        header.bits,
-        header.first_bits,
-        header.dtype,
-        header.payload_dtype,
-        header.link,
-        header.step,
-        header.micro_batch,
-        len(header.samples),
-        header.tokens,
-        header.hidden,
-        header.group_size,
-        payload,
-    )
+    own = {"flags": _FLAG_CHECKSUM if checksum else 0, "samples": len(header.samples), "payload_bytes": payload}
+    fields = (own[name] if name in own else getattr(header, name) for name in _FIELDS)
+    _HEADER.pack_into(out, 0, MAGIC, VERSION, *fields)
     at = _HEADER.size
     for s in header.samples:
         _SAMPLE.pack_into(out, at, *s)
@@ -200,25 +188,9 @@ def decode(
 def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tuple[Header, np.ndarray, bool]:
     if packet.size < _HEADER.size + _CHECK.size:
         raise WireError(f"packet of {packet.size} bytes is shorter than a header of {_HEADER.size}")
-    (
-        magic,
-        version,
-        kind,
-        flags,
-        method,
-        bits,
-        first_bits,
-        dtype,
-        payload_dtype,
-        link,
-        step,
-        micro_batch,
-        count,
-        tokens,
-        hidden,
-        group_size,
-        payload,
-    ) = _HEADER.unpack_from(packet, 0)
+    magic, version, *values = _HEADER.unpack_from(packet, 0)
+    fields = dict(zip(_FIELDS, values, strict=True))
+    flags, count, payload = (fields.pop(name) for name in ("flags", "samples", "payload_bytes"))
     if magic != MAGIC:
         raise WireError(f"packet begins with {magic!r}, not {MAGIC!r}: these bytes are not from pipecomp")
     if version != VERSION:
@@ -233,26 +205,14 @@ def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tup
     if flags & ~_FLAG_CHECKSUM:
         raise WireError(f"packet has unknown flags {flags:#x}")
     try:
-        header = Header(
-            kind=_known(Kind, kind),
-            method=_known(Method, method),
-            dtype=_known(DType, dtype),
-            payload_dtype=_known(DType, payload_dtype),
-            bits=bits,
-            first_bits=first_bits,
-            link=link,
-            step=step,
-            micro_batch=micro_batch,
-            tokens=tokens,
-            hidden=hidden,
-            group_size=group_size,
-            samples=_samples(packet, count),
-        )
+        fields.update({name: _known(codes, fields[name]) for name, codes in _CODES.items()})
+        header = Header(**fields, samples=_samples(packet, count))
     except ValueError as error:
         raise WireError(f"packet has an unknown code: {error}") from error
     for s in header.samples:
-        if s.start + s.count > tokens:
-            raise WireError(f"{header.describe()}: sample {s.id} has tokens {s.start}..{s.start + s.count} of {tokens}")
+        if s.start + s.count > header.tokens:
+            what = f"sample {s.id} has tokens {s.start}..{s.start + s.count} of {header.tokens}"
+            raise WireError(f"{header.describe()}: {what}")
     return header, payload_of(packet, count), bool(flags & _FLAG_CHECKSUM)
 
 
