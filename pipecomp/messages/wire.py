@@ -28,12 +28,24 @@ VERSION = 1
 MAX_PAYLOAD_BYTES = 1 << 34
 MAX_SAMPLES = (1 << 32) - 1  # what the header's field holds
 
-_HEADER = struct.Struct("<4sHBBBBBBBHQIIIIIQ")
-# Behind magic and version; as in Header, but for flags, samples and payload_bytes.
-_FIELDS = (
-    "kind flags method bits first_bits dtype payload_dtype "
-    "link step micro_batch samples tokens hidden group_size payload_bytes"
-).split()
+_FIELDS = {  # of the header, behind magic and version; as Header has them, but for flags, samples and payload_bytes
+    "kind": "B",
+    "flags": "B",
+    "method": "B",
+    "bits": "B",
+    "first_bits": "B",
+    "dtype": "B",
+    "payload_dtype": "B",
+    "link": "H",
+    "step": "Q",
+    "micro_batch": "I",
+    "samples": "I",
+    "tokens": "I",
+    "hidden": "I",
+    "group_size": "I",
+    "payload_bytes": "Q",
+}
+_HEADER = struct.Struct("<4sH" + "".join(_FIELDS.values()))
 _SAMPLE = struct.Struct("<QBIIQQ")
 _CHECK = struct.Struct("<I")
 _FLAG_CHECKSUM = 1
