@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,6 @@ SECTION = "pipecomp"
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 SAMPLING = ("random", "sequential", "group_by_length")
 
-# Methods of transformers.Trainer that are called here, which a subclass may override.
-_CALLED = {
-    "add_callback",
-    "create_model_card",
-    "end",
-    "evaluate",
-    "is_local_process_zero",
-    "is_world_process_zero",
-    "log",
-    "log_metrics",
-    "metrics_format",
-    "num_examples",
-    "pop_callback",
-    "predict",
-    "remove_callback",
-    "save_metrics",
-    "save_model",
-    "save_state",
-    "train",
-}
 # Refused if true, or not empty.
 _REFUSED = {
     "auto_find_batch_size": "False: all stages would have to run out of memory together",
@@ -70,6 +50,26 @@ _REFUSED = {
     "use_cache": "False: stages keep no cache",
     "use_liger_kernel": "False",
 }
+# What `accelerate launch` sets for Trainer, and instead of what.
+_LAUNCHED = {
+    "ACCELERATE_DYNAMO_BACKEND": "not set: a stage is not compiled",
+    "ACCELERATE_USE_FSDP": "not set: a pipeline's stages are not sharded",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "not set: num_stages and the number of processes say how the work is spread",
+}
+# Read once; Trainer reads most of them whenever it trains. When the trainer is made, and when its engine is made.
+AT_FIRST = ("bf16", "fp16", "max_grad_norm")
+BY_ENGINE = (
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "learning_rate",
+    "optim",
+    "weight_decay",
+)
 
 
 def check(args: Any) -> None:
@@ -118,12 +118,7 @@ def check(args: Any) -> None:
         require(
             value == field.default, f"accelerator_config.{field.name}", value, "not set: accelerate loads no data here"
         )
-    require(
-        args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is None,
-        "ACCELERATE_USE_DEEPSPEED",
-        "true",
-        "not set: give DeepSpeed's configuration as pipecomp=",
-    )
+    _check_launched(args)
     require(
         not args.save_only_model or not args.load_best_model_at_end,
         "save_only_model",
@@ -138,6 +133,38 @@ def check(args: Any) -> None:
         "a metric with save_strategy 'best'",
     )
     require(not args.fp16 or torch.cuda.is_available(), "fp16", True, "False on a CPU; bf16 works there")
+
+
+def _check_launched(args: Any) -> None:
+    """What a launcher's environment says, and the arguments do not: Trainer would follow it."""
+    for name, allowed in _LAUNCHED.items():
+        value = os.environ.get(name, "")
+        require(value.lower() in ("", "0", "f", "false", "n", "no", "off"), name, value, allowed)
+    require(
+        args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is None,
+        "ACCELERATE_USE_DEEPSPEED",
+        "true",
+        "not set: give DeepSpeed's configuration as pipecomp=",
+    )
+    precision = getattr(args, "mixed_precision", "no")
+    require(
+        precision == "no" or args.bf16 or args.fp16,
+        "ACCELERATE_MIXED_PRECISION",
+        precision,
+        "not set, or what TrainingArguments say, which have neither bf16 nor fp16",
+    )
+
+
+def values(args: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return what `args` say of these arguments now."""
+    return {name: copy.deepcopy(getattr(args, name, None)) for name in names}
+
+
+def check_unchanged(args: Any, taken: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that is no longer what was `taken` of it."""
+    for name, value in taken.items():
+        now = getattr(args, name, None)
+        require(now == value, name, now, f"{value!r}, with which this trainer was made: make a new one for another")
 
 
 def _require_in(name: str, got: str, allowed: tuple[str, ...]) -> None:
@@ -309,19 +336,3 @@ def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
         return [group for group in both if group["params"]]
 
     return groups
-
-
-# -- methods that a subclass overrides
-
-
-def check_overrides(subclass: type, base: type) -> None:
-    """Raise ConfigError for a method of Trainer, in `subclass` or a mixin of it, that `base` would never call."""
-    for kind in [kind for kind in subclass.__mro__ if kind not in base.__mro__]:
-        for name, own in kind.__dict__.items():
-            given = callable(own) or isinstance(own, (staticmethod, classmethod))
-            require(
-                not given or name.startswith("__") or not hasattr(Trainer, name) or name in _CALLED,
-                f"{kind.__name__}.{name}",
-                "a method",
-                "none: this trainer does not call it",
-            )

@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, sp
 from pipecomp.data import MicroBatch
 from pipecomp.errors import PipecompError, require
 from pipecomp.trainer.feeding import EvalLoader
+from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.packing import pack, unpack
 
 PADDING = -100
@@ -62,7 +63,7 @@ class Evaluation:
         engine: What to evaluate.
         group: A gloo group of all ranks.
         args: TrainingArguments.
-        loss: Given logits and labels of a micro-batch, returns their mean loss.
+        loss: The trainer's.
         compute_metrics: Trainer's argument.
         preprocess: Trainer's `preprocess_logits_for_metrics`.
         on_step: Called after each micro-batch, on every rank as often as on the one that has most.
@@ -74,7 +75,7 @@ class Evaluation:
         group: Any,
         args: Any,
         *,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: StepLoss,
         compute_metrics: Callable[[EvalPrediction], dict] | None,
         preprocess: Callable[[Any, Any], Any] | None,
         on_step: Callable[[], None],
@@ -134,6 +135,7 @@ class Evaluation:
             nonlocal stepped
             for batch in loader:
                 if engine.is_last_stage():
+                    self._loss.labels_of(engine.stage, [batch])  # an error if some would be predicted from padding
                     pulled.append(batch)
                 yield batch
                 stepped += 1
@@ -141,7 +143,7 @@ class Evaluation:
 
         def on_logits(logits: Tensor, labels: Tensor | None) -> Tensor:
             batch, number = pulled.popleft(), next(numbers)
-            loss = None if labels is None else float(self._loss(logits, labels))
+            loss = None if labels is None else float(self._loss.plain(logits, labels))
             kept: list[Any] = [None, None, None]
             if not loss_only:
                 shown = logits if self._preprocess is None else self._preprocess(logits, labels)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
@@ -66,7 +66,8 @@ class Samples(NamedTuple):
 
 
 def _is_numbered(data: Any) -> bool:
-    return has_length(data) and hasattr(data, "__getitem__")
+    # torch's IterableDataset inherits a method that only says that there is none.
+    return has_length(data) and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
 class LengthSampler(ShardedSampler):
@@ -203,13 +204,29 @@ def _loader(batches: _Batches, places: Iterable[tuple[int, list[int]]], options:
 class StepLoader(TrainLoader):
     """The training micro-batches of one replica, a step's made together: their labels must be counted first.
 
+    Args:
+        samples: The dataset.
+        sampler: The order.
+        seed: Of what a collator draws.
+        options: Of `loader_options`.
+        pad: The id by which padding is known where there is no attention_mask.
+
     Attributes:
+        dataset: What is read, without columns that the model does not take.
         tokens: Input tokens of what was handed out, padding included.
         real_tokens: The same without padding.
     """
 
-    def __init__(self, samples: Samples, sampler: ShardedSampler, seed: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        sampler: ShardedSampler,
+        seed: int,
+        options: dict[str, Any],
+        pad: int | None = None,
+    ) -> None:
         super().__init__(samples.data, sampler, samples.collate)
+        self.dataset, self._pad = samples.data, pad
         self._batches, self._options = _Batches(samples, seed, TRAINING), options
         self._ahead: deque[MicroBatch] = deque()
         self._source: Iterator[MicroBatch] | None = None
@@ -248,8 +265,9 @@ class StepLoader(TrainLoader):
             batch = self._ahead.popleft()
             self.taken += 1
             ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
+            real = (ids != self._pad) if mask is None and self._pad is not None else mask
             self.tokens += ids.numel()
-            self.real_tokens += ids.numel() if mask is None else int(mask.sum())
+            self.real_tokens += ids.numel() if real is None else int(real.sum())
             yield batch
 
 

@@ -18,10 +18,10 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import ModelOutput
 
 from pipecomp.data import MicroBatch
-from pipecomp.errors import require
+from pipecomp.errors import DataError, require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.architectures import architecture_of, head_name
-from pipecomp.stages.partition.losses import LossFn, causal_lm
+from pipecomp.stages.partition.losses import LossFn, causal_lm, masked_lm
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Output(ModelOutput):
     logits: Tensor | None = None
 
 
-def is_causal(config: Any) -> bool:
-    """Say whether the model that `config.architectures` names predicts the next token."""
-    return architecture_of(config).heads[config.architectures[0]].loss is causal_lm
+def kind_of_loss(config: Any) -> Callable[..., LossFn]:
+    """Return what makes the loss of the model that `config.architectures` names, `causal_lm` for one."""
+    return architecture_of(config).heads[config.architectures[0]].loss
 
 
 def labels_in(labels: Tensor, *, causal: bool) -> int:
@@ -41,17 +41,6 @@ def labels_in(labels: Tensor, *, causal: bool) -> int:
     if labels.is_floating_point():
         return labels.numel()
     return int((labels[..., 1:] if causal else labels).ge(0).sum())
-
-
-def trained_labels(stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
-    """List the labels that the loss is given of micro-batches, as the engine gives them to it.
-
-    Args:
-        stage: The last one, which leaves out what a causal model would have to predict from padding.
-        batches: Complete ones, with the inputs of the first stage.
-    """
-    given = [(batch, batch.labels) for batch in batches if batch.labels is not None]
-    return [stage.trained_labels(stage.layout(batch.ids, batch.inputs), labels) for batch, labels in given]
 
 
 class StepLoss:
@@ -72,7 +61,9 @@ class StepLoss:
     """
 
     def __init__(self, config: Any, label_smoothing: float = 0.0, own: Callable[..., Tensor] | None = None) -> None:
-        self.causal = is_causal(config)
+        kind = kind_of_loss(config)
+        self.causal = kind is causal_lm
+        self._by_token = kind in (causal_lm, masked_lm)
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
@@ -111,6 +102,39 @@ class StepLoss:
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
         return smoothed
 
+    def labels_of(self, stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
+        """List the labels of micro-batches as the engine gives them to the loss. Arguments, errors: see `_labels`."""
+        return [self._labels(stage, batch, batch.labels) for batch in batches if batch.labels is not None]
+
+    def _labels(self, stage: Any, batch: MicroBatch, labels: Tensor) -> Tensor:
+        """Leave out what a causal model would have to predict from padding, and let nothing else be predicted from it.
+
+        Trainer's loss has terms for padding where a script copies input_ids to labels as they are; the last of several
+        stages has no hidden states to predict it from. What a loss of the user's own ignores is not known here.
+
+        Args:
+            stage: The last one, which leaves out the first token of a sample that is padded left.
+            batch: A complete one, with the inputs of the first stage.
+            labels: Of the batch.
+
+        Raises:
+            DataError: Naming the sample and the place.
+        """
+        labels = stage.trained_labels(stage.layout(batch.ids, batch.inputs), labels)
+        mask = batch.inputs.get("attention_mask")
+        if mask is None or stage.num_stages == 1 or not self._by_token or self._own is not None:
+            return labels
+        wanted, read = (labels[:, 1:], mask[:, :-1]) if self.causal else (labels, mask)
+        wrong = (wanted != -100) & (read == 0)
+        if bool(wrong.any()):
+            row, place = wrong.nonzero()[0].tolist()
+            allowed = "-100 where attention_mask is 0, as DataCollatorForLanguageModeling makes them"
+            raise DataError(
+                f"labels: sample {batch.ids[row]} has {int(wanted[row, place])} at place {place + self.causal}, to be "
+                f"predicted from padding, which links do not carry; allowed: {allowed}"
+            )
+        return labels
+
     def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:
         """The user's loss, told that it is one of `count` labels: a tensor, as Trainer gives it."""
         assert self._own is not None
@@ -120,7 +144,7 @@ class StepLoss:
         """Set `share` for a step.
 
         Args:
-            labels: Of each micro-batch, as the loss is given them: see `trained_labels`.
+            labels: Of each micro-batch, as the loss is given them: see `labels_of`.
             replicas: Of the pipeline.
             group: The last stages of all replicas, each of which must call this; None to count this replica alone.
             device: For the reduction.

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 from transformers.modelcard import TrainingSummary
 from transformers.processing_utils import ProcessorMixin
-from transformers.trainer_utils import align_special_tokens, set_seed
+from transformers.trainer_utils import align_special_tokens, number_of_arguments, set_seed
 
 from pipecomp.checkpoint.writing import ModelAttempts, write_state
-from pipecomp.errors import require
+from pipecomp.errors import ConfigError, require
 from pipecomp.plan.auto import wants_measuring
-from pipecomp.trainer import arguments, message_stores
+from pipecomp.trainer import arguments, given_model, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
 
@@ -39,10 +39,13 @@ class EngineHolder:
         optimizers: Optimizers,
         loss: StepLoss,
         model: Any,
-        model_init: Callable[[], Any] | None,
+        model_init: Callable[..., Any] | None,
+        taken: dict[str, Any],
     ) -> None:
+        """taken: values of arguments that were used already."""
         self._pipeline, self._optimizers, self._loss = pipeline, optimizers, loss
         self._given, self._model_init = model, model_init
+        self._taken = taken
         self.engine: Any = None
 
     @property
@@ -64,6 +67,7 @@ class EngineHolder:
         from pipecomp.engine.initialize import initialize
 
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer
+        given_model.show(self._given)
         engine = initialize(
             self._given,
             config=self._pipeline.engine_config,
@@ -73,12 +77,11 @@ class EngineHolder:
             parameter_groups=arguments.parameter_groups(args) if own else None,
             tokens=tokens() if wants_measuring(self._pipeline.settings) else None,
         )
-        require(
-            not args.use_cpu or engine.device.type == "cpu",
-            "use_cpu",
-            True,
-            "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded",
-        )
+        try:
+            _check_made(engine, args)
+        except ConfigError:
+            engine.close()
+            raise
         if args.gradient_checkpointing:
             engine.stage.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
@@ -86,8 +89,13 @@ class EngineHolder:
         # With one seed for all ranks, blocks of different stages would draw the same dropout masks.
         torch.manual_seed(args.seed * 65536 + dist.get_rank())
         _watch_optimizer(engine, fire)
-        self.engine = engine
+        self.engine, self._taken = engine, self._taken | arguments.values(args, arguments.BY_ENGINE)
         return engine
+
+    def hide_given(self) -> None:
+        """Let the given model no longer pass for the whole one; called when training begins."""
+        if self._pipeline.plan.num_stages > 1:
+            given_model.hide(self._given, self._pipeline.plan.cuts)
 
     def close(self) -> None:
         """Close the engine, if one is open."""
@@ -98,15 +106,48 @@ class EngineHolder:
     def begin_training(self, args: Any, checkpoint: str | None) -> None:
         """Make a new model where there is a `model_init`, as Trainer does, and put the message stores in order.
 
-        checkpoint: whose cached activations the next engine gets, None to begin with none.
+        checkpoint: whose cached activations the next engine gets, None to begin with none. Raises ConfigError for an
+        argument that was changed and is not read any more.
         """
         if self._model_init is not None and self.engine is not None:
             self.close()
             set_seed(args.seed)
-            self._given = self._model_init()
+            self._given = make_model(self._model_init)
+        named = arguments.AT_FIRST if self.engine is None else (*arguments.AT_FIRST, *arguments.BY_ENGINE)
+        arguments.check_unchanged(args, {name: self._taken[name] for name in named})
         if message_stores.needs_closed_engine(self._pipeline.settings, checkpoint):
             self.close()
         message_stores.prepare(self._pipeline.settings, self.engine, checkpoint)
+
+
+def make_model(model_init: Callable[..., Any]) -> Any:
+    """Call Trainer's `model_init`, which may take a trial of a search: there is none. ConfigError if it makes none."""
+    parameters = number_of_arguments(model_init)
+    require(parameters < 2, "model_init", model_init, "a function of no argument, or of a trial")
+    model = model_init(*[None] * parameters)
+    require(model is not None, "model_init", None, "a function that returns a model")
+    return model
+
+
+def _check_made(engine: Any, args: Any) -> None:
+    """Refuse another device than the one that was asked for, and an optimizer with modes.
+
+    Trainer switches modes for evaluation; here weights are also copied, averaged and saved between steps.
+    """
+    require(
+        not args.use_cpu or engine.device.type == "cpu",
+        "use_cpu",
+        True,
+        "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded",
+    )
+    optimizer = engine.basic_optimizer
+    modes = [f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
+    require(
+        not modes,
+        "optimizers[0]",
+        type(optimizer).__name__,
+        f"one without {' and '.join(modes)}: weights are the same in training and evaluation",
+    )
 
 
 def _watch_optimizer(engine: Any, fire: Callable[[str], None]) -> None:

@@ -20,16 +20,15 @@ from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, require
 from pipecomp.mesh.process_group import BACKEND
-from pipecomp.stages import plan
-from pipecomp.stages.partition.loading import resolve
-from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.trainer import alike, arguments
+from pipecomp.stages.partition.loading import resolve, skeleton
+from pipecomp.stages.partition.planning import SplitPlan, plan_model
+from pipecomp.trainer import alike, arguments, given_model
 
 
 def join(
     args: Any,
     model: Any,
-    model_init: Callable[[], Any] | None,
+    model_init: Callable[..., Any] | None,
     pipecomp: str | os.PathLike | dict[str, Any] | None = None,
 ) -> Any:
     """Join the other processes, compare what all must have in common, and seed; returns a group of all ranks, for
@@ -67,6 +66,7 @@ class Pipeline:
         settings: The "pipecomp" section of it.
         plan: Which blocks are in which stage.
         replicas: Of the pipeline, all processes divided by the stages.
+        flos_per_token: Floating-point operations that a step takes for a token, as Trainer estimates them.
     """
 
     model_class: Any
@@ -75,6 +75,7 @@ class Pipeline:
     settings: Config
     plan: SplitPlan
     replicas: int
+    flos_per_token: int
 
     @classmethod
     def of(
@@ -91,7 +92,16 @@ class Pipeline:
         config = arguments.engine_config(args, pipecomp)
         settings = Config.from_dict(config[arguments.SECTION])
         stages = num_stages if num_stages is not None or cuts is not None else world
-        split_plan = plan(source, stages, cuts, tie=settings.tie)
+        whole = source.model if source.model is not None else skeleton(source)
+        split_plan = plan_model(whole, stages, cuts, tie=settings.tie)
+        given_model.check_cuts(model, split_plan.cuts)
+        for name in ("output_attentions", "output_hidden_states"):
+            require(
+                not getattr(source.config, name, False),
+                f"config.{name}",
+                True,
+                "False: a pipeline's last stage gives logits and nothing else",
+            )
         require(
             world % split_plan.num_stages == 0,
             "num_stages",
@@ -108,6 +118,7 @@ class Pipeline:
             settings=settings,
             plan=split_plan,
             replicas=world // split_plan.num_stages,
+            flos_per_token=6 * whole.num_parameters(exclude_embeddings=True),
         )
 
 

@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from pipecomp.cluster.start import all_ranks
 from pipecomp.errors import require
-from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, setup
+from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
 from pipecomp.trainer.feeding import EvalLoaders, Samples, data_seed, longest_sample
@@ -42,7 +42,8 @@ class PipelineTrainer:
 
     Args:
         model: A folder or hub name, of which each process reads only its stage, or a Hugging Face model, which stays
-            complete in every process's memory as long as the script holds it.
+            complete in every process's memory as long as the script holds it. Training changes in it what is in the
+            process's stage: afterwards it is the trained one nowhere, and raises an error when it is called or saved.
         args: Trainer's. per_device_train_batch_size is the size of a micro-batch, gradient_accumulation_steps their
             number in an optimizer step of each replica. What a pipeline cannot do is a ConfigError that names it.
             `args.deepspeed` may be a DeepSpeed configuration with a "pipecomp" section.
@@ -99,7 +100,7 @@ class PipelineTrainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[[], Any] | None = None,
+        model_init: Callable[..., Any] | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[[Any], dict] | None = None,
         callbacks: list[Any] | None = None,
@@ -117,9 +118,10 @@ class PipelineTrainer:
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
         self.group = setup.join(self.args, model, model_init, pipecomp)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        model = model if model_init is None else model_init()
+        model = model if model_init is None else model_io.make_model(model_init)
         self._pipeline = setup.Pipeline.of(self.args, model, pipecomp, num_stages, cuts)
         self.settings, self.plan, self.replicas = self._pipeline.settings, self._pipeline.plan, self._pipeline.replicas
+        self.flos_per_token = self._pipeline.flos_per_token
         self._loss = StepLoss.of(
             self._pipeline.model_config,
             self._pipeline.model_class,
@@ -143,10 +145,10 @@ class PipelineTrainer:
             f"a dataset with eval_strategy {self.args.eval_strategy.value!r}",
         )
 
-        self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init)
+        taken = arguments.values(self.args, arguments.AT_FIRST)
+        self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init, taken)
         self._eval_loaders = EvalLoaders()
         self._training: Training | None = None
-        self.lr_scheduler: Any = None
         self._start_callbacks(model, callbacks or [])
 
     def _start_callbacks(self, model: Any, given: list[Any]) -> None:
@@ -161,7 +163,11 @@ class PipelineTrainer:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        arguments.check_overrides(cls, PipelineTrainer)
+        overrides.check_subclass(cls, PipelineTrainer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        overrides.check_attribute(self, name, value)
+        super().__setattr__(name, value)
 
     # -- the engine
 
@@ -182,6 +188,11 @@ class PipelineTrainer:
     def optimizer(self) -> Any:
         """The engine's, None before it is made."""
         return None if self._holder.engine is None else self._holder.engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """That of the last training, None before."""
+        return self.callback_handler.lr_scheduler
 
     def end(self) -> None:
         """Finish the stores and end the connections in order; without it that is done when the program ends."""
@@ -237,6 +248,7 @@ class PipelineTrainer:
             report=self._report,
             save_on_signal=self._save_on_signal,
         )
+        self._holder.hide_given()
         return self._training.run()
 
     def evaluate(
@@ -312,7 +324,7 @@ class PipelineTrainer:
             engine,
             self.group,
             self.args,
-            loss=self._loss.plain,
+            loss=self._loss,
             compute_metrics=self.compute_metrics,
             preprocess=self.preprocess_logits_for_metrics,
             on_step=partial(fire, self, "on_prediction_step"),

@@ -18,7 +18,7 @@ from pipecomp.cluster.interruption import Interruption
 from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
-from pipecomp.trainer.losses import StepLoss, trained_labels
+from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.recording import Recording
 from pipecomp.trainer.reports import LossMeter, TrafficMeter
 
@@ -97,17 +97,18 @@ class Training:
             replica=engine.grid.data_parallel_id,
         )
         self._length = length = Length.of(args, sampler.per_epoch)
-        self._loader = StepLoader(samples, sampler, data_seed(args), loader_options(args))
-        trainer.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
-        trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+        pad = getattr(trainer.processing_class, "pad_token_id", None)
+        self._loader = StepLoader(samples, sampler, data_seed(args), loader_options(args), pad)
+        handler = trainer.callback_handler
+        handler.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         self._start_state(found)
         self._found = found
         if found is not None:
             checkpoints.load_engine(engine, found, trainer.lr_scheduler)
         engine.set_loader(self._loader)
-        trainer.callback_handler.train_dataloader = self._loader
+        handler.train_dataloader = self._loader
         self._began, self._first_step = time.time(), trainer.state.global_step
-        self.tokens_before = trainer.state.num_input_tokens_seen
+        self.tokens_before, self._flos_before = trainer.state.num_input_tokens_seen, trainer.state.total_flos
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
         self._traffic.since_last(self._gather_reports())
         self._recording = Recording(trainer, length.max_steps)
@@ -164,6 +165,8 @@ class Training:
         for update in range(first, length.updates):
             fire(trainer, "on_step_begin")
             logs = self._step(length.micro_batches(update))
+            if trainer.args.include_num_input_tokens_seen != "no":
+                self._gather_reports()  # callbacks may go by their number in any step, as with Trainer
             trainer.state.global_step += 1
             trainer.state.epoch = epoch + min(1.0, (update + 1) * length.accumulation / length.per_epoch)
             fire(trainer, "on_step_end")
@@ -247,10 +250,11 @@ class Training:
         engine = self._engine
         if not (engine.is_first_stage() or engine.is_last_stage()):
             return
-        batches = self._loader.begin_step(micro_batches)
-        if engine.is_last_stage():
-            labels = trained_labels(engine.stage, batches)
-            self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
+        with engine.propagate_failure():
+            batches = self._loader.begin_step(micro_batches)
+            if engine.is_last_stage():
+                labels = self._loss.labels_of(engine.stage, batches)
+                self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
 
     def _log(self, logs: dict[str, float]) -> None:
         """Log if the callbacks have asked for it."""
@@ -300,7 +304,7 @@ class Training:
         metrics = speed_metrics(
             "train", self._began, num_samples=samples * steps / max(length.max_steps, 1), num_steps=steps
         )
-        metrics["train_loss"] = loss
+        metrics |= {"total_flos": state.total_flos, "train_loss": loss}
         metrics = broadcast(metrics, group=trainer.group)
         trainer.log(metrics)
         best = state.best_model_checkpoint
@@ -314,7 +318,7 @@ class Training:
     # -- what all ranks do together
 
     def _gather_reports(self) -> list[dict[str, Any]]:
-        """`comm_stats` of all ranks; updates the tokens seen. Every rank must call this."""
+        """`comm_stats` of all ranks; updates the tokens seen and what they cost. Every rank must call this."""
         return self._gather({})[0]
 
     def _gather(self, values: Mapping[str, float]) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -323,6 +327,8 @@ class Training:
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
         with engine.propagate_failure():
             rows = gathered((engine.comm_stats(), tokens, dict(values)), trainer.group)
+        seen = sum(tokens[0] for _, tokens, _ in rows)
+        trainer.state.total_flos = self._flos_before + seen * trainer.flos_per_token
         counted = trainer.args.include_num_input_tokens_seen
         if counted != "no":
             place = 1 if counted == "non_padding" else 0

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
@@ -27,7 +29,7 @@ from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
-from pipecomp.trainer import PipelineTrainer, alike, arguments, callbacks, checkpoints, message_stores
+from pipecomp.trainer import PipelineTrainer, alike, arguments, callbacks, checkpoints, message_stores, model_io
 from pipecomp.trainer.evaluation import _joined
 from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of, loader_options
 from pipecomp.trainer.losses import StepLoss, labels_in
@@ -99,6 +101,31 @@ def test_accelerators_settings_are_refused(usual: TrainingArguments) -> None:
     other.split_batches = True  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"accelerator_config\.split_batches"):
         arguments.check(changed(usual, accelerator_config=other))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_USE_FSDP", "true"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
+    ],
+)
+def test_what_accelerate_launch_says_is_refused(
+    usual: TrainingArguments, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for nothing in ("no", "false", ""):
+        monkeypatch.setenv(name, nothing)
+        arguments.check(usual)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        arguments.check(usual)
+
+
+def test_the_precision_of_accelerate_launch_is_that_of_the_arguments(usual: TrainingArguments) -> None:
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION: got 'bf16'"):
+        arguments.check(changed(usual, mixed_precision="bf16"))
+    arguments.check(changed(usual, mixed_precision="bf16", bf16=True))
 
 
 def test_combinations_that_cannot_work(usual: TrainingArguments) -> None:
@@ -237,6 +264,34 @@ def test_methods_of_trainer_that_are_not_called() -> None:
         def report(self) -> None: ...
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("compute_loss", "nothing: this trainer does not call it"),
+        ("get_train_dataloader", "nothing: this trainer does not call it"),
+        ("compute_loss_func", "an argument of PipelineTrainer"),
+        ("label_smoother", "label_smoothing_factor"),
+        ("lr_scheduler", r"optimizers=\(None"),
+        ("optimizer", r"optimizers=\(a callable"),
+    ],
+)
+def test_what_only_trainer_would_follow_cannot_be_set(name: str, words: str) -> None:
+    trainer = object.__new__(PipelineTrainer)
+    with pytest.raises(ConfigError, match=rf"PipelineTrainer\.{name}: got 5, allowed: {words}"):
+        setattr(trainer, name, 5)
+    trainer.compute_metrics, trainer.note, trainer.log = 5, 5, print  # type: ignore[attr-defined, method-assign]
+    assert (trainer.compute_metrics, trainer.note) == (5, 5)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("given", "told"), [(lambda: 5, ()), (lambda trial: (5, trial), (5, None))])
+def test_a_models_maker_may_take_a_trial(given: Any, told: Any) -> None:
+    assert model_io.make_model(given) == (told or 5)
+    with pytest.raises(ConfigError, match="model_init"):
+        model_io.make_model(lambda one, two: 5)
+    with pytest.raises(ConfigError, match="model_init"):
+        model_io.make_model(lambda: None)
+
+
 # -- data
 
 
@@ -299,7 +354,17 @@ def test_lengths_from_a_column_or_counted() -> None:
         Samples.of(made, list, ["pixels"], "train_dataset")
 
 
-@pytest.mark.parametrize("data", [None, [], (x for x in "ab")])
+class Counted(IterableDataset):
+    """It says how many samples it has, and has no numbers for them."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter([{"input_ids": [1]}] * 3)
+
+
+@pytest.mark.parametrize("data", [None, [], (x for x in "ab"), Counted()])
 def test_what_is_not_a_dataset(data: Any) -> None:
     with pytest.raises(DataError, match="train_dataset"):
         Samples.of(data, list, None, "train_dataset")
@@ -369,9 +434,21 @@ def test_a_steps_micro_batches_are_made_ahead_and_handed_out_once() -> None:
     shapes = [batch.inputs["input_ids"].numel() for batch in ahead]
     assert loader.tokens == sum(shapes)
     assert loader.real_tokens == sum(int(batch.inputs["attention_mask"].sum()) for batch in ahead) < loader.tokens
+    assert len(loader.dataset) == 7
     loader.begin_step(2)
     loader.seek(8)
     assert content([next(handed)]) == content(list(islice(noisy(8), 1)))
+
+
+@pytest.mark.parametrize(("pad", "real"), [(None, 21), (1, 14)])
+def test_tokens_without_a_mask_are_known_by_the_id_of_padding(pad: int | None, real: int) -> None:
+    def collate(chosen: list[int]) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[5, 6, 1]] * len(chosen))}
+
+    sampler = ShardedSampler(7, 2, drop_last=False)
+    loader = StepLoader(Samples(list(range(7)), collate), sampler, 0, NO_WORKERS, pad)
+    list(islice(loader, 4))
+    assert (loader.tokens, loader.real_tokens) == (21, real)
 
 
 @given(samples=st.integers(1, 30), size=st.integers(1, 6), replicas=st.integers(1, 4), drop=st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import TrainerState, TrainingArguments
 import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import Attempts
 from pipecomp.data import MicroBatch, ShardedSampler
+from pipecomp.errors import DataError
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints
 from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader
@@ -36,7 +38,11 @@ def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
 
     for loss in (StepLoss(stage.config), StepLoss(stage.config, own=own)):
         engine = SimpleNamespace(
-            is_first_stage=lambda: False, is_last_stage=lambda: True, stage=stage, device=torch.device("cpu")
+            is_first_stage=lambda: False,
+            is_last_stage=lambda: True,
+            stage=stage,
+            device=torch.device("cpu"),
+            propagate_failure=nullcontext,
         )
         training = object.__new__(Training)
         training._engine = engine
@@ -49,6 +55,48 @@ def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
         logits = torch.randn(3, 8, 97)
         assert torch.equal(loss(logits, given), loss.plain(logits, given))
     assert told == [4 + 7 + 6] * 2
+
+
+PADDED = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+
+
+def masked_words() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong", "place"),
+    [
+        (lambda: gpt2(2, 16), (0, 5), 5),  # what comes after the last real token is predicted from it, the next is not
+        (lambda: gpt2(2, 16), (2, 1), 1),
+        (masked_words, (0, 4), 4),
+        (masked_words, (2, 0), 0),
+    ],
+)
+def test_a_label_that_only_padding_predicts_is_an_error(made: Any, wrong: tuple[int, int], place: int) -> None:
+    whole = made()
+    causal = type(whole).__name__ == "GPT2LMHeadModel"
+    whole.config.architectures = [type(whole).__name__]
+    stage, alone = split(whole, num_stages=2)[1], split(whole, num_stages=1)[0]
+    loss, ids = StepLoss(whole.config), torch.full(PADDED.shape, 7)
+    fine = ids.masked_fill(PADDED == 0, -100)
+    if causal:
+        fine[0, 4] = 7
+    batch = MicroBatch((4, 2, 9), {"input_ids": ids, "attention_mask": PADDED}, fine)
+    (kept,) = loss.labels_of(stage, [batch])
+    assert kept[2].tolist() == ([-100, -100, -100, 7, 7, 7] if causal else [-100, -100, 7, 7, 7, 7])
+    labels = fine.clone()
+    labels[wrong] = 3
+    other = MicroBatch(batch.ids, batch.inputs, labels)
+    with pytest.raises(DataError, match=f"labels: sample {batch.ids[wrong[0]]} has 3 at place {place}"):
+        loss.labels_of(stage, [other])
+    assert torch.equal(loss.labels_of(alone, [other])[0], labels), "one stage has what the unsplit model has"
+    own = StepLoss(whole.config, own=work.summed)
+    assert torch.equal(own.labels_of(stage, [other])[0][wrong], torch.tensor(3)), "a loss of one's own may ignore them"
 
 
 def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_it() -> None:

@@ -1,0 +1,62 @@
+"""The model that a script gave, after stages were made of it and trained.
+
+transformers.Trainer trains a script's model in place, and the script saves, merges or calls it afterwards. A stage
+trains the blocks that it took of the model, and their neighbours keep the weights that they began with: in no process
+is the model the trained one. So from the first training on it raises an error wherever a script would take it for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from pipecomp.errors import PipecompError, SplitError
+
+_WHOLE = ("generate", "merge_and_unload", "merge_adapter", "push_to_hub", "save_pretrained", "state_dict")
+_HIDDEN = "_pipecomp_hidden"  # what `hide` put on a model: the cuts of its stages, and a hook
+
+
+def hide(model: Any, cuts: Sequence[int]) -> None:
+    """Let a model in memory raise an error when it is called or saved.
+
+    Args:
+        model: What the script gave; of a folder's name there is nothing to hide.
+        cuts: Of the stages that were made of it.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    show(model)
+    kind = type(model).__name__
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PipecompError(
+            f"{kind}: each process has trained a stage of this model, so here it is not the trained one: "
+            "trainer.save_model(folder) writes it, and from_pretrained reads it from there; trainer.predict uses it"
+        )
+
+    hook = model.register_forward_pre_hook(refuse)
+    for name in _WHOLE:
+        if hasattr(model, name):
+            model.__dict__[name] = refuse
+    model.__dict__[_HIDDEN] = (tuple(cuts), hook)
+
+
+def show(model: Any) -> None:
+    """Undo `hide`, so that stages can be made of the model: it is of the class that it was."""
+    found = getattr(model, "__dict__", {}).pop(_HIDDEN, None)
+    if found is not None:
+        found[1].remove()
+        for name in _WHOLE:
+            model.__dict__.pop(name, None)
+
+
+def check_cuts(model: Any, cuts: Sequence[int]) -> None:
+    """Raise SplitError for a model of which other stages were trained: each process has trained other blocks of it."""
+    found = getattr(model, "__dict__", {}).get(_HIDDEN)
+    if found is not None and found[0] != tuple(cuts):
+        raise SplitError(
+            f"model: stages with the cuts {list(found[0])} were made of it and trained, so it cannot be cut at "
+            f"{list(cuts)}: give the folder that the first trainer's save_model has written"
+        )

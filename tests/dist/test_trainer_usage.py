@@ -1,0 +1,210 @@
+"""What scripts do with a Trainer beside training, and what a PipelineTrainer on two processes makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import tests.dist.trainer_work as work
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import PipecompError
+from tests.dist.small import gpt2
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+
+class Seen(TrainerCallback):
+    """What the state says of tokens after every step, and how many samples the loader's dataset has."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.samples = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **more: Any) -> None:
+        self.samples = len(train_dataloader.dataset)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.tokens.append(state.num_input_tokens_seen)
+
+
+def counted(kind: Any, folder: str) -> dict[str, Any]:
+    """Tokens and operations, in every step, in a checkpoint, and when training goes on from it."""
+
+    def trained(resume: str | None, **changed: Any) -> tuple[Any, Seen]:
+        seen = Seen()
+        args = work.arguments(
+            folder, logging_steps=3, include_num_input_tokens_seen="all", eval_strategy="steps", eval_steps=2, **changed
+        )
+        trainer = kind(gpt2(2, 16), args, work.padded, work.unequal(), work.unequal(3), callbacks=[seen])
+        trainer.train(resume_from_checkpoint=resume)
+        if hasattr(trainer, "engine"):
+            trainer.end()
+        return trainer, seen
+
+    first, seen = trained(None, max_steps=4, save_strategy="steps", save_steps=2)
+    again, _ = trained(f"{folder}/checkpoint-2", max_steps=4)
+    saved = json.loads((Path(folder) / "checkpoint-2" / "trainer_state.json").read_text())
+    names = ("num_input_tokens_seen", "total_flos")
+    return {
+        "steps": seen.tokens,
+        "samples": seen.samples,
+        "logged": [line["num_input_tokens_seen"] for line in first.state.log_history],
+        "saved": {name: saved[name] for name in names},
+        "ends": [{name: getattr(trainer.state, name) for name in names} for trainer in (first, again)],
+    }
+
+
+class Modes(torch.optim.SGD):
+    """An optimizer whose weights differ in training and evaluation."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def labelled(chosen: list[Any]) -> dict[str, torch.Tensor]:
+    """Labels that are input_ids, padding and all."""
+    batch = work.padded(chosen)
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def evaluated(rank: int, world: int, note: Any, folder: str) -> str:
+    from pipecomp import PipelineTrainer
+
+    trainer = PipelineTrainer(gpt2(2, 16), work.arguments(folder), labelled, None, work.unequal(3))
+    try:
+        trainer.evaluate()
+    except PipecompError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    from pipecomp import PipelineTrainer
+
+    return {"counted": counted(PipelineTrainer, f"{folder}/counted"), "again": again(folder), "errors": errors(folder)}
+
+
+def errors(folder: str) -> dict[str, str]:
+    """The error of each case, on this rank; the last one ends the run."""
+    from pipecomp import PipelineTrainer
+
+    def made(model: Any = None, collate: Any = work.padded, **more: Any) -> Any:
+        args = work.arguments(folder, max_steps=2)
+        return PipelineTrainer(model or gpt2(2, 16), args, collate, work.unequal(), work.unequal(3), **more)
+
+    def changed(name: str, value: float, *, after: bool) -> None:
+        trainer = made()
+        if after:
+            trainer.evaluate()
+        setattr(trainer.args, name, value)
+        try:
+            trainer.train()
+        finally:
+            trainer.end()
+
+    def hidden_states() -> None:
+        model = work.bert()
+        model.config.output_hidden_states = True
+        made(model)
+
+    cases: dict[str, Any] = {
+        "clipping": lambda: changed("max_grad_norm", 0.1, after=False),
+        "rate": lambda: changed("learning_rate", 0.1, after=True),
+        "hidden states": hidden_states,
+        "modes": lambda: made(optimizer_cls_and_kwargs=(Modes, {"lr": 0.1})).train(),
+        "labels": lambda: made(collate=labelled).train(),
+    }
+    out = {}
+    for name, call in cases.items():
+        try:
+            call()
+        except PipecompError as error:
+            out[name] = f"{type(error).__name__}: {error}"
+    return out
+
+
+def again(folder: str) -> dict[str, Any]:
+    """A script's model, trained by two trainers one after the other; and by one of one stage, which trains it whole."""
+    from pipecomp import PipelineTrainer
+
+    out: dict[str, Any] = {}
+    model, losses = gpt2(2, 16), []
+    for _ in range(2):
+        trainer = PipelineTrainer(model, work.arguments(folder, max_steps=3), work.padded, work.unequal())
+        trainer.train()
+        losses.append(work.losses(trainer))
+        trainer.end()
+    out["losses"] = losses
+    try:
+        model.save_pretrained(f"{folder}/model")
+    except PipecompError as error:
+        out["saved"] = str(error)
+    whole = gpt2(2, 16)
+    before = whole.lm_head.weight.detach().clone()
+    args = work.arguments(folder, max_steps=1, per_device_train_batch_size=1)
+    trainer = PipelineTrainer(whole, args, work.padded, work.unequal(), num_stages=1)
+    trainer.train()
+    trainer.end()
+    out["whole"] = bool((whole.state_dict()["lm_head.weight"] != before).any())
+    return out
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    return run_ranks(2, everything, str(tmp_path_factory.mktemp("usage")), timeout_s=HANG_S)
+
+
+def test_tokens_and_operations_are_counted_as_trainer_counts_them(ran: Any, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    expected = counted(Trainer, str(tmp_path))
+    assert len(set(expected["steps"])) == len(expected["steps"]) == 4
+    assert expected["ends"][0]["total_flos"] > expected["saved"]["total_flos"] > 0
+    for rank in (0, 1):
+        assert ran[rank]["counted"] == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("clipping", "ConfigError: max_grad_norm: got 0.1, allowed: 1.0, with which this trainer was made"),
+        ("rate", "ConfigError: learning_rate: got 0.1, allowed: 0.002, with which this trainer was made"),
+        ("hidden states", "ConfigError: config.output_hidden_states: got True"),
+        ("modes", "ConfigError: optimizers[0]: got 'Modes', allowed: one without train() and eval()"),
+        ("labels", "labels: sample 0 has 0 at place 6, to be predicted from padding"),
+    ],
+)
+def test_what_would_be_ignored_is_an_error_on_all_ranks(ran: Any, case: str, words: str) -> None:
+    for rank in (0, 1):
+        assert words in ran[rank]["errors"][case]
+
+
+def test_labels_that_padding_would_predict_are_not_evaluated(tmp_path: Path) -> None:
+    found = run_ranks(2, evaluated, str(tmp_path), timeout_s=HANG_S)
+    for rank in (0, 1):
+        assert "labels: sample 0 has 0 at place 6, to be predicted from padding" in found[rank]
+
+
+def test_a_scripts_model_is_trained_on_and_does_not_pass_for_the_whole(ran: Any, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    model = gpt2(2, 16)
+    model.loss_type = "ForCausalLM"
+    losses = []
+    for _ in range(2):
+        trainer = Trainer(model, work.arguments(str(tmp_path), max_steps=3), work.padded, work.unequal())
+        trainer.train()
+        losses.append(work.losses(trainer))
+    for rank in (0, 1):
+        found = ran[rank]["again"]
+        assert found["losses"][0] == pytest.approx(losses[0], rel=1e-4)
+        assert found["losses"][1] == pytest.approx(losses[1], rel=1e-4)
+        assert "trainer.save_model(folder)" in found["saved"]
+        assert found["whole"], "of one stage the script's model is the trained one"

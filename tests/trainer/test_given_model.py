@@ -1,0 +1,74 @@
+"""The model of a script does not pass for the trained one, which is nowhere whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipecomp.errors import PipecompError, SplitError
+from pipecomp.stages import split
+from pipecomp.trainer import given_model
+from tests.dist.small import gpt2
+
+WORDS = {"input_ids": torch.tensor([[3, 5, 7]])}
+USES = {
+    "called": lambda model, folder: model(**WORDS),
+    "saved": lambda model, folder: model.save_pretrained(folder),
+    "generates": lambda model, folder: model.generate(**WORDS, max_new_tokens=1),
+    "state": lambda model, folder: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_hidden_model_is_not_used(use: str, tmp_path: Path) -> None:
+    model = gpt2(2, 16)
+    before = model(**WORDS).logits
+    given_model.hide(model, [0, 1, 2])
+    given_model.hide(model, [0, 1, 2])  # of a second training
+    with pytest.raises(PipecompError, match=r"GPT2LMHeadModel: .* trainer\.save_model"):
+        USES[use](model, tmp_path)
+    given_model.show(model)
+    USES[use](model, tmp_path)
+    assert torch.equal(model(**WORDS).logits, before)
+
+
+def test_stages_of_a_model_that_was_hidden_and_shown_are_as_before() -> None:
+    model = gpt2(2, 16)
+    before = model(**WORDS).logits
+    given_model.hide(model, [0, 1, 2])
+    given_model.show(model)
+    first, last = split(model, num_stages=2)
+    given_model.hide(model, [0, 1, 2])
+    assert torch.equal(last(first(WORDS)), before), "stages that were made of it go on"
+    assert first.state_dict()
+
+
+def test_an_adapter_is_not_merged_into_a_model_that_is_trained_in_part() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        gpt2(2, 16), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    )
+    given_model.hide(model, [0, 1, 2])
+    with pytest.raises(PipecompError, match="PeftModelForCausalLM"):
+        model.merge_and_unload()
+    given_model.show(model)
+    model.merge_and_unload()
+
+
+def test_a_model_that_was_trained_in_stages_keeps_its_cuts() -> None:
+    model = gpt2(3, 16)
+    given_model.check_cuts(model, [0, 2, 3])
+    given_model.hide(model, [0, 1, 3])
+    given_model.check_cuts(model, (0, 1, 3))
+    with pytest.raises(SplitError, match=r"cuts \[0, 1, 3\].*cannot be cut at \[0, 2, 3\]"):
+        given_model.check_cuts(model, [0, 2, 3])
+
+
+@pytest.mark.parametrize("given", ["gpt2", None])
+def test_a_name_has_nothing_to_hide(given: Any) -> None:
+    given_model.hide(given, [0, 1])
+    given_model.show(given)
+    given_model.check_cuts(given, [0, 1])
