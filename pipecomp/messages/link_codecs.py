@@ -62,10 +62,6 @@ class VisitCodecs:
         """Of a sample's first visit. dtype: the stages' own."""
         return self.first or Cast(dtype)
 
-    def visit_bytes(self, n: int, hidden: int, delta: bool, dtype: torch.dtype) -> int:
-        """Bytes of a sample's part of a packet."""
-        return (self.change if delta else self.first_visit(dtype)).payload_bytes(n, hidden)
-
     def visit(self, x_nH: Tensor, m_nH: Tensor | None, delta: bool, seed: int = 0) -> ops.Visit:
         """A sample of a packet, after `before`: its change, which moves m, or a first visit, which sets it."""
         codec = self.change if delta else self.first

@@ -29,7 +29,8 @@ class Changes:
 
     def may_keep(self, sample: int) -> bool:
         """Whether this end keeps what it is about to hold: not a new sample while the disk refuses writes."""
-        return {**self._held, **self._new}[sample] is not None or self._store.keeps_new()
+        now = self._new if sample in self._new else self._held
+        return now[sample] is not None or self._store.keeps_new()
 
     def hold(self, sample: int, cached: CachedActivation | None) -> None:
         """Hold this of a sample, None for nothing."""

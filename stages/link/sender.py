@@ -9,12 +9,11 @@ from torch import Tensor
 
 from pipecomp.errors import LinkError
 from pipecomp.messages.codecs import Cast, torch_dtype
-from pipecomp.messages.wire import Form, Header, Kind
+from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
 from pipecomp.stages.link.clusters import Clusters
 from pipecomp.stages.link.endpoint import Packet, Position, plain_samples
 from pipecomp.stages.link.link_end import LinkEnd
-from pipecomp.stages.link.visits import Visits
 
 
 class LinkSender(LinkEnd):
@@ -42,18 +41,15 @@ class LinkSender(LinkEnd):
         self._send(packet)
 
     def _encode_visits(self, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
-        changes = self._activations.changes(layout)
         versions = range(self.next_version, self.next_version + len(layout.ids))
         self.next_version = versions.stop
         # The other end may not keep a first visit that is under way.
         unsettled = set[int]().union(*self._unsettled.values())
-        samples = self._activations.plan(changes, layout, x_TH.shape[1], versions, unsettled)
-        packet, seen = self._activations.encode(x_TH, samples, changes, layout, at, x_TH.dtype)
+        packet, seen = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, unsettled=unsettled)
         if at.micro_batch == 0:
             self._sample_errors([x_TH[rows] for rows in layout.rows()], seen)
-        self._activations.keep(changes, packet.settle)
         if self._goes_on:
-            self._unsettled[at] = {s.id for s in samples if s.form is Form.FULL}
+            self._unsettled[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
         return packet
 
     def _encode_clustered(self, clusters: Clusters, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
@@ -91,17 +87,10 @@ class LinkSender(LinkEnd):
         dtype = torch_dtype(header.dtype)
         plain = self._pass_nonfinite and (header.method, header.payload_dtype) == (Cast.method, header.dtype)
         if self._gradients is not None and not plain:
-            g_TH = self._decode_change(self._gradients, header, payload, layout, at, unit)
+            self._codec_of(header, self.codecs.backward)
+            u_TH, _ = self._gradients.decode(header, payload, layout, at)
+            g_TH = u_TH / unit
         else:
             codec = Cast(dtype) if plain else self.codecs.gradient(dtype)
             g_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden)
         return self._received(header, payload, g_TH, layout)
-
-    def _decode_change(
-        self, gradients: Visits, header: Header, payload: Tensor, layout: Layout, at: Position, unit: float
-    ) -> Tensor:
-        self._codec_of(header, self.codecs.backward)
-        changes = gradients.changes(layout)
-        u_TH, settled = gradients.decode(header, payload, changes, at, torch_dtype(header.dtype))
-        gradients.keep(changes, settled)
-        return u_TH / unit

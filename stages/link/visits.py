@@ -17,7 +17,7 @@ Shapes: H hidden size, T real tokens of a micro-batch, n of one sample.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,14 +25,13 @@ from torch import Tensor
 from pipecomp.buffers.base import CachedActivation, Settled
 from pipecomp.errors import BaseMismatchError, LinkError, WireError
 from pipecomp.kernels import ops
+from pipecomp.messages.codecs import torch_dtype
 from pipecomp.messages.link_codecs import VisitCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.endpoint import Endpoint, Packet, Position
 from pipecomp.stages.link.finite import check_finite
-
-Code = Callable[[range, list[Tensor]], None]
 
 
 class Visits:
@@ -51,23 +50,104 @@ class Visits:
         assert found is not None
         return found
 
-    def changes(self, layout: Layout) -> Changes:
+    def encode(
+        self,
+        x_TH: Tensor,
+        layout: Layout,
+        versions: Sequence[int],
+        at: Position,
+        dtype: torch.dtype,
+        *,
+        unsettled: Container[int] = (),
+        settled: bool = False,
+    ) -> tuple[Packet, list[Tensor]]:
+        """Encode a micro-batch and keep what it makes: the packet, and of each sample what the other end computes with.
+
+        versions: that its samples will have. dtype: the stages' own. unsettled: samples of which the other end may not
+        keep what is under way. settled: NonFiniteError comes from here, not from the thread that sends.
+        """
+        changes, hidden = self._changes(layout), x_TH.shape[1]
+        samples = self._plan(changes, layout, hidden, versions, unsettled)
+        rows = layout.rows()
+        x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
+        codecs, smaller = self._fitted(x, samples, changes)
+        head, ends = _places(codecs, samples, hidden, dtype)
+        header = self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
+        change_T = torch.zeros(x_TH.shape[0] if head else 0, dtype=torch.uint8, device=x_TH.device)
+        seen: list[Tensor] = []
+
+        def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
+            verdicts: list[ops.Verdict] = []
+            for run, m in self._runs(changes, samples, hidden, at, lambda s: s.form is not Form.NOT_KEPT, seen):
+                for i, m_nH in zip(run, m, strict=True):
+                    if head and samples[i].form is Form.DELTA:
+                        smaller_n = smaller[i] if i in smaller else codecs.smaller(x[i] - m_nH, x[i])
+                        change_T[rows[i]] = smaller_n.to(torch.uint8)
+                        m_nH.masked_fill_(~smaller_n[:, None], 0.0)
+                last = run.stop == len(samples)
+                if head and last:
+                    payload[:head] = ops.pack_bits(change_T[None], 1)[0]
+                visits = [
+                    codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(self._kind, at, i))
+                    for i, m_nH in zip(run, m, strict=True)
+                ]
+                part = payload[ends[run.start] : ends[run.stop]]
+                verdicts.append(ops.encode_batch(visits, part, packet=whole if last else None))
+            return verdicts
+
+        packet = self._end.pack(header, ends[-1], encode, at)
+        if settled:
+            packet.settle()
+        self._keep(changes, packet.settle)
+        return packet, seen
+
+    def decode(self, header: Header, payload: Tensor, layout: Layout, at: Position) -> tuple[Tensor, set[int]]:
+        """Decode a micro-batch, float32 [T, H], and keep what it makes; also the samples that this end does not keep.
+
+        Raises WireError for what decodes to NaN or Inf; on a GPU later, see `check_finite`.
+        """
+        samples, hidden, dtype = header.samples, header.hidden, torch_dtype(header.dtype)
+        if not self._codecs.may_have(header.bits, header.first_bits):
+            got = header.first_bits or "full"
+            what = f"changes at {header.bits} bits, first visits at {got} bits: the ranks' configurations differ"
+            raise LinkError(self._end.where(at, what))
+        codecs = self._codecs.of_packet(header.bits, header.first_bits)
+        for s in samples:
+            if s.form is Form.PLAIN:
+                raise LinkError(self._end.where(at, f"sample {s.id} came without a version"))
+        head, ends = _places(codecs, samples, hidden, dtype)
+        if ends[-1] != payload.numel():
+            what = f"payload of {payload.numel()} bytes where its samples need {ends[-1]}"
+            raise WireError(self._end.where(at, what))
+        rows, changes = layout.rows(), self._changes(layout)
+        direct_T = ops.unpack_bits(payload[None, :head], 1, layout.total)[0] == 0 if head else None
+        seen: list[Tensor] = []
+
+        def keeps(s: Sample) -> bool:
+            return s.form is Form.DELTA or (s.form is Form.FULL and changes.may_keep(s.id))
+
+        for run, m in self._runs(changes, samples, hidden, at, keeps, seen):
+            for i, m_nH in zip(run, m, strict=True):
+                if direct_T is not None and samples[i].form is Form.DELTA:
+                    m_nH.masked_fill_(direct_T[rows[i], None], 0.0)
+            arriving = [
+                codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype) for i, m_nH in zip(run, m, strict=True)
+            ]
+            ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
+        x_TH = torch.cat(seen)
+        what = "activations" if self._kind is Kind.ACTIVATION else "gradients"
+        self._keep(changes, check_finite(self._end, x_TH, at, f"{what} of samples {[s.id for s in samples]}"))
+        return x_TH, changes.dropped()
+
+    def _changes(self, layout: Layout) -> Changes:
         """Begin a micro-batch."""
         assert self._end.store is not None
         return Changes(self._end.store, layout.ids, gradients=self._kind is Kind.GRADIENT)
 
-    def plan(
-        self,
-        changes: Changes,
-        layout: Layout,
-        hidden: int,
-        versions: Sequence[int],
-        unsettled: Container[int] = (),
+    def _plan(
+        self, changes: Changes, layout: Layout, hidden: int, versions: Sequence[int], unsettled: Container[int]
     ) -> list[Sample]:
-        """What each sample's rows will be, from versions and shapes alone.
-
-        versions: that its samples will have. unsettled: samples of which the other end may not keep what is under way.
-        """
+        """What each sample's rows will be, from versions and shapes alone."""
         samples: list[Sample] = []
         bases: dict[int, tuple[int, tuple[int, ...]] | None] = {}
         rows = zip(layout.ids, layout.starts, layout.counts, versions, strict=True)
@@ -86,90 +166,7 @@ class Visits:
             bases[sample] = None if form is Form.NOT_KEPT else (version, shape)
         return samples
 
-    def encode(
-        self,
-        x_TH: Tensor,
-        samples: list[Sample],
-        changes: Changes,
-        layout: Layout,
-        at: Position,
-        dtype: torch.dtype,
-    ) -> tuple[Packet, list[Tensor]]:
-        """Encode a micro-batch; the packet, and what the other end computes with, of each sample.
-
-        dtype: the stages' own. `keep` has to follow.
-        """
-        rows = layout.rows()
-        x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
-        codecs, smaller = self._fitted(x, samples, changes)
-        head, ends = _places(codecs, samples, x_TH.shape[1], dtype)
-        header = self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
-        change_T = torch.zeros(x_TH.shape[0] if head else 0, dtype=torch.uint8, device=x_TH.device)
-        seen: list[Tensor] = []
-
-        def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
-            verdicts: list[ops.Verdict] = []
-
-            def code(run: range, m: list[Tensor]) -> None:
-                for i, m_nH in zip(run, m, strict=True):
-                    if head and samples[i].form is Form.DELTA:
-                        smaller_n = smaller[i] if i in smaller else codecs.smaller(x[i] - m_nH, x[i])
-                        change_T[rows[i]] = smaller_n.to(torch.uint8)
-                        m_nH.masked_fill_(~smaller_n[:, None], 0.0)
-                if head and run.stop == len(samples):
-                    payload[:head] = ops.pack_bits(change_T[None], 1)[0]
-                visits = [
-                    codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(self._kind, at, i))
-                    for i, m_nH in zip(run, m, strict=True)
-                ]
-                packet = whole if run.stop == len(samples) else None
-                verdicts.append(ops.encode_batch(visits, payload[ends[run.start] : ends[run.stop]], packet=packet))
-
-            seen.extend(self._visit(changes, samples, x_TH.shape[1], at, code, lambda s: s.form is not Form.NOT_KEPT))
-            return verdicts
-
-        return self._end.pack(header, ends[-1], encode, at), seen
-
-    def decode(
-        self, header: Header, payload: Tensor, changes: Changes, at: Position, dtype: torch.dtype
-    ) -> tuple[Tensor, Settled | None]:
-        """Decode a micro-batch, float32 [T, H]; `keep` has to follow, with what else is returned.
-
-        dtype: the stages' own. Raises WireError for what decodes to NaN or Inf; on a GPU later, see `check_finite`.
-        """
-        samples, hidden = header.samples, header.hidden
-        if not self._codecs.may_have(header.bits, header.first_bits):
-            got = header.first_bits or "full"
-            what = f"changes at {header.bits} bits, first visits at {got} bits: the ranks' configurations differ"
-            raise LinkError(self._end.where(at, what))
-        codecs = self._codecs.of_packet(header.bits, header.first_bits)
-        for s in samples:
-            if s.form is Form.PLAIN:
-                raise LinkError(self._end.where(at, f"sample {s.id} came without a version"))
-        head, ends = _places(codecs, samples, hidden, dtype)
-        if ends[-1] != payload.numel():
-            what = f"payload of {payload.numel()} bytes where its samples need {ends[-1]}"
-            raise WireError(self._end.where(at, what))
-        rows = list(itertools.pairwise(itertools.accumulate((s.count for s in samples), initial=0)))
-        direct_T = ops.unpack_bits(payload[None, :head], 1, rows[-1][1])[0] == 0 if head else None
-
-        def code(run: range, m: list[Tensor]) -> None:
-            for i, m_nH in zip(run, m, strict=True):
-                if direct_T is not None and samples[i].form is Form.DELTA:
-                    m_nH.masked_fill_(direct_T[slice(*rows[i]), None], 0.0)
-            arriving = [
-                codecs.arriving(m_nH, samples[i].form is Form.DELTA, dtype) for i, m_nH in zip(run, m, strict=True)
-            ]
-            ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
-
-        def keeps(s: Sample) -> bool:
-            return s.form is Form.DELTA or (s.form is Form.FULL and changes.may_keep(s.id))
-
-        x_TH = torch.cat(self._visit(changes, samples, hidden, at, code, keeps))
-        what = "activations" if self._kind is Kind.ACTIVATION else "gradients"
-        return x_TH, check_finite(self._end, x_TH, at, f"{what} of samples {[s.id for s in samples]}")
-
-    def keep(self, changes: Changes, settled: Settled | None = None) -> None:
+    def _keep(self, changes: Changes, settled: Settled | None) -> None:
         """Change the store; settled: raises, on a GPU, if nothing may be kept. See `MessageStore.put_many`."""
         put = changes.make(None if self._end.staging.immediate else settled)
         if self._end.compares:
@@ -189,7 +186,7 @@ class Visits:
             if cached is None or cached.m_nH.shape != self._shape(*x_nH.shape):
                 visits[delta].append(self._codecs.visit(x_nH, None, delta)._replace(delta=False))
                 continue
-            m_nH = cached.m_nH if self._end.canvas is None else self._end.canvas.take(cached.m_nH, s.start)
+            m_nH = self._shown(cached.m_nH, s)
             if self._codecs.head_bytes(s.count):
                 smaller_n = self._codecs.smaller(x_nH - m_nH, x_nH)
                 m_nH = m_nH.masked_fill(~smaller_n[:, None], 0.0)
@@ -198,50 +195,45 @@ class Visits:
             visits[True].append(self._codecs.visit(x_nH, m_nH, True))
         return self._codecs.fitted(visits[True], visits[False]), smaller
 
-    def _visit(
+    def _runs(
         self,
         changes: Changes,
         samples: Sequence[Sample],
         hidden: int,
         at: Position,
-        code: Code,
         keeps: Callable[[Sample], bool],
-    ) -> list[Tensor]:
-        """Encode or decode all samples, each run of different ones at once; what is computed with, of each.
+        seen: list[Tensor],
+    ) -> Iterator[tuple[range, list[Tensor]]]:
+        """Give each run of different samples with their m, float32 [n, H], new where it is a first visit.
 
-        code(i, m): encodes or decodes the samples i with their m, float32 [n, H], new where it is a first visit. keeps:
-        whether this end keeps what it makes of a sample.
+        Whoever asks encodes or decodes the samples before asking for the next run, which changes their m. keeps:
+        whether this end keeps what is made of a sample. seen: gets what is computed with, of each.
         """
         end, canvas = self._end, self._end.canvas
-        seen: list[Tensor] = []
         deltas = kept = 0
         for run in changes.runs():
             part = samples[run.start : run.stop]
             held = [self._base(s, changes, hidden, at) for s in part]
             m = [
-                torch.empty(s.count, hidden, device=end.staging.device)
-                if held_nH is None
-                else held_nH
-                if canvas is None
-                else canvas.take(held_nH, s.start)
+                torch.empty(s.count, hidden, device=end.staging.device) if held_nH is None else self._shown(held_nH, s)
                 for s, held_nH in zip(part, held, strict=True)
             ]
-            code(run, m)
+            yield run, m
             for s, held_nH, m_nH in zip(part, held, m, strict=True):
                 deltas += held_nH is not None
                 if held_nH is None:
                     m_nH = self._codecs.first_m(m_nH)
                 seen.append(m_nH)
-                if canvas is not None and held_nH is not None:
-                    canvas.put_(held_nH, s.start, m_nH)
-                    m_nH = held_nH
-                elif canvas is not None:
-                    m_nH = canvas.spread(m_nH, s.start)
+                if canvas is not None:
+                    m_nH = canvas.spread(m_nH, s.start) if held_nH is None else canvas.put_(held_nH, s.start, m_nH)
                 keep = keeps(s)
                 kept += keep
                 changes.hold(s.id, CachedActivation(s.version, m_nH) if keep else None)
         end.stats.count_visits(len(samples), deltas=deltas, kept=kept, gradients=self._kind is Kind.GRADIENT)
-        return seen
+
+    def _shown(self, m_nH: Tensor, sample: Sample) -> Tensor:
+        """What a visit shows of m."""
+        return m_nH if self._end.canvas is None else self._end.canvas.take(m_nH, sample.start)
 
     def _base(self, sample: Sample, changes: Changes, hidden: int, at: Position) -> Tensor | None:
         """What a delta builds on, None of a first visit. BaseMismatchError if this end holds something else."""
@@ -268,5 +260,6 @@ class Visits:
 def _places(codecs: VisitCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:
     """Where the samples' parts begin, and the end; before them the bits of all tokens, as many bytes as said."""
     head = codecs.head_bytes(sum(s.count for s in samples))
-    sizes = (codecs.visit_bytes(s.count, hidden, s.form is Form.DELTA, dtype) for s in samples)
+    first = codecs.first_visit(dtype)
+    sizes = ((codecs.change if s.form is Form.DELTA else first).payload_bytes(s.count, hidden) for s in samples)
     return head, list(itertools.accumulate(sizes, initial=head))

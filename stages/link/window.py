@@ -84,10 +84,11 @@ class CropCanvas:
         """Copy the window [h, w C] of m [canvas lines, canvas columns × C]."""
         return self._window(m, start).clone(memory_format=torch.contiguous_format).view(self.lines, -1)
 
-    def put_(self, m: Tensor, start: int, window: Tensor) -> None:
-        """Change the window of m, and nothing else of it."""
+    def put_(self, m: Tensor, start: int, window: Tensor) -> Tensor:
+        """Change the window of m, and nothing else of it; returns m."""
         view = self._window(m, start)
         view.copy_(window.view(view.shape))
+        return m
 
     def spread(self, window: Tensor, start: int) -> Tensor:
         """m after a first visit: around the window everything is as at its nearest edge.
