@@ -204,8 +204,9 @@ def choose_local_steps(step_s: float, average_s: float) -> int | None:
 def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]]:
     """(stages, replicas) for so many nodes. ConfigError if there are none."""
     wanted: Iterable[int] = range(1, nodes + 1) if stages is None else (stages,)
+    require(stages is None or stages <= blocks, "stages", stages, f"at most {blocks}: the model has so many blocks")
     found = [(K, nodes // K) for K in wanted if nodes % K == 0 and blocks >= K]
-    require(found, "stages", stages, f"a divisor of {nodes} nodes, at most the model's {blocks} blocks")
+    require(found, "stages", stages, f"a divisor of {nodes} nodes")
     return found
 
 

@@ -14,7 +14,7 @@ from pipecomp.errors import require
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import Samples, Task
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
-from pipecomp.recipes.text import check_dropout, hub_errors, train_for_all_ranks
+from pipecomp.recipes.text import check_dropout, check_tokenizer, hub_errors, train_for_all_ranks
 
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -110,6 +110,7 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
         return PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
     with hub_errors("--tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name)
+    check_tokenizer(name, tokenizer)
     require(tokenizer.pad_token_id is not None, "--tokenizer", name, "a tokenizer that has a token for padding")
     return tokenizer
 

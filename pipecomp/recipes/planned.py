@@ -58,12 +58,27 @@ def main(args: argparse.Namespace) -> None:
         if args.model != "tiny":
             text.model_config(args.model)  # before the tokenizer, which is looked for in the same place
     documents = args.train_file is not None and args.train_file[0].endswith(_DOCUMENTS)
-    language.fine_tune(
-        args,
-        language.read_documents if documents else text.read,
-        documents=documents,
-        configure=configure,
-    )
+    try:
+        language.fine_tune(
+            args,
+            language.read_documents if documents else text.read,
+            documents=documents,
+            configure=configure,
+        )
+    except ConfigError as error:
+        raise in_words_of_train(error, args.run) from error
+
+
+def in_words_of_train(error: ConfigError, folder: str) -> ConfigError:
+    """Name what people gave `pipecomp train`, where an error names what it has made of that for recipes.
+
+    Args:
+        error: Of a recipe.
+        folder: Of --out.
+    """
+    got = folder if error.key == "--resume" else error.got
+    key = {"--block-size": "--tokens", "--resume": "--out"}.get(error.key, error.key)
+    return ConfigError(key, got, error.allowed.replace("--block-size", "--tokens"))
 
 
 def choose_interface() -> None:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import hashlib
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from pipecomp.cluster.collectives import broadcast
 from pipecomp.errors import ConfigError, DataError, PipecompError, require
+from pipecomp.stages.partition.hub import unreachable
 
 T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
@@ -225,8 +225,15 @@ def load_tokenizer(name: str, lines: list[str]) -> Any:
     loader = transformers.GPT2Tokenizer if bare and not described else transformers.AutoTokenizer
     with hub_errors("--tokenizer", name):
         tokenizer = loader.from_pretrained(name)
+    check_tokenizer(name, tokenizer)
     tokenizer.model_max_length = 10**9  # no warning about long texts: they are cut into blocks
     return tokenizer
+
+
+def check_tokenizer(name: str, tokenizer: Any) -> None:
+    """Raise ConfigError for what transformers makes of a folder without a tokenizer: one that knows no words."""
+    files = "a folder or hub name with a tokenizer's files; here one knows nothing but special tokens"
+    require(len(tokenizer) > len(set(tokenizer.all_special_ids)), "--tokenizer", name, files)
 
 
 def train_for_all_ranks(name: str, texts: list[str], least: int, train: Callable[[list[str], int], Any]) -> Any:
@@ -349,16 +356,10 @@ def hub_errors(argument: str, name: str) -> Iterator[None]:
 def _offline_without_network(name: str) -> None:
     """Where there is no network, let the hub's library say so at once, not after a minute of retries.
 
-    What is cached still loads. A local path or a proxy settles it without a look.
+    What is cached still loads.
     """
     import huggingface_hub.constants as hub
 
-    proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if hub.HF_HUB_OFFLINE or proxied or Path(name).exists():
-        return
-    host = hub.ENDPOINT.split("://")[-1].split("/")[0].split(":")[0]
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
+    if unreachable(name):
         hub.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later

@@ -16,6 +16,7 @@ from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
+from pipecomp.stages.partition.hub import unreachable
 from pipecomp.stages.partition.initializing import initialize, put
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
@@ -69,6 +70,8 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
     adapter = None if lora is None else adapters.as_adapter(lora)
     if adapter is None and (saved := adapters.from_folder(str(path))) is not None:
         adapter, path = saved
+    if unreachable(str(path)):
+        settings = {"local_files_only": True, **settings}  # what is cached, or an error at once
     try:
         config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
     except (OSError, ValueError) as error:

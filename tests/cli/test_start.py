@@ -127,6 +127,18 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     assert "--train-file 'my text.txt'" in text
 
 
+def test_errors_name_what_people_have_given():
+    from pipecomp.errors import ConfigError
+    from pipecomp.recipes.planned import in_words_of_train
+
+    told = in_words_of_train(ConfigError("--block-size", 4096, "at most 128, the positions of the model"), "mine")
+    assert str(told) == "--tokens: got 4096, allowed: at most 128, the positions of the model"
+    told = in_words_of_train(ConfigError("--resume", "auto", "the settings: --block-size is 64 in this run"), "mine")
+    assert str(told) == "--out: got 'mine', allowed: the settings: --tokens is 64 in this run"
+    told = in_words_of_train(ConfigError("--batch", 99, "at most 9"), "mine")
+    assert str(told) == "--batch: got 99, allowed: at most 9"
+
+
 COMMAND = """train --model model --data text.txt --eval held-out.txt --lr 1e-2 --batch 8 --stages 2 --max-steps 8 \
     --out mine --save-every 4 --store elsewhere"""
 

@@ -432,6 +432,8 @@ class TestChoices:
         assert layouts(6, None, 2) == [(1, 6), (2, 3)]
         with pytest.raises(ConfigError, match="divisor of 4"):
             layouts(4, 3, 12)
+        with pytest.raises(ConfigError, match=r"stages: got 16, allowed: at most 12: the model has so many blocks$"):
+            layouts(16, 16, 12)
         assert shares(12, 2, None) == [(6, 1), (3, 2), (2, 3), (1, 6)]
         assert shares(12, 2, 3) == [(3, 2)]
         with pytest.raises(ConfigError, match="batch"):
@@ -613,7 +615,7 @@ class TestWithoutASpeed:
         (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
         (("--stages", "2", "--recompute"), "recompute: got True, allowed: no value without --speed"),
         (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.1 GB for each node"),
-        (("--stages", "9"), "stages: got 9, allowed: a divisor of 9 nodes, at most the model's 8 blocks"),
+        (("--stages", "9"), "stages: got 9, allowed: at most 8: the model has so many blocks"),
         (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
         (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
         (("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"), "bandwidth: got "),

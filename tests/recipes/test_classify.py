@@ -244,6 +244,14 @@ class TestModels:
         assert caught.value.key == argument
         assert "\n" not in str(caught.value)
 
+    def test_a_folder_without_a_tokenizer(self, tmp_path: Path) -> None:
+        """transformers makes one that knows no words of BERT's configuration alone."""
+        from transformers import BertConfig
+
+        BertConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=r"--tokenizer: got .*knows nothing but special tokens"):
+            encoder.load_tokenizer(str(tmp_path), [])
+
 
 def test_pretraining_hides_what_bert_hides() -> None:
     spec = importlib.util.spec_from_file_location("pretrain_deberta", ROOT / "recipes" / "pretrain_deberta.py")

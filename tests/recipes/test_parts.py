@@ -388,6 +388,14 @@ class TestModels:
         assert caught.value.key == argument
         assert "\n" not in str(caught.value)
 
+    def test_a_folder_without_a_tokenizer(self, tmp_path: Path) -> None:
+        """transformers makes one without words of GPT-2's configuration alone."""
+        from transformers import GPT2Config
+
+        GPT2Config(n_layer=1).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=r"--tokenizer: got .*knows nothing but special tokens"):
+            text.load_tokenizer(str(tmp_path), [])
+
     def test_dropout_of_a_model_without(self, tmp_path: Path) -> None:
         from transformers import LlamaConfig
 

@@ -406,6 +406,24 @@ class TestDamagedFolders:
             with pytest.raises(SplitError, match="no Hugging Face model there"):
                 plan(str(path), num_stages=2)
 
+    def test_no_network(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The hub's library is asked for what is cached: else it tries six times, with pauses."""
+        import huggingface_hub.constants
+
+        def nowhere(*_: Any) -> None:
+            raise OSError("no name service")
+
+        def found(path: str, *, local_files_only: bool = False, **_: Any) -> None:
+            raise OSError("not cached" if local_files_only else "it asks the hub")
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("socket.getaddrinfo", nowhere)
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", found)
+        with pytest.raises(SplitError, match="no/model: no Hugging Face model there: not cached"):
+            plan("no/model", num_stages=2)
+
     def test_other_files(self, gpt2_folder: Path) -> None:
         weights = gpt2_folder / "model.safetensors"
         found = plan(gpt2_folder, num_stages=2)
