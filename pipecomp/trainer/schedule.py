@@ -1,9 +1,10 @@
-"""Learning rates, and the metric that they and the choice of the best model may follow."""
+"""How long a training is, its learning rates, and the metric that they and the choice of the best model may follow."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,33 @@ import torch
 from transformers import get_scheduler
 
 from pipecomp.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long a training is. per_epoch: micro-batches of one replica. updates: optimizer steps in an epoch."""
+
+    per_epoch: int
+    accumulation: int
+    updates: int
+    epochs: int
+    max_steps: int
+
+    @classmethod
+    def of(cls, args: Any, per_epoch: int) -> Length:
+        """Count it as Trainer does."""
+        accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
+        updates = -(-per_epoch // accumulation)
+        if max_steps > 0:
+            epochs = -(-max_steps // updates)
+        else:
+            epochs = math.ceil(args.num_train_epochs)
+            max_steps = math.ceil(args.num_train_epochs * updates)
+        return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
+
+    def micro_batches(self, update: int) -> int:
+        """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
+        return min(self.accumulation, self.per_epoch - update * self.accumulation)
 
 
 def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:

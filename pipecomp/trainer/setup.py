@@ -22,7 +22,7 @@ from pipecomp.errors import ConfigError, require
 from pipecomp.mesh.process_group import BACKEND
 from pipecomp.stages.partition.loading import resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
-from pipecomp.trainer import alike, arguments, given_model
+from pipecomp.trainer import alike, arguments, deepspeed_config, given_model
 
 
 def join(
@@ -38,7 +38,7 @@ def join(
     """
     if args.use_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported, which is next
-    config = arguments.joining_config(args, pipecomp)
+    config = deepspeed_config.joining_config(args, pipecomp)
     if dist.is_initialized() and dist.get_backend() != BACKEND and dist.get_world_size() > 1 and wanted_keys(config):
         dist.destroy_process_group()  # TrainingArguments let accelerate join over gloo; nothing was sent over it yet
     start_processes(args.seed, config)
@@ -89,8 +89,8 @@ class Pipeline:
         """Plan it. Parameters as for `PipelineTrainer`. Raises ConfigError, and SplitError for the model."""
         world = dist.get_world_size()
         source = resolve(model)
-        config = arguments.engine_config(args, pipecomp)
-        settings = Config.from_dict(config[arguments.SECTION])
+        config = deepspeed_config.engine_config(args, pipecomp)
+        settings = Config.from_dict(config[deepspeed_config.SECTION])
         stages = num_stages if num_stages is not None or cuts is not None else world
         whole = source.model if source.model is not None else skeleton(source)
         split_plan = plan_model(whole, stages, cuts, tie=settings.tie)

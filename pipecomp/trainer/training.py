@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,14 @@ from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.cluster.interruption import Interruption
 from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options, make_sampler
+from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.recording import Recording
 from pipecomp.trainer.reports import LossMeter, TrafficMeter
+from pipecomp.trainer.sampling import make_sampler
+from pipecomp.trainer.schedule import Length
 
 _log = transformers_logging.get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a training is. per_epoch: micro-batches of one replica. updates: optimizer steps in an epoch."""
-
-    per_epoch: int
-    accumulation: int
-    updates: int
-    epochs: int
-    max_steps: int
-
-    @classmethod
-    def of(cls, args: Any, per_epoch: int) -> Length:
-        """Count it as Trainer does."""
-        accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
-        updates = -(-per_epoch // accumulation)
-        if max_steps > 0:
-            epochs = -(-max_steps // updates)
-        else:
-            epochs = math.ceil(args.num_train_epochs)
-            max_steps = math.ceil(args.num_train_epochs * updates)
-        return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
-
-    def micro_batches(self, update: int) -> int:
-        """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
-        return min(self.accumulation, self.per_epoch - update * self.accumulation)
 
 
 class Training:

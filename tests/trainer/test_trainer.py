@@ -30,11 +30,13 @@ from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, alike, arguments, callbacks, checkpoints, message_stores, model_io
+from pipecomp.trainer.deepspeed_config import engine_config
 from pipecomp.trainer.evaluation import _joined
-from pipecomp.trainer.feeding import EvalLoader, LengthSampler, Samples, StepLoader, lengths_of, loader_options
+from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, loader_options
 from pipecomp.trainer.losses import StepLoss, labels_in
 from pipecomp.trainer.packing import pack, unpack
 from pipecomp.trainer.reports import TrafficMeter
+from pipecomp.trainer.sampling import LengthSampler, lengths_of
 from tests.dist.small import gpt2
 
 NO_WORKERS: dict[str, Any] = {"num_workers": 0}
@@ -137,13 +139,13 @@ def test_combinations_that_cannot_work(usual: TrainingArguments) -> None:
 
 def test_no_clipping(usual: TrainingArguments) -> None:
     for value in (None, 0.0):
-        config = arguments.engine_config(changed(usual, max_grad_norm=value), {})
+        config = engine_config(changed(usual, max_grad_norm=value), {})
         assert config["gradient_clipping"] == float("inf")
 
 
 def test_configuration_from_arguments(usual: TrainingArguments) -> None:
     args = changed(usual, per_device_train_batch_size=3, gradient_accumulation_steps=5, max_grad_norm=0.7, seed=11)
-    config = arguments.engine_config(args, {"activations": {"method": "aqsgd"}})
+    config = engine_config(args, {"activations": {"method": "aqsgd"}})
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert config["gradient_accumulation_steps"] == 5
     assert config["gradient_clipping"] == 0.7
@@ -153,8 +155,8 @@ def test_configuration_from_arguments(usual: TrainingArguments) -> None:
         "seed": 11,
         "store": {"path": f"{args.output_dir}/messages"},
     }
-    assert arguments.engine_config(changed(args, max_grad_norm=0.0), None)["gradient_clipping"] == float("inf")
-    half = arguments.engine_config(changed(args, bf16=True), None)
+    assert engine_config(changed(args, max_grad_norm=0.0), None)["gradient_clipping"] == float("inf")
+    half = engine_config(changed(args, bf16=True), None)
     assert half["bf16"] == {"enabled": True}
     assert half["zero_optimization"]["stage"] == 1
     assert half["data_types"] == {"grad_accum_dtype": "fp32"}
@@ -172,16 +174,16 @@ def test_a_whole_configuration_from_dict_file_and_argument(usual: TrainingArgume
     before = copy.deepcopy(whole)
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(whole))
-    expected = arguments.engine_config(usual, whole)
+    expected = engine_config(usual, whole)
     assert whole == before
     assert expected["steps_per_print"] == 7
     assert expected["train_micro_batch_size_per_gpu"] == usual.per_device_train_batch_size
     assert expected["pipecomp"] == whole["pipecomp"]
-    assert arguments.engine_config(usual, str(file)) == expected
-    assert arguments.engine_config(changed(usual, deepspeed=whole), None) == expected
-    assert arguments.engine_config(changed(usual, deepspeed=str(file)), None) == expected
+    assert engine_config(usual, str(file)) == expected
+    assert engine_config(changed(usual, deepspeed=whole), None) == expected
+    assert engine_config(changed(usual, deepspeed=str(file)), None) == expected
     rest = {key: value for key, value in whole.items() if key != "pipecomp"}
-    assert arguments.engine_config(changed(usual, deepspeed=rest), whole["pipecomp"]) == expected  # type: ignore[arg-type]
+    assert engine_config(changed(usual, deepspeed=rest), whole["pipecomp"]) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_a_whole_configuration_from_dict_file_and_argument(usual: TrainingArgume
 )
 def test_a_configuration_that_contradicts(usual: TrainingArguments, values: dict, given: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        arguments.engine_config(changed(usual, **values), given)
+        engine_config(changed(usual, **values), given)
     assert caught.value.key == key
 
 

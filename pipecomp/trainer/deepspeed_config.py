@@ -1,0 +1,154 @@
+"""`transformers.TrainingArguments` and the user's DeepSpeed configuration as the configuration of an engine."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from pipecomp.config import Config, read_json_object
+from pipecomp.errors import ConfigError, require
+
+SECTION = "pipecomp"
+
+
+def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    """Return the configuration for `pipecomp.initialize`.
+
+    Args:
+        args: TrainingArguments. `args.deepspeed` may be the DeepSpeed configuration.
+        pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file), in which
+            "auto" and what is missing come from `args`.
+
+    Raises:
+        ConfigError: For a value that contradicts `args`, or that a pipeline cannot follow.
+    """
+    config = _given(args, pipecomp)
+    own = {
+        "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
+        # 0 means no clipping; the norm is logged all the same
+        "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm or 0) or math.inf),
+    }
+    for key, (name, value) in own.items():
+        _agree(key, config.get(key, "auto"), value, name)
+        config[key] = value
+    require(
+        config.pop("train_batch_size", "auto") == "auto",
+        "train_batch_size",
+        "a number",
+        "'auto': it follows from the arguments and the processes",
+    )
+    for name in ("bf16", "fp16"):
+        part = config.setdefault(name, {})
+        _agree(f"{name}.enabled", part.get("enabled", "auto"), bool(getattr(args, name)), name)
+        part["enabled"] = bool(getattr(args, name))
+        if not part["enabled"]:
+            config.pop(name)
+    _check_optimizer(args, config)
+    stage = config.get("zero_optimization", {}).get("stage", 1 if args.bf16 or args.fp16 else 0)
+    require(stage in (0, 1), "zero_optimization.stage", stage, "0 or 1 in a pipeline")
+    if args.fp16:
+        config.setdefault("zero_optimization", {}).setdefault("stage", stage)
+    if args.bf16:
+        if stage == 0 and str(getattr(args.save_strategy, "value", "")) != "no" and not args.save_only_model:
+            allowed = "1 with bf16, whose checkpoints DeepSpeed could not load; or save_strategy 'no'"
+            raise ConfigError("zero_optimization.stage", stage, allowed)
+        config.setdefault("zero_optimization", {}).setdefault("stage", stage)
+        if stage == 1:
+            config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    config.setdefault("steps_per_print", 10**9)  # the callbacks report
+    section = config[SECTION]
+    section.setdefault("seed", args.seed)
+    settings = Config.from_dict(section)
+    if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb":
+        section.setdefault("store", {}).setdefault("path", str(Path(args.output_dir) / "messages"))
+    if settings.gradients.exchanges_in_optimizer:
+        if args.weight_decay:
+            allowed = f"0 with gradients.method {settings.gradients.method!r}, which has one group of parameters"
+            raise ConfigError("weight_decay", args.weight_decay, allowed)
+        config["optimizer"] = {"type": "AdamW", "params": _adam_params(args)}
+    return config
+
+
+def joining_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the user's configuration as far as joining the other processes needs it: keys, and which transport.
+
+    None where it cannot be read: the others have to be told, which they are when all have joined.
+    """
+    try:
+        return _given(args, pipecomp)
+    except ConfigError:
+        return None
+
+
+def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    """Read the user's DeepSpeed configuration, its "pipecomp" section in it."""
+    complete = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
+    require(
+        not complete or args.deepspeed is None,
+        "deepspeed",
+        args.deepspeed,
+        "not set beside a DeepSpeed configuration as pipecomp=",
+    )
+    source = pipecomp if complete else args.deepspeed
+    if source is None or isinstance(source, dict):
+        config = copy.deepcopy(source or {})
+    else:
+        config = read_json_object("pipecomp", source)
+    if not complete and pipecomp is not None:
+        require(isinstance(pipecomp, dict), "pipecomp", pipecomp, "a dict or the path of a JSON file")
+        require(
+            config.get(SECTION, pipecomp) == pipecomp,
+            "pipecomp",
+            pipecomp,
+            "the section that the deepspeed argument has, or only one of them",
+        )
+        config[SECTION] = copy.deepcopy(pipecomp)
+    require(
+        isinstance(config.setdefault(SECTION, {}), dict), SECTION, config[SECTION], "an object with keys and values"
+    )
+    return config
+
+
+def _agree(key: str, got: object, wanted: object, name: str) -> None:
+    require(got in ("auto", wanted), key, got, f"'auto' or {wanted!r}, which is what TrainingArguments.{name} says")
+
+
+def _adam_params(args: Any) -> dict[str, Any]:
+    return {
+        "lr": args.learning_rate,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+
+
+def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
+    """Let pass sections that say what the arguments say, or "auto": the trainer makes optimizer and schedule."""
+    optimizer = config.pop("optimizer", {})
+    require(
+        optimizer.get("type", "AdamW").lower() in ("adam", "adamw"),
+        "optimizer.type",
+        optimizer.get("type"),
+        "AdamW; TrainingArguments.optim says which",
+    )
+    known = _adam_params(args)
+    names = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+    for key, value in optimizer.get("params", {}).items():
+        require(
+            key in (*known, "torch_adam"),
+            f"optimizer.params.{key}",
+            value,
+            f"{', '.join(known)} as in TrainingArguments",
+        )
+        if key in known:
+            _agree(f"optimizer.params.{key}", value, known[key], names.get(key, key))
+    require(
+        "scheduler" not in config,
+        "scheduler",
+        config.get("scheduler"),
+        "not set: TrainingArguments.lr_scheduler_type says which",
+    )
