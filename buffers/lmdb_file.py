@@ -261,21 +261,20 @@ class ValueFile:
         puts: dict[Table, list[tuple[int, Place, bytearray, bool]]] = {}
         deletes: list[tuple[Table, list[bytes]]] = []
         freed: list[tuple[Table, int, int]] = []
+        ends = {table: table.end for table in changes}
         for table, values in changes.items():
             puts[table] = []
             for sample, value in values.items():
-                old = table.places.get(sample)
-                before = len(piece_sizes(old.size, self._page)) if old is not None else 0
+                old, end, after = table.places.get(sample), table.end, 0
                 if value is not None:
-                    end = table.end
                     slot = old.slot if old is not None else self._new_slot(table)
                     puts[table].append((sample, Place(slot, len(value)), value, slot == end))
                     after = len(piece_sizes(len(value), self._page))
-                    if after < before:
-                        deletes.append((table, _keys(slot, sample, after, before)))
                 elif old is not None:
-                    deletes.append((table, _keys(old.slot, sample, 0, before)))
                     freed.append((table, sample, old.slot))
+                if old is not None:
+                    before = len(piece_sizes(old.size, self._page))
+                    deletes.append((table, _keys(old.slot, sample, after, before)))
 
         def body(txn: lmdb.Transaction) -> None:
             for table, keys in deletes:
@@ -286,7 +285,13 @@ class ValueFile:
                     for sample, place, value, append in its:
                         self._put(cursor, table, place.slot, sample, value, append)
 
-        self._transact(body)
+        try:
+            self._transact(body)
+        except BaseException:
+            for table, end in ends.items():  # what is not written takes no slots, however often it is tried
+                taken = (place.slot for sample, place, *_ in puts[table] if sample not in table.places)
+                table.free, table.end = sorted([*table.free, *(slot for slot in taken if slot < end)]), end
+            raise
         for table, its in puts.items():
             table.places.update((sample, place) for sample, place, *_ in its)
         for table, sample, slot in freed:

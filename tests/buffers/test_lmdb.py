@@ -1,5 +1,6 @@
 """What only a store on disk has: transactions, settings, size of the file, growth, errors of the disk, restarts."""
 
+import errno
 import json
 import os
 import random
@@ -269,6 +270,29 @@ class TestReading:
         with pytest.raises(StoreError, match=r"sample 0: .* bytes are there"):
             file.read(table, 0)
         assert file.read(table, 1) == values[1]
+        file.close()
+
+    def test_a_write_that_fails_uses_up_no_slots(self, tmp_path, monkeypatch):
+        """A run that goes on without the disk tries again at every step: slots must not grow with the steps."""
+        file = ValueFile(tmp_path)
+        table = file.table("link-0")
+        value = ValueFormat(32).pack(0, 1, message(0, 1), "here")
+        file.write({table: dict.fromkeys(range(6), value)})
+        file.write({table: dict.fromkeys((1, 3))})
+        before = (table.end, sorted(table.free), dict(table.places))
+
+        def refused(*args):
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as disk:
+            disk.setattr(file, "_put", refused)
+            for _ in range(3):
+                with pytest.raises(StoreError, match="full"):
+                    file.write({table: {**dict.fromkeys(range(10, 15), value), 5: value, 0: None}})
+        assert (table.end, sorted(table.free), table.places) == before
+        file.write({table: dict.fromkeys(range(10, 15), value)})
+        assert table.end == 9
+        assert all(file.read(table, sample) == value for sample in (0, 5, 10, 14))
         file.close()
 
 
