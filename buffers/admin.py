@@ -264,8 +264,8 @@ def _copy_link(
 ) -> None:
     source = old.table(name, create=False)
     kept = keep([row.sample for row in old.scan(source)])
-    target = new.table(name) if create else None
     values: dict[int, bytearray | None] = {}
+    changes = {new.table(name): values} if create else {}
     size = 0
     for checked in check_values(old, source):
         report.damaged += checked.problem is not None
@@ -275,11 +275,11 @@ def _copy_link(
         report.kept += 1
         values[checked.sample] = checked.value
         size += len(checked.value)
-        if size >= _COPY_BYTES and target is not None:
-            new.write({target: values})
-            values, size = {}, 0
-    if values and target is not None:
-        new.write({target: values})
+        if size >= _COPY_BYTES:
+            new.write(changes)
+            values.clear()
+            size = 0
+    new.write(changes)
 
 
 def _links(folder: Path) -> set[str]:

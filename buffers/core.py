@@ -20,7 +20,7 @@ from pipecomp.buffers.base import GRADIENT, CachedActivation, Held, Put, Settled
 from pipecomp.buffers.budget import Budget
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.prefetch import Loaded, Prefetcher
-from pipecomp.buffers.value import ValueFormat, decoded, unpack, verify_value
+from pipecomp.buffers.value import ValueFormat, decoded, read_header, verify_value
 from pipecomp.errors import StoreError
 from pipecomp.kernels.staging import HostStaging, Staging
 
@@ -95,7 +95,8 @@ class LinkStore(ABC):
         """Give what `get` would return after this was put; see MessageStore."""
         where = f"store of {self.link}"
         m_nH = self._staging.to_host(m_nH).wait()
-        again_nH = unpack(self._format.pack(0, 1, m_nH, where), where, check=False).m_nH
+        value = self._format.pack(0, 1, m_nH, where)
+        again_nH = decoded(value, read_header(value, where)).m_nH
         return self._staging.to_device(again_nH).wait()
 
     def keeps_new(self) -> bool:
@@ -262,7 +263,7 @@ class LinkStore(ABC):
         where = self.where(entry.sample)
         value = self._pack(entry)
         if value is not None:
-            return unpack(value, where, check=False)
+            return decoded(value, read_header(value, where))
         try:
             stored = read(entry.sample)
             if stored is None:

@@ -142,28 +142,26 @@ def stored_size(header: ValueHeader) -> int:
     return HEADER_BYTES + _payload_bytes(header.n, header.H, header.bits, header.group_size or None)
 
 
-def verify_value(value: bytearray | memoryview, where: str, *, checksum: bool = True) -> ValueHeader:
+def verify_value(value: bytearray | memoryview, where: str) -> ValueHeader:
     """Check a whole stored value; returns its header. StoreError, naming `where`, if the length or the CRC is wrong."""
     header = read_header(value, where)
     if stored_size(header) != len(value):
         raise StoreError(f"{where}: {len(value)} bytes, its header says {stored_size(header)}")
-    if checksum and _checksum(value) != header.crc:
+    if _checksum(value) != header.crc:
         raise StoreError(f"{where}: damaged: CRC-32 {_checksum(value):#010x}, stored with {header.crc:#010x}")
     return header
 
 
-def unpack(value: bytearray | memoryview, where: str, *, check: bool = True, alias: bool = False) -> CachedActivation:
-    """Decode a stored value.
+def unpack(value: bytearray | memoryview, where: str, *, alias: bool = False) -> CachedActivation:
+    """Decode a stored value. StoreError, naming `where`, if the length or the CRC-32 is wrong. alias: see `decoded`."""
+    return decoded(value, verify_value(value, where), alias=alias)
 
-    check: compare the CRC-32 first; only values that never left this process's memory do without.
+
+def decoded(value: bytearray | memoryview, header: ValueHeader, *, alias: bool = False) -> CachedActivation:
+    """Decode a value that `verify_value` has passed, or that never left this process's memory.
+
     alias: with 32 bits the tensor may share `value`'s memory, which nobody else uses.
-    Raises StoreError, naming `where`, if the length or the CRC-32 is wrong.
     """
-    return decoded(value, verify_value(value, where, checksum=check), alias=alias)
-
-
-def decoded(value: bytearray | memoryview, header: ValueHeader, *, alias: bool) -> CachedActivation:
-    """Decode a value that `verify_value` has passed; alias as for `unpack`."""
     n, H, bits, grouping = header.n, header.H, header.bits, header.group_size or None
     if n == 0:
         return CachedActivation(header.version, torch.empty(0, H))

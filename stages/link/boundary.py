@@ -55,10 +55,8 @@ class Layout:
         """Attention mask [B, S] int64 with ones at real tokens; None if all are."""
         if self.full:
             return None
-        mask_BS = torch.zeros(len(self.ids), self.tokens, dtype=torch.int64)
-        for i, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
-            mask_BS[i, start : start + count] = 1
-        return mask_BS.to(device, non_blocking=True)
+        real_BS = _real(torch.tensor(self.starts), torch.tensor(self.counts), self.tokens)
+        return real_BS.to(torch.int64).to(device, non_blocking=True)
 
     @classmethod
     def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:
@@ -100,8 +98,7 @@ class Layout:
         real_BS = mask_BS.detach().cpu().bool()
         counts_B = real_BS.sum(1)
         starts_B = real_BS.int().argmax(1)
-        where_S = torch.arange(tokens)
-        run_BS = (where_S >= starts_B[:, None]) & (where_S < (starts_B + counts_B)[:, None])
+        run_BS = _real(starts_B, counts_B, tokens)
         if not torch.equal(run_BS, real_BS):
             i = int((run_BS != real_BS).any(1).nonzero()[0])
             raise DataError(f"attention_mask of sample {ids[i]} has padding between real tokens: pad left or right")
@@ -129,6 +126,12 @@ def gradient_unit(layout: Layout, micro_batches: int, loss_scale: float) -> floa
     range of float16, as a store with 16 bits needs it.
     """
     return 4096.0 * len(layout.ids) * micro_batches / loss_scale
+
+
+def _real(starts_B: Tensor, counts_B: Tensor, tokens: int) -> Tensor:
+    """Which tokens are real, bool [B, S]: of each sample so many from its start."""
+    where_S = torch.arange(tokens)
+    return (where_S >= starts_B[:, None]) & (where_S < (starts_B + counts_B)[:, None])
 
 
 def gather(x_BSH: Tensor, layout: Layout) -> Tensor:
