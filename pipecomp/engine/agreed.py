@@ -24,6 +24,7 @@ from pipecomp.stages.partition.planning import SplitPlan
 
 SECTION = "pipecomp"
 _INTERVAL = "activation_checkpoint_interval"
+_NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 
 class Agreed(NamedTuple):
@@ -50,6 +51,7 @@ def agree(
         if isinstance(model, Modules):
             _check_modules(settings, own_loss)
         _check_stages(settings, split_plan)
+        check_auto(ds_config)
         check_precision(ds_config)
         check_gradients(settings.gradients, ds_config, split_plan, dist.get_world_size() // split_plan.num_stages)
         _complete(ds_config)
@@ -117,6 +119,19 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
     if isinstance(config, dict):
         return copy.deepcopy(config)
     return read_json_object("config", config)
+
+
+def check_auto(ds_config: dict[str, Any]) -> None:
+    """Refuse an "auto" of a recipe's configuration, or of one for Hugging Face's trainer, where DeepSpeed has none."""
+    values = {key: ds_config.get(key) for key in _NUMBERS}
+    for name in ("fp16", "bf16"):
+        values[f"{name}.enabled"] = ds_config.get(name, {}).get("enabled")
+    for name in ("optimizer", "scheduler"):
+        params = ds_config.get(name, {}).get("params", {})
+        values |= {f"{name}.params.{key}": value for key, value in params.items()}
+    known = "a value: only recipes, pipecomp train and PipelineTrainer know what 'auto' stands for"
+    for key, value in values.items():
+        require(value != "auto", key, value, known)
 
 
 def check_precision(ds_config: dict[str, Any]) -> None:

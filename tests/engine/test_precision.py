@@ -1,10 +1,10 @@
-"""Which kinds of mixed precision an engine refuses."""
+"""Which kinds of mixed precision an engine refuses, and which "auto"."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipecomp.engine.agreed import check_precision
+from pipecomp.engine.agreed import check_auto, check_precision
 from pipecomp.errors import ConfigError
 
 
@@ -18,3 +18,22 @@ def test_precision_without_one_is_not():
     check_precision({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
     check_precision({"torch_autocast": {"enabled": False, "dtype": "fp16"}})
     check_precision({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": "auto"}),
+        ("gradient_clipping", {"gradient_clipping": "auto"}),
+        ("bf16.enabled", {"bf16": {"enabled": "auto"}}),
+        ("optimizer.params.lr", {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
+        ("scheduler.params.total_num_steps", {"scheduler": {"params": {"total_num_steps": "auto"}}}),
+    ],
+)
+def test_an_auto_that_nobody_settles_is_refused(key, section):
+    with pytest.raises(ConfigError, match=f"{key}: got 'auto', allowed: a value: only recipes"):
+        check_auto(section)
+
+
+def test_deepspeeds_own_auto_is_not():
+    check_auto({"pipeline": {"stages": "auto"}, "pipecomp": {"in_flight": "auto"}, "scheduler": {"params": {"a": 1}}})
