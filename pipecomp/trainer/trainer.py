@@ -40,10 +40,14 @@ class PipelineTrainer:
     a checkpoint goes on with the same losses; cached activations in memory (store.backend "memory") are not saved, and
     those samples are sent as first visits again.
 
+    A step's loss is the mean over its labels. Trainer's is that of most models; of those that do not go by
+    num_items_in_batch, as BERT's, it is the sum of the means of micro-batches. With bf16 or fp16 the model is saved with
+    16 bits, as DeepSpeed holds it; Trainer saves float32.
+
     Args:
         model: A folder or hub name, of which each process reads only its stage, or a Hugging Face model, which stays
-            complete in every process's memory as long as the script holds it. Training changes in it what is in the
-            process's stage: afterwards it is the trained one nowhere, and raises an error when it is called or saved.
+            complete in every process's memory as long as the script holds it. A process trains its stage of it: with
+            several stages the script's model is whole nowhere afterwards, and it is an error to call it or to save it.
         args: Trainer's. per_device_train_batch_size is the size of a micro-batch, gradient_accumulation_steps their
             number in an optimizer step of each replica. What a pipeline cannot do is a ConfigError that names it.
             `args.deepspeed` may be a DeepSpeed configuration with a "pipecomp" section.
