@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from pipecomp.stages.partition.planning import SplitPlan
 
 SECTION = "pipecomp"
 _INTERVAL = "activation_checkpoint_interval"
+_PARTS = ("activations", "store", "gradients", "transport")
 _NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 
@@ -45,6 +47,7 @@ def agree(
     """
     with all_ranks.collective_errors():
         ds_config = _read_config(config)
+        check_section(ds_config)
         settings = Config.from_dict(ds_config.get(SECTION, {}))
         _check_transport(settings)
         split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
@@ -119,6 +122,14 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
     if isinstance(config, dict):
         return copy.deepcopy(config)
     return read_json_object("config", config)
+
+
+def check_section(ds_config: dict[str, Any]) -> None:
+    """Refuse the section under a similar name, and its parts outside: DeepSpeed takes any key, and nothing happens."""
+    for key, value in ds_config.items():
+        meant = key != SECTION and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.7)
+        require(not meant, key, value, f"the section's name {SECTION!r}")
+        require(key not in _PARTS, key, value, f"nothing here: {key!r} belongs into the section {SECTION!r}")
 
 
 def check_auto(ds_config: dict[str, Any]) -> None:

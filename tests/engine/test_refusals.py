@@ -1,10 +1,10 @@
-"""Which kinds of mixed precision an engine refuses, and which "auto"."""
+"""Which kinds of mixed precision an engine refuses, which "auto", and sections that would have no effect."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipecomp.engine.agreed import check_auto, check_precision
+from pipecomp.engine.agreed import check_auto, check_precision, check_section
 from pipecomp.errors import ConfigError
 
 
@@ -33,6 +33,23 @@ def test_precision_without_one_is_not():
 def test_an_auto_that_nobody_settles_is_refused(key, section):
     with pytest.raises(ConfigError, match=f"{key}: got 'auto', allowed: a value: only recipes"):
         check_auto(section)
+
+
+@pytest.mark.parametrize("key", ["pipecomps", "PipeComp", "pipe_comp", "pipcomp"])
+def test_the_section_under_another_name_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key}: got .*, allowed: the section's name 'pipecomp'"):
+        check_section({"train_batch_size": 8, key: {"activations": {"method": "aqsgd"}}})
+
+
+@pytest.mark.parametrize("key", ["activations", "store", "gradients", "transport"])
+def test_parts_of_the_section_outside_are_refused(key):
+    with pytest.raises(ConfigError, match=f"{key}: got .*, allowed: nothing here: '{key}' belongs into the section"):
+        check_section({"pipecomp": {}, key: {}})
+
+
+def test_deepspeeds_sections_are_not():
+    known = ("pipeline", "pipecomp", "optimizer", "compile", "gradient_clipping", "activation_checkpointing", "bf16")
+    check_section({key: {} for key in known})
 
 
 def test_deepspeeds_own_auto_is_not():
