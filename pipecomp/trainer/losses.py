@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 from pipecomp.data import MicroBatch
 from pipecomp.errors import DataError, require
 from pipecomp.stages import default_loss
+from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.losses import LossFn, causal_lm, masked_lm
 
@@ -41,6 +42,22 @@ def labels_in(labels: Tensor, *, causal: bool) -> int:
     if labels.is_floating_point():
         return labels.numel()
     return int((labels[..., 1:] if causal else labels).ge(0).sum())
+
+
+def _check_loss(name: str, model_class: Any, model: Any) -> None:
+    """Check that a model's loss is that of its head, which is computed here: its own forward gives only the logits."""
+    (head,) = [kind for kind in model_class.__mro__ if kind.__name__ == name][:1]
+    table = getattr(without_peft(model), "__dict__", {})
+    for own, what in (
+        ("forward" in table or model_class.forward is not head.forward, "forward"),
+        ("_loss_function" in table, "loss_function"),
+    ):
+        require(
+            not own,
+            "model",
+            f"{model_class.__name__} with its own {what}",
+            f"{name}'s, or compute_loss_func beside it: a pipeline computes the loss from the last stage's logits",
+        )
 
 
 class StepLoss:
@@ -77,12 +94,18 @@ class StepLoss:
 
     @classmethod
     def of(
-        cls, model_config: Any, model_class: Any, label_smoothing: float, own: Callable[..., Tensor] | None
+        cls, config: Any, model_class: Any, model: Any, smoothing: float, own: Callable[..., Tensor] | None
     ) -> StepLoss:
-        """Make the loss of a model of this class, whatever class its configuration names."""
-        config = copy.deepcopy(model_config)
-        config.architectures = [head_name(architecture_of(config), model_class)]
-        return cls(config, label_smoothing, own)
+        """Make the loss of a model of this class, whatever class its configuration names.
+
+        model: In memory, or anything else. Raises ConfigError for a model that computes another loss than its head's.
+        """
+        name = head_name(architecture_of(config), model_class)
+        if own is None and not smoothing:
+            _check_loss(name, model_class, model)
+        config = copy.deepcopy(config)
+        config.architectures = [name]
+        return cls(config, smoothing, own)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute what the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""

@@ -41,7 +41,7 @@ class PipelineTrainer:
     those samples are sent as first visits again.
 
     A step's loss is the mean over its labels. Trainer's is that of most models; of those that do not go by
-    num_items_in_batch, as BERT's, it is the sum of the means of micro-batches. With bf16 or fp16 the model is saved with
+    num_items_in_batch, as BERT's, it is the sum of the means of micro-batches. With bf16 or fp16 the model is saved in
     16 bits, as DeepSpeed holds it; Trainer saves float32.
 
     Args:
@@ -129,6 +129,7 @@ class PipelineTrainer:
         self._loss = StepLoss.of(
             self._pipeline.model_config,
             self._pipeline.model_class,
+            model,
             self.args.label_smoothing_factor,
             compute_loss_func,
         )

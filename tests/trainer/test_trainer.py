@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
@@ -557,6 +564,33 @@ def test_label_smoothing_of_classes_that_exclude_none() -> None:
     config.problem_type = "multi_label_classification"
     with pytest.raises(ConfigError, match="label_smoothing_factor"):
         StepLoss(config, 0.1)
+
+
+class Weighted(GPT2LMHeadModel):
+    """A script's own model, whose forward computes another loss."""
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        return super().forward(*inputs, **more)
+
+
+class Named(GPT2LMHeadModel):
+    """One that only has another name."""
+
+
+def test_a_loss_of_the_models_own_is_not_lost() -> None:
+    model = gpt2(1, 16)
+    weighted, named = Weighted(model.config), Named(model.config)
+    changed, patched = gpt2(1, 16), gpt2(1, 16)
+    changed.loss_function = torch.nn.functional.cross_entropy
+    patched.forward = MethodType(lambda self, **inputs: None, patched)
+    for own, what in ((weighted, "Weighted with its own forward"), (patched, "forward"), (changed, "loss_function")):
+        with pytest.raises(ConfigError, match=rf"model: got '.*{what}', allowed: .*compute_loss_func"):
+            StepLoss.of(own.config, type(own), own, 0.0, None)
+        StepLoss.of(own.config, type(own), own, 0.0, lambda *_, **__: None)  # type: ignore[arg-type, return-value]
+        StepLoss.of(own.config, type(own), own, 0.1, None)  # smoothing goes by the logits, with Trainer too
+    for usual in (model, named):
+        StepLoss.of(usual.config, type(usual), usual, 0.0, None)
+    StepLoss.of(model.config, type(model), "a/folder", 0.0, None)
 
 
 # -- logits
