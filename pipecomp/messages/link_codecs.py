@@ -45,8 +45,6 @@ class VisitCodecs:
 
     def of_packet(self, bits: int, first_bits: int) -> VisitCodecs:
         """Make the codecs of one packet, which has so many bits."""
-        if self.fixed:
-            return self
         first = None if self.first is None else self.first.of_packet(first_bits)
         return VisitCodecs(self.change.of_packet(bits), first, flags=self._flags)
 

@@ -180,9 +180,9 @@ def seal(packet: np.ndarray) -> None:
     _CHECK.pack_into(packet, end, ops.crc32(packet[:end]) if packet[_FLAGS_AT] & _FLAG_CHECKSUM else 0)
 
 
-def peek(packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, most_samples: int = MAX_SAMPLES) -> Header:
+def peek(packet: np.ndarray, *, most_samples: int = MAX_SAMPLES) -> Header:
     """Read the header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
-    return _parse(packet, max_payload_bytes, most_samples)[0]
+    return _parse(packet, MAX_PAYLOAD_BYTES, most_samples)[0]
 
 
 def decode(

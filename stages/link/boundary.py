@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import DataError, WireError
-from pipecomp.messages.wire import Header
+from pipecomp.messages.wire import Form, Header, Sample
 from pipecomp.stages.link.window import CropCanvas
 
 
@@ -46,6 +46,11 @@ class Layout:
     def full(self) -> bool:
         """True if nothing is padding."""
         return self.canvas is not None or all(count == self.tokens for count in self.counts)
+
+    def samples(self, form: Form, base: int = 0, version: int = 0) -> list[Sample]:
+        """Describe the samples, all alike."""
+        rows = zip(self.ids, self.starts, self.counts, strict=True)
+        return [Sample(i, form, start, count, base, version) for i, start, count in rows]
 
     def rows(self) -> list[slice]:
         """For each sample its rows in [T, H]."""

@@ -56,8 +56,7 @@ class Clusters:
         number_T = self._chosen(x_TH, book)
         y_TH = book.centers_CH[number_T]
         codec = self._codec.fitted(x_TH, y_TH)
-        rows = zip(layout.ids, layout.starts, layout.counts, strict=True)
-        samples = [Sample(i, Form.DELTA, start, count, book.version, version) for i, start, count in rows]
+        samples = layout.samples(Form.DELTA, book.version, version)
         header = self._end.header(Kind.ACTIVATION, codec.change, x_TH, samples, layout, at, x_TH.dtype)
         seed = self._end.draw(Kind.ACTIVATION, at)
 

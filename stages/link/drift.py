@@ -37,8 +37,8 @@ def check_drift(end: LinkEnd, step: int) -> list[int]:
     end.changed.clear()
     mine = _DIGEST.pack(len(table), hashlib.blake2b(table.tobytes(), digest_size=16).digest())
     end.stats.drift_checks += 1
-    end.stats.drift_check_bytes += send_part(end, step, _PART, np.frombuffer(mine, dtype=np.uint8))
-    theirs = recv_part(end, step, _PART).tobytes()
+    end.stats.drift_check_bytes += send_part(end, step, _PART, mine)
+    theirs = recv_part(end, step, _PART)
     if theirs == mine:
         end.drifted = False
         return []

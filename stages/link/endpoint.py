@@ -36,7 +36,7 @@ from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
 from pipecomp.messages.codecs import Codec, Quantized, torch_dtype, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import Form, Header, Kind, Sample, begin, decode, packet_bytes, payload_of, seal
+from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_bytes, payload_of, seal
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
@@ -349,9 +349,3 @@ class Endpoint:
     def where(self, at: Position, what: str) -> str:
         """Name the link and the place in training, for errors."""
         return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"
-
-
-def plain_samples(layout: Layout) -> list[Sample]:
-    """Describe samples that no cached activation stands behind."""
-    rows = zip(layout.ids, layout.starts, layout.counts, strict=True)
-    return [Sample(i, Form.PLAIN, start, count) for i, start, count in rows]

@@ -49,11 +49,11 @@ def agree(end: LinkEnd, settings: dict[str, Any]) -> int:
     table = as_table(store.inventory() if store is not None else [])
     described = json.dumps(settings, sort_keys=True).encode()
     mine = (*_summary(table), hashlib.sha256(described).digest())
-    send_part(end, 0, _SUMMARY_PART, np.frombuffer(_SUMMARY.pack(*mine), dtype=np.uint8))
+    send_part(end, 0, _SUMMARY_PART, _SUMMARY.pack(*mine))
     summary = recv_part(end, 0, _SUMMARY_PART)
-    if summary.size != _SUMMARY.size:
-        raise WireError(end.peer(f"sent a summary of {summary.size} bytes"))
-    theirs = _SUMMARY.unpack(summary.tobytes())
+    if len(summary) != _SUMMARY.size:
+        raise WireError(end.peer(f"sent a summary of {len(summary)} bytes"))
+    theirs = _SUMMARY.unpack(summary)
     if theirs[3] != mine[3]:
         what = f"is configured otherwise than this rank, which has {described.decode()}"
         raise LinkError(end.peer(f"{what}: give all ranks the same configuration and the same version of pipecomp"))
@@ -62,7 +62,7 @@ def agree(end: LinkEnd, settings: dict[str, Any]) -> int:
     if theirs[:3] == mine[:3]:
         return 0
     with end.taking(packet_bytes(0, theirs[0] * _ROW.itemsize)):
-        send_part(end, 0, _READY_PART, np.empty(0, dtype=np.uint8))
+        send_part(end, 0, _READY_PART, b"")
         recv_part(end, 0, _READY_PART)
         other = exchange_tables(end, 0, _TABLE_PART, table, rows=theirs[0])
     drop = np.setdiff1d(table, other)["sample"].tolist()
@@ -74,24 +74,24 @@ def agree(end: LinkEnd, settings: dict[str, Any]) -> int:
 
 def exchange_tables(end: LinkEnd, step: int, part: int, table: np.ndarray, *, rows: int) -> np.ndarray:
     """Send this end's table, receive the peer's of `rows` rows."""
-    send_part(end, step, part, table.view(np.uint8).reshape(-1))
+    send_part(end, step, part, table.tobytes())
     data = recv_part(end, step, part)
-    if data.size != rows * _ROW.itemsize:
-        raise WireError(end.peer(f"sent {data.size} bytes for {rows} samples"))
-    return np.frombuffer(data.tobytes(), dtype=_ROW)
+    if len(data) != rows * _ROW.itemsize:
+        raise WireError(end.peer(f"sent {len(data)} bytes for {rows} samples"))
+    return np.frombuffer(data, dtype=_ROW)
 
 
-def send_part(end: LinkEnd, step: int, part: int, payload: np.ndarray) -> int:
+def send_part(end: LinkEnd, step: int, part: int, payload: bytes) -> int:
     """Send a part of an inventory; returns the bytes of the packet."""
     header = Header(kind=Kind.INVENTORY, method=Method.TABLE, link=end.index, step=step, micro_batch=part)
-    packet = encode(header, payload)
+    packet = encode(header, np.frombuffer(payload, dtype=np.uint8))
     end.transport.send(packet)
     return packet.size
 
 
-def recv_part(end: LinkEnd, step: int, part: int) -> np.ndarray:
+def recv_part(end: LinkEnd, step: int, part: int) -> bytes:
     """Receive the payload of the same part from the peer. LinkError if it is anything else that comes."""
-    return end.receive(Kind.INVENTORY, Position(step, part))[2]
+    return end.receive(Kind.INVENTORY, Position(step, part))[2].tobytes()
 
 
 def _summary(table: np.ndarray) -> tuple[int, int, bytes]:

@@ -10,7 +10,7 @@ from pipecomp.errors import NonFiniteError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
-from pipecomp.stages.link.endpoint import Position, plain_samples
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.link_end import LinkEnd
 
 
@@ -54,7 +54,7 @@ class LinkReceiver(LinkEnd):
         g_TH = gather(g_BSH.detach(), layout).contiguous()
         codec = self.codecs.gradient(g_TH.dtype)
         not_kept = self._unsettled.pop(at, set())
-        samples = [s._replace(form=Form.NOT_KEPT) if s.id in not_kept else s for s in plain_samples(layout)]
+        samples = [s._replace(form=Form.NOT_KEPT) if s.id in not_kept else s for s in layout.samples(Form.PLAIN)]
         settled = self._pass_nonfinite
         try:
             if self._gradients is not None:

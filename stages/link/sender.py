@@ -12,7 +12,7 @@ from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
 from pipecomp.stages.link.clusters import Clusters
-from pipecomp.stages.link.endpoint import Packet, Position, plain_samples
+from pipecomp.stages.link.endpoint import Packet, Position
 from pipecomp.stages.link.link_end import LinkEnd
 
 
@@ -37,7 +37,7 @@ class LinkSender(LinkEnd):
         else:
             codec = self.codecs.activation(x_TH.dtype) if training else self.codecs.evaluation(x_TH.dtype)
             kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
-            packet = self._encode(kind, codec, x_TH, plain_samples(layout), layout, at)
+            packet = self._encode(kind, codec, x_TH, layout.samples(Form.PLAIN), layout, at)
         self._send(packet)
 
     def _encode_visits(self, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
