@@ -23,7 +23,7 @@ from pipecomp.cluster.launcher import watch_launcher
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
-from pipecomp.errors import LinkError, LinkTimeoutError
+from pipecomp.errors import LinkError, LinkTimeoutError, require
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 
 _NAME = "pipecomp/name"
@@ -39,6 +39,15 @@ def ranks_here() -> int | None:
     """
     found = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
     return int(found) if found else None
+
+
+def check_processes(key: str, stages: int) -> None:
+    """Raise ConfigError unless this run's processes can be so many stages. key: what says how many."""
+    world = dist.get_world_size()
+    allowed = f"a divisor of the {world} processes of this run"
+    if world == 1:
+        allowed = f"1 in a single process; start one for each stage, as with torchrun --nproc-per-node {stages}"
+    require(world % stages == 0, key, stages, allowed)
 
 
 def join_processes(config: Any = None) -> None:

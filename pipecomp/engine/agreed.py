@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from pipecomp.activation_config import FEWEST, bits_text
 from pipecomp.cluster.agreement import AllRanks, settings_of
 from pipecomp.cluster.closed import KEYS, check_network
+from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.config import Config, read_json_object
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
@@ -90,9 +91,9 @@ def _check_modules(settings: Config, own_loss: bool) -> None:
 
 
 def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
-    stages, world = split_plan.num_stages, dist.get_world_size()
+    stages = split_plan.num_stages
     settings.activations.check_links(stages - 1)
-    require(world % stages == 0, "num_stages", stages, f"a divisor of the {world} processes of this run")
+    check_processes("num_stages", stages)
     require(
         stages != 1 or settings.activations.method == "none",
         "activations.method",

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.cluster import start
+from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import PipecompError, require
 from pipecomp.recipes import resume
@@ -212,7 +213,7 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     with ranks.collective_errors():
         world = dist.get_world_size()
         stages = args.stages or world
-        require(world % stages == 0, "--stages", stages, f"a divisor of the {world} processes of this run")
+        check_processes("--stages", stages)
         config, samples = read_config(args.deepspeed_config), len(work.training)
         plan = make_plan(
             config, samples=samples, replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps

@@ -1,10 +1,11 @@
-"""How many ranks share a machine, by what launchers say."""
+"""How many ranks share a machine, by what launchers say, and how many stages they can be."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipecomp.cluster.rendezvous import ranks_here
+from pipecomp.cluster.rendezvous import check_processes, ranks_here
+from pipecomp.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,14 @@ def test_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch, said: dict[str, str
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     assert ranks_here() == found
+
+
+def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    check_processes("num_stages", 2)
+    with pytest.raises(ConfigError, match=r"num_stages: got 3, allowed: a divisor of the 4 processes of this run"):
+        check_processes("num_stages", 3)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    check_processes("num_stages", 1)
+    with pytest.raises(ConfigError, match=r"--stages: got 2, .* start one for each stage, .* --nproc-per-node 2"):
+        check_processes("--stages", 2)
