@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from pipecomp.cluster import start
 from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.data import default_collate, eval_batches
-from pipecomp.errors import PipecompError, require
+from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
