@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from pipecomp.errors import PipecompError, SplitError
+from pipecomp.stages.partition.adapters import without_peft
+from pipecomp.stages.partition.planning import SplitPlan
 
 _WHOLE = ("generate", "merge_and_unload", "merge_adapter", "push_to_hub", "save_pretrained", "state_dict")
 _HIDDEN = "_pipecomp_hidden"  # what `hide` put on a model: the cuts of its stages, and a hook
@@ -50,6 +52,19 @@ def show(model: Any) -> None:
         found[1].remove()
         for name in _WHOLE:
             model.__dict__.pop(name, None)
+
+
+def check_hooks(model: Any, plan: SplitPlan) -> None:
+    """Raise SplitError for a hook on the gradient of a weight that stages share: the others' copies of it have none."""
+    if not isinstance(model, nn.Module):
+        return
+    held = dict(without_peft(model).named_parameters(remove_duplicate=False))
+    for name in [name for group in plan.tied for name in group.parameters]:
+        if held[name]._backward_hooks:
+            raise SplitError(
+                f"{name}: a hook on its gradient would change the first stage's part of it alone, since "
+                f"{plan.model_class} ties it across stages: untie it, or change gradients in on_pre_optimizer_step"
+            )
 
 
 def check_cuts(model: Any, cuts: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipecomp.errors import PipecompError, SplitError
-from pipecomp.stages import split
+from pipecomp.stages import plan, split
 from pipecomp.trainer import given_model
 from tests.dist.small import gpt2
 
@@ -67,8 +67,19 @@ def test_a_model_that_was_trained_in_stages_keeps_its_cuts() -> None:
         given_model.check_cuts(model, [0, 2, 3])
 
 
+def test_a_hook_on_the_gradient_of_a_shared_weight_is_an_error() -> None:
+    model = gpt2(2, 16)
+    model.transformer.h[0].mlp.c_fc.weight.register_hook(lambda gradient: gradient * 0.5)
+    given_model.check_hooks(model, plan(model, 2))
+    model.transformer.wte.weight.register_hook(lambda gradient: gradient * 0.5)
+    given_model.check_hooks(model, plan(model, 1))
+    with pytest.raises(SplitError, match=r"transformer\.wte\.weight: a hook"):
+        given_model.check_hooks(model, plan(model, 2))
+
+
 @pytest.mark.parametrize("given", ["gpt2", None])
 def test_a_name_has_nothing_to_hide(given: Any) -> None:
     given_model.hide(given, [0, 1])
     given_model.show(given)
     given_model.check_cuts(given, [0, 1])
+    given_model.check_hooks(given, plan(gpt2(2, 16), 2))
