@@ -196,7 +196,7 @@ class Fit:
         """Save and close, as all other ranks do now."""
         saved = self._checkpoints.save_now(engine, evaluation_due=self.plan.ends_epoch(step))
         self._recorder.interrupted()
-        self._report.interrupted(step, reason, saved=saved)
+        self._report.interrupted(step, reason, saved=saved, resumes=self.args.resume is not None)
         engine.close()
         raise self._interruption.leave(reason)
 

@@ -212,14 +212,20 @@ class Report:
             self._say(f"report    {page}")
         self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
 
-    def interrupted(self, step: int, reason: str, *, saved: bool) -> None:
-        """Say that the run ends after this step, and from where it can go on. saved: whether a checkpoint has it."""
+    def interrupted(self, step: int, reason: str, *, saved: bool, resumes: bool) -> None:
+        """Say that the run ends after this step, and from where it can go on.
+
+        Args:
+            step: The last one.
+            reason: Why it ends.
+            saved: Whether a checkpoint has this step.
+            resumes: Whether the command resumes by itself, or only with another argument.
+        """
         if not self._silent:
             self._stop_progress()
             where = "there" if saved else "the checkpoint before, as this step could not be saved"
-            self._say(
-                f"stopped   after step {step}: {reason}; the same command with --resume auto goes on from {where}"
-            )
+            how = "" if resumes else " with --resume auto"
+            self._say(f"stopped   after step {step}: {reason}; the same command{how} goes on from {where}")
 
     def __enter__(self) -> Report:
         return self

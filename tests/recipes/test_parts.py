@@ -487,6 +487,14 @@ class TestReport:
         assert [line.get("forward_bits") for line in lines] == [None, 8.0, 2.0]
         assert not any("backward_bits" in line for line in lines)
 
+    def test_a_run_that_is_stopped_says_how_it_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """`pipecomp train` has no --resume: it goes on by itself."""
+        for resumes, how in ((False, "the same command with --resume auto"), (True, "the same command")):
+            Report(None, None, silent=False).interrupted(7, "SIGINT on rank 0", saved=True, resumes=resumes)
+            assert f"after step 7: SIGINT on rank 0; {how} goes on from there\n" in capsys.readouterr().out
+        Report(None, None, silent=False).interrupted(7, "SIGINT", saved=False, resumes=True)
+        assert "goes on from the checkpoint before, as this step could not be saved" in capsys.readouterr().out
+
     def test_an_epoch_whose_losses_an_earlier_run_had(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A run that was stopped on an epoch's last step goes on with its evaluation, and may have no lines of it."""
         plan = steps.Plan(steps=6, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
