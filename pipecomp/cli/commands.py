@@ -33,6 +33,24 @@ app.command()(train)
 app.command("up")(up)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from pipecomp import __version__
+
+        typer.echo(f"pipecomp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is, and stop."),
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 @plain_errors()
 def demo(
@@ -72,6 +90,8 @@ def demo(
         def show(what: str, step: int, steps: int, loss: float | None) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=steps, loss="")
+                if not console.is_terminal:  # where the bars come at the end
+                    say(f"{what} …")
             bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
 
         found = run_demo(settings, show)

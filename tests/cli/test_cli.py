@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import pipecomp
 from pipecomp.cli import app
 from pipecomp.cli.common import console, plain_errors, say, write_json
 from pipecomp.errors import ConfigError, PipecompError
@@ -32,6 +33,24 @@ def demo(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     options = ("--quick", "--stages", "2", "--methods", "none,aqsgd", "--bits", "3,6", "--bandwidth", "4mbit")
     return out, told("demo", *options, "--out", str(out))
+
+
+def test_version():
+    assert told("--version") == f"pipecomp {pipecomp.__version__}\n"
+
+
+def test_a_log_of_the_demo_says_at_once_what_runs(monkeypatch, tmp_path):
+    """Where there is no terminal, bars are shown at the end alone, minutes later."""
+
+    def starts(settings, show):
+        show("FP32, no limit on the link", 0, 9, None)
+        show("FP32, no limit on the link", 1, 9, 3.0)
+        raise ConfigError("out", settings.out, "nothing: it was stopped")
+
+    monkeypatch.setattr("pipecomp.demo.run.run_demo", starts)
+    done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
+    assert done.stderr.splitlines()[0] == "FP32, no limit on the link …"
+    assert done.stderr.count("…") == 1
 
 
 @pytest.mark.soak
