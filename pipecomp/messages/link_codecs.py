@@ -38,10 +38,9 @@ class VisitCodecs:
         """Make the codecs of a packet with these samples; the fewest bits allowed of what it has none of."""
         return self.of_packet(self.change.fewest(changes), 0 if self.first is None else self.first.fewest(firsts))
 
-    def may_have(self, bits: int, first_bits: int) -> bool:
-        """Whether a packet may have changes and first visits of so many bits."""
-        first = first_bits == 0 if self.first is None else self.first.may_have(first_bits)
-        return first and self.change.may_have(bits)
+    def may_have_first(self, bits: int) -> bool:
+        """Whether a packet may have first visits of so many bits."""
+        return bits == 0 if self.first is None else self.first.may_have(bits)
 
     def of_packet(self, bits: int, first_bits: int) -> VisitCodecs:
         """Make the codecs of one packet, which has so many bits."""

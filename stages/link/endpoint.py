@@ -328,7 +328,7 @@ class Endpoint:
         raw = sum(s.count for s in header.samples) * header.hidden * torch_dtype(header.dtype).itemsize
         counters.get(header.kind, self.stats.evaluation).add(raw, size, header.quantized())
 
-    def _codec_of(self, header: Header, codec: Codec) -> Codec:
+    def codec_of(self, header: Header, codec: Codec) -> Codec:
         """Find a packet's codec: `codec`, with the header's bits where they follow an error. LinkError if not that."""
         taken: Codec = codec
         if isinstance(codec, Quantized) and codec.may_have(header.bits):

@@ -34,7 +34,6 @@ class LinkReceiver(LinkEnd):
         if training and self._clusters is not None:
             x_TH = self._clusters.decode(header, payload, at)
         elif training and self.store is not None:
-            self._codec_of(header, self.codecs.forward)
             x_TH, not_kept = self._activations.decode(header, payload, layout, at)
             if not_kept:
                 self._unsettled[at] = not_kept
@@ -42,7 +41,7 @@ class LinkReceiver(LinkEnd):
                 self._versions[at] = [s.version for s in header.samples]
         else:
             codec = self.codecs.activation(dtype) if training else self.codecs.evaluation(dtype)
-            x_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden)
+            x_TH = self.codec_of(header, codec).decode(payload, layout.total, header.hidden)
         return self._received(header, payload, x_TH, layout), layout
 
     def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position, *, unit: float = 1.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from pipecomp.errors import LinkError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
-from pipecomp.stages.link.clusters import Clusters
 from pipecomp.stages.link.endpoint import Packet, Position
 from pipecomp.stages.link.link_end import LinkEnd
 
@@ -30,36 +30,32 @@ class LinkSender(LinkEnd):
         call does.
         """
         x_TH = gather(x_BSH.detach(), layout).contiguous()
-        if training and self._clusters is not None:
-            packet = self._encode_clustered(self._clusters, x_TH, layout, at)
-        elif training and self.store is not None:
-            packet = self._encode_visits(x_TH, layout, at)
+        if training and self.store is not None:
+            packet, seen = self._encode_known(x_TH, layout, at)
+            if at.micro_batch == 0:
+                self._sample_errors(x_TH.split(layout.counts), seen)
         else:
             codec = self.codecs.activation(x_TH.dtype) if training else self.codecs.evaluation(x_TH.dtype)
             kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
             packet = self._encode(kind, codec, x_TH, layout.samples(Form.PLAIN), layout, at)
         self._send(packet)
 
-    def _encode_visits(self, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
+    def _encode_known(self, x_TH: Tensor, layout: Layout, at: Position) -> tuple[Packet, Sequence[Tensor]]:
+        """Encode changes of what the other end holds; the packet, and what that end computes with, of each sample."""
+        if self._clusters is not None:
+            packet, seen_TH = self._clusters.encode(x_TH, layout, at, self.next_version)
+            self.next_version += 1
+            return packet, seen_TH.split(layout.counts)
         versions = range(self.next_version, self.next_version + len(layout.ids))
         self.next_version = versions.stop
         # The other end may not keep a first visit that is under way.
         unsettled = set[int]().union(*self._unsettled.values())
         packet, seen = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, unsettled=unsettled)
-        if at.micro_batch == 0:
-            self._sample_errors([x_TH[rows] for rows in layout.rows()], seen)
         if self._goes_on:
             self._unsettled[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
-        return packet
+        return packet, seen
 
-    def _encode_clustered(self, clusters: Clusters, x_TH: Tensor, layout: Layout, at: Position) -> Packet:
-        packet, seen_TH = clusters.encode(x_TH, layout, at, self.next_version)
-        self.next_version += 1
-        if at.micro_batch == 0:
-            self._sample_errors([x_TH[rows] for rows in layout.rows()], [seen_TH[rows] for rows in layout.rows()])
-        return packet
-
-    def _sample_errors(self, x: list[Tensor], seen: list[Tensor]) -> None:
+    def _sample_errors(self, x: Sequence[Tensor], seen: Sequence[Tensor]) -> None:
         """Count how far off is what the other end computes with; on a GPU the numbers are read a step later."""
         pairs = [(x_nH.float(), m_nH) for x_nH, m_nH in zip(x, seen, strict=True) if x_nH.numel()]
         if pairs:
@@ -87,10 +83,9 @@ class LinkSender(LinkEnd):
         dtype = torch_dtype(header.dtype)
         plain = self._pass_nonfinite and (header.method, header.payload_dtype) == (Cast.method, header.dtype)
         if self._gradients is not None and not plain:
-            self._codec_of(header, self.codecs.backward)
             u_TH, _ = self._gradients.decode(header, payload, layout, at)
             g_TH = u_TH / unit
         else:
             codec = Cast(dtype) if plain else self.codecs.gradient(dtype)
-            g_TH = self._codec_of(header, codec).decode(payload, layout.total, header.hidden)
+            g_TH = self.codec_of(header, codec).decode(payload, layout.total, header.hidden)
         return self._received(header, payload, g_TH, layout)

@@ -107,9 +107,9 @@ class Visits:
         Raises WireError for what decodes to NaN or Inf; on a GPU later, see `check_finite`.
         """
         samples, hidden, dtype = header.samples, header.hidden, torch_dtype(header.dtype)
-        if not self._codecs.may_have(header.bits, header.first_bits):
-            got = header.first_bits or "full"
-            what = f"changes at {header.bits} bits, first visits at {got} bits: the ranks' configurations differ"
+        self._end.codec_of(header, self._codecs.change)
+        if not self._codecs.may_have_first(header.first_bits):
+            what = f"first visits at {header.first_bits or 'full'} bits: the ranks' configurations differ"
             raise LinkError(self._end.where(at, what))
         codecs = self._codecs.of_packet(header.bits, header.first_bits)
         for s in samples:
