@@ -203,7 +203,10 @@ class LmdbEnvironment:
                 raise StoreError(f"{self.path}: store of {name}: is open already")
             described = {**settings, "bits": self._format.bits, "grouping": self._format.grouping}
             check_settings(self.file, name, described)
-            self._stores[name] = LmdbStore(self, self.file.table(name), self._format, described, **self._options)
+            # What the disk refused before the link was closed is still to be written, into slots that nobody else has.
+            refused = next((table for table in self.steps.refused if table.name == name), None)
+            table = refused or self.file.table(name)
+            self._stores[name] = LmdbStore(self, table, self._format, described, **self._options)
             return self._stores[name]
 
     def commit(self, stores: Iterable[LmdbStore] | None = None) -> None:

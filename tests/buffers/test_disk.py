@@ -161,6 +161,24 @@ def test_what_is_refused_stays_readable_in_memory_and_is_written_later(tmp_path,
     again.close()
 
 
+def test_a_link_that_is_opened_again_leaves_what_is_refused_its_place(tmp_path, monkeypatch):
+    environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
+    store = environment.link("link-0", {})
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="No space left"):  # noqa: PT031
+        refuse(environment, patched)
+        store.put(5, 1, torch.full((2, 3), 1.0))
+        store.commit()
+        store.close()
+        store = environment.link("link-0", {})
+    environment.flush()
+    store.put(6, 2, torch.full((2, 3), 2.0))
+    store.commit()
+    environment.close()
+    again = LmdbEnvironment(tmp_path / "rank")
+    assert [cached.version for cached in again.link("link-0", {}).get([5, 6])] == [1, 2]
+    again.close()
+
+
 def test_too_much_in_memory_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_steps, "REFUSED_BYTES", 1000)
     environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
