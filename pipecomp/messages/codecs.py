@@ -138,15 +138,14 @@ class Quantized:
         e = self.error
         return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)
 
-    def fitted(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> tuple[Quantized, list[ops.Verdict]]:
-        """Encode a packet of x with the fewest bits, where there is room for the most.
+    def encode_fewest(self, visits: list[ops.Visit], payload: Tensor) -> tuple[Self, ops.Verdict]:
+        """Encode these samples with the bits of `fewest`, where there is room for the most.
 
         Returns the codec that has these bits, to which the payload's beginning belongs, and what `encode` does.
         """
         assert self.error is not None
-        e, visit = self.error, ops.Visit(self.before(x_TH), None, self.options(seed))
-        bits, verdict = ops.encode_fewest([visit], payload, e.error, e.min, e.max)
-        return self.of_packet(bits), [verdict]
+        bits, verdict = ops.encode_fewest(visits, payload, self.error.error, self.error.min, self.error.max)
+        return self.of_packet(bits), verdict
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""

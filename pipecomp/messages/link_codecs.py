@@ -38,6 +38,11 @@ class VisitCodecs:
         """Make the codecs of a packet with these samples; the fewest bits allowed of what it has none of."""
         return self.of_packet(self.change.fewest(changes), 0 if self.first is None else self.first.fewest(firsts))
 
+    def encode_changes(self, visits: list[ops.Visit], payload: Tensor) -> tuple[VisitCodecs, ops.Verdict]:
+        """Encode a packet of changes alone with the fewest bits; see `Quantized.encode_fewest`."""
+        change, verdict = self.change.encode_fewest(visits, payload)
+        return self.of_packet(change.bits, 0 if self.first is None else self.first.fewest([])), verdict
+
     def may_have_first(self, bits: int) -> bool:
         """Whether a packet may have first visits of so many bits."""
         return bits == 0 if self.first is None else self.first.may_have(bits)

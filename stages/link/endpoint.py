@@ -57,6 +57,8 @@ class Position:
 
 # Writes a payload, and seals the packet around it if that is given and can be done on the way.
 Encode = Callable[[Tensor, Tensor | None], list[Verdict]]
+# Writes a payload; the packet's header, which follows from it, the payload's length, and the verdicts.
+Fit = Callable[[Tensor], tuple[Header, int, list[Verdict]]]
 
 
 class Packet:
@@ -228,6 +230,16 @@ class Endpoint:
         whole = torch.from_numpy(buffer) if checksum and payload is target else None
         return self._packet(header, buffer, payload, target, encode(payload, whole), at)
 
+    def pack_fitted(self, samples: int, most_bytes: int, encode: Fit, at: Position) -> Packet:
+        """As `pack`, for bits that are known once the codes are made: in room for the most, then cut to its length."""
+        buffer = self.staging.buffer(packet_bytes(samples, most_bytes))
+        target = torch.from_numpy(payload_of(buffer, samples))
+        payload = self.staging.place(target)
+        header, size, verdicts = encode(payload)
+        buffer = buffer[: packet_bytes(samples, size)]
+        begin(buffer, header, checksum=self._config.transport.checksum)
+        return self._packet(header, buffer, payload[:size], target[:size], verdicts, at)
+
     def _packet(
         self,
         header: Header,
@@ -262,15 +274,14 @@ class Endpoint:
 
         most, seed = codec.payload_bytes(*x_TH.shape), self.draw(kind, at)
         if isinstance(codec, Quantized) and codec.error is not None:
-            # The bits are known once their codes are made, in room for the most bits; then the packet has its length.
-            buffer = self.staging.buffer(packet_bytes(len(samples), most))
-            target = torch.from_numpy(payload_of(buffer, len(samples)))
-            payload = self.staging.place(target)
-            fitted, verdicts = codec.fitted(x_TH, payload, seed)
-            size, head = fitted.payload_bytes(*x_TH.shape), header(fitted)
-            buffer = buffer[: packet_bytes(len(samples), size)]
-            begin(buffer, head, checksum=self._config.transport.checksum)
-            packet = self._packet(head, buffer, payload[:size], target[:size], verdicts, at)
+            fitting = codec
+
+            def fit(payload: Tensor) -> tuple[Header, int, list[Verdict]]:
+                visit = ops.Visit(fitting.before(x_TH), None, fitting.options(seed))
+                fitted, verdict = fitting.encode_fewest([visit], payload)
+                return header(fitted), fitted.payload_bytes(*x_TH.shape), [verdict]
+
+            packet = self.pack_fitted(len(samples), most, fit, at)
         else:
             packet = self.pack(header(codec), most, lambda payload, _: codec.encode(x_TH, payload, seed), at)
         if settled:

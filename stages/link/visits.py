@@ -70,32 +70,47 @@ class Visits:
         samples = self._plan(changes, layout, hidden, versions, unsettled)
         rows = layout.rows()
         x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
-        codecs, smaller = self._fitted(x, samples, changes)
+        fits = self._fits(samples)
+        codecs, smaller = (self._codecs, {}) if fits else self._fitted(x, samples, changes)
         head, ends = _places(codecs, samples, hidden, dtype)
-        header = self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
         change_T = torch.zeros(x_TH.shape[0] if head else 0, dtype=torch.uint8, device=x_TH.device)
         seen: list[Tensor] = []
+        runs = self._runs(changes, samples, hidden, at, lambda s: s.form is not Form.NOT_KEPT, seen)
+
+        def header(codecs: VisitCodecs) -> Header:
+            return self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
+
+        def visits(run: range, m: list[Tensor], payload: Tensor) -> list[ops.Visit]:
+            for i, m_nH in zip(run, m, strict=True):
+                if head and samples[i].form is Form.DELTA:
+                    smaller_n = smaller[i] if i in smaller else codecs.smaller(x[i] - m_nH, x[i])
+                    change_T[rows[i]] = smaller_n.to(torch.uint8)
+                    m_nH.masked_fill_(~smaller_n[:, None], 0.0)
+            if head and run.stop == len(samples):
+                payload[:head] = ops.pack_bits(change_T[None], 1)[0]
+            return [
+                codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(self._kind, at, i))
+                for i, m_nH in zip(run, m, strict=True)
+            ]
 
         def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
             verdicts: list[ops.Verdict] = []
-            for run, m in self._runs(changes, samples, hidden, at, lambda s: s.form is not Form.NOT_KEPT, seen):
-                for i, m_nH in zip(run, m, strict=True):
-                    if head and samples[i].form is Form.DELTA:
-                        smaller_n = smaller[i] if i in smaller else codecs.smaller(x[i] - m_nH, x[i])
-                        change_T[rows[i]] = smaller_n.to(torch.uint8)
-                        m_nH.masked_fill_(~smaller_n[:, None], 0.0)
-                last = run.stop == len(samples)
-                if head and last:
-                    payload[:head] = ops.pack_bits(change_T[None], 1)[0]
-                visits = [
-                    codecs.visit(x[i], m_nH, samples[i].form is Form.DELTA, self._end.draw(self._kind, at, i))
-                    for i, m_nH in zip(run, m, strict=True)
-                ]
-                part = payload[ends[run.start] : ends[run.stop]]
-                verdicts.append(ops.encode_batch(visits, part, packet=whole if last else None))
+            for run, m in runs:
+                its, part = visits(run, m, payload), payload[ends[run.start] : ends[run.stop]]
+                verdicts.append(ops.encode_batch(its, part, packet=whole if run.stop == len(samples) else None))
             return verdicts
 
-        packet = self._end.pack(header, ends[-1], encode, at)
+        def fit(payload: Tensor) -> tuple[Header, int, list[ops.Verdict]]:
+            fitted, verdicts = codecs, []
+            for run, m in runs:
+                fitted, verdict = codecs.encode_changes(visits(run, m, payload), payload[head:])
+                verdicts.append(verdict)
+            return header(fitted), _places(fitted, samples, hidden, dtype)[1][-1], verdicts
+
+        if fits:
+            packet = self._end.pack_fitted(len(samples), ends[-1], fit, at)
+        else:
+            packet = self._end.pack(header(codecs), ends[-1], encode, at)
         if settled:
             packet.settle()
         self._keep(changes, packet.settle)
@@ -171,6 +186,11 @@ class Visits:
         put = changes.make(None if self._end.staging.immediate else settled)
         if self._end.compares:
             self._end.changed.update(put)
+
+    def _fits(self, samples: Sequence[Sample]) -> bool:
+        """Whether a packet's bits can be found while it is encoded: of changes alone, all of different samples."""
+        alone = all(s.form is Form.DELTA for s in samples) and len({s.id for s in samples}) == len(samples)
+        return alone and self._codecs.change.error is not None
 
     def _fitted(
         self, x: list[Tensor], samples: Sequence[Sample], changes: Changes
