@@ -13,7 +13,7 @@ from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import dispatch, layout
 from pipecomp.kernels.backend import Backend
 from pipecomp.kernels.distortion import halved_sum
-from pipecomp.kernels.ragged import FINE, Verdict, Visit, bad_visit, payload_bytes
+from pipecomp.kernels.ragged import FINE_FLAG, Verdict, Visit, bad_visit
 from pipecomp.kernels.ragged_ops import check_payload, encode_batch
 
 _FIRST_LOOK = 4  # bits with which measuring begins; from there the error halves with every bit
@@ -84,23 +84,22 @@ def encode_fewest(
     Raises:
         ConfigError: As `fewest_bits`.
     """
-    most = _with_bits(visits, high)
-    check_payload(payload, _total(most))
-    bits, encoded = _fitted(most, error, low, high, backend, payload)
-    visits = _with_bits(visits, bits)
+    check_payload(payload, _total(visits, high))
+    bits, encoded = _fitted(visits, error, low, high, backend, payload)
     if encoded:
-        return bits, Verdict(torch.tensor([FINE]), partial(bad_visit, visits))
-    return bits, encode_batch(visits, payload[: _total(visits)], backend=backend)
+        return bits, Verdict(FINE_FLAG, partial(bad_visit, visits))
+    visits = [v._replace(options=v.options and v.options._replace(bits=bits)) for v in visits]
+    return bits, encode_batch(visits, payload[: _total(visits, bits)], backend=backend)
 
 
-def _with_bits(visits: Sequence[Visit], bits: int) -> list[Visit]:
-    if any(v.options is None for v in visits):
-        raise ShapeError("a sample without options, allowed: samples that are quantized")
-    return [v._replace(options=v.options and v.options._replace(bits=bits)) for v in visits]
-
-
-def _total(visits: Sequence[Visit]) -> int:
-    return sum(payload_bytes(v.x.shape[0], v.x.shape[1], v.options, v.x.dtype) for v in visits)
+def _total(visits: Sequence[Visit], bits: int) -> int:
+    """Count the bytes of all parts."""
+    total = 0
+    for x, _, options, _ in visits:
+        if options is None or x.dim() != 2 or not x.shape[1]:
+            raise ShapeError(f"x: {tuple(x.shape)}, allowed: [n, H], H >= 1, with options")
+        total += x.shape[0] * layout.quantized_row_bytes(x.shape[1], bits, options.group_size)
+    return total
 
 
 def _checked(visits: Sequence[Visit], backend: str) -> Backend:

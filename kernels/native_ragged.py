@@ -21,24 +21,7 @@ class RaggedKernels(Library):
 
     def encode_batch(self, visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
         """As `ragged.encode_batch`."""
-        table = (QuantizeArgs * len(visits))()
-        at, values = payload.data_ptr(), 0
-        for i, (x, m, o, delta) in enumerate(visits):
-            n, H = x.shape
-            if not n:
-                continue
-            codes, scales, group = _places(at, n, H, o)
-            moved, fresh = 0, 0 if m is None else m.data_ptr()
-            if delta:
-                moved, fresh = fresh, moved
-            how = (0, DTYPES[x.dtype], 0, 0, 0, 0)
-            if o is not None:
-                stochastic, bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
-                how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", stochastic, bf16_scale)
-            pointers = (x.data_ptr(), moved, fresh, codes, scales)
-            _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
-            at += payload_bytes(n, H, o, x.dtype)
-            values += n * H
+        table, values = _table(visits, payload.data_ptr())
         where = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
         call = self.library.pipecomp_encode_batch
         flag = call(table, len(visits), values, *where, self.isa_index, self.threads)
@@ -63,33 +46,38 @@ class RaggedKernels(Library):
 
     def distortion(self, visits: Sequence[Visit], bits: Sequence[int]) -> Tensor:
         """As `distortion.distortion`."""
-        rows, values = sum(v.x.shape[0] for v in visits), sum(v.x.numel() for v in visits)
-        out = torch.empty(1 + len(bits), rows, dtype=torch.float64)
+        table, values = _table(visits)
+        out = torch.empty(1 + len(bits), sum(v.x.shape[0] for v in visits), dtype=torch.float64)
         numbers = (c_int32 * len(bits))(*bits)
         call = self.library.pipecomp_distortion
-        call(_measured(visits), len(visits), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
+        call(table, len(visits), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
         return out
 
     def fit(self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
         """As `distortion.fit`: for max scales and nearest rounding."""
-        values, room = sum(v.x.numel() for v in visits), None if payload is None else payload.data_ptr()
-        call = self.library.pipecomp_fewest_bits
-        return call(
-            _measured(visits), len(visits), values, error * error, low, high, room, self.isa_index, self.threads
-        )
+        table, values = _table(visits)
+        call, room = self.library.pipecomp_fewest_bits, None if payload is None else payload.data_ptr()
+        return call(table, len(visits), values, error * error, low, high, room, self.isa_index, self.threads)
 
 
-def _measured(visits: Sequence[Visit]) -> Array[QuantizeArgs]:
-    table = (QuantizeArgs * len(visits))()
-    for args, v in zip(table, visits, strict=True):
-        o, (n, H) = v.options, v.x.shape
-        assert o is not None
-        args.x, args.x_stride, args.m_stride, args.rows, args.H = v.x.data_ptr(), H, H, n, H
-        m = None if v.m is None else v.m.data_ptr()
-        args.m, args.fresh = (m, None) if v.delta else (None, m)
-        args.group, args.dtype, args.rms = _group(o, H), DTYPES[v.x.dtype], o.scale == "rms"
-        args.stochastic, args.bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
-    return table
+def _table(visits: Sequence[Visit], at: int = 0) -> tuple[Array[QuantizeArgs], int]:
+    """A call's argument, and how many values it has. at: where the samples' parts begin, if they have places."""
+    table, values = (QuantizeArgs * len(visits))(), 0
+    for i, (x, m, o, delta) in enumerate(visits):
+        n, H = x.shape
+        codes, scales, group = _places(at, n, H, o)
+        moved, fresh = 0, 0 if m is None else m.data_ptr()
+        if delta:
+            moved, fresh = fresh, moved
+        how = (0, DTYPES[x.dtype], 0, 0, 0, 0)
+        if o is not None:
+            stochastic, bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
+            how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", stochastic, bf16_scale)
+        pointers = (x.data_ptr(), moved, fresh, codes, scales)
+        _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
+        values += n * H
+        at += payload_bytes(n, H, o, x.dtype) if at else 0
+    return table, values
 
 
 def _group(o: Options, H: int) -> int:

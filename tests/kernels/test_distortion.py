@@ -185,7 +185,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ShapeError):
             ops.distortion([wrong], (2,))
     payload = torch.empty(4 * (4 + 8), dtype=torch.uint8)
-    for wrong in (visit._replace(options=None), visit._replace(m=visit.x[:1]), visit._replace(x=torch.zeros(4, 8).T)):
+    for wrong in (visit._replace(options=None), visit._replace(m=visit.x[:1]), visit._replace(x=torch.zeros(4, 0))):
         with pytest.raises(ShapeError):
             ops.encode_fewest([wrong], payload, 0.1, 2, 8)
     with pytest.raises(ShapeError):
