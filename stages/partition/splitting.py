@@ -54,6 +54,7 @@ class Stage(PipelineStage):
         self.newly_initialized: tuple[str, ...] = ()
         self._architecture = architecture_of(model.config)
         self._head = self._architecture.heads[plan.model_class]
+        self._most_tokens = _learned_positions(model) if self.is_first else None
 
     def train(self, mode: bool = True) -> Stage:
         """Switch dropout and the like on or off; see nn.Module."""
@@ -180,6 +181,11 @@ class Stage(PipelineStage):
         if tensor is None or tensor.dim() != dims:
             got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise DataError(f"stage {self.index}: {main} needs {dims} dimensions, got {got}")
+        S, most = tensor.shape[1], self._most_tokens
+        if most is not None and S > most:
+            raise DataError(
+                f"a sample of {S} tokens: {self.plan.model_class} has {most} positions, so cut it to {most}"
+            )
         for key, value in inputs.items():
             if key != main and value is not None and value.shape != tensor.shape[:2]:
                 raise DataError(
@@ -225,6 +231,15 @@ class Stage(PipelineStage):
                 f"is {int(by_pad_B[row])}; {self.plan.model_class} classifies the last token, so give a mask that is 0 "
                 "exactly on padding, and a pad_token_id that no sample ends with"
             )
+
+
+def _learned_positions(model: Any) -> int | None:
+    """Count the positions that a model has learned, beyond which torch finds no embedding; None where it needs none."""
+    for name, module in model.base_model.named_modules():
+        if name.endswith(("wpe", "position_embeddings")) and isinstance(module, nn.Embedding):
+            first = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts
+            return module.num_embeddings - first
+    return None
 
 
 def split(

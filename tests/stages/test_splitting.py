@@ -387,6 +387,19 @@ class TestStage:
         with pytest.raises(DataError, match="dict"):
             first(inputs["input_ids"])
 
+    @pytest.mark.parametrize(
+        ("name", "most"),
+        [("gpt2", 40), ("bert-masked", 40), ("roberta-masked", 39), ("deberta-v2", 40), ("llama", None)],
+    )
+    def test_samples_are_no_longer_than_what_has_learned_positions(self, name: str, most: int | None) -> None:
+        """torch says "index out of range in self", and on a GPU less than that."""
+        first, _ = split(make_model(name), num_stages=2)
+        ids = torch.full((1, most or 60), 5)
+        first({"input_ids": ids})
+        if most is not None:
+            with pytest.raises(DataError, match=f"a sample of {most + 1} tokens: .* has {most} positions"):
+                first({"input_ids": torch.full((1, most + 1), 5)})
+
 
 def block_path(name: str) -> str:
     return ".h." if "gpt2" in name else ".layer." if "bert" in name else ".layers."
