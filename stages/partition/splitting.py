@@ -181,11 +181,10 @@ class Stage(PipelineStage):
         if tensor is None or tensor.dim() != dims:
             got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise DataError(f"stage {self.index}: {main} needs {dims} dimensions, got {got}")
-        S, most = tensor.shape[1], self._most_tokens
-        if most is not None and S > most:
-            raise DataError(
-                f"a sample of {S} tokens: {self.plan.model_class} has {most} positions, so cut it to {most}"
-            )
+        tokens, most = tensor.shape[1], self._most_tokens
+        if most is not None and tokens > most:
+            name = self.plan.model_class
+            raise DataError(f"a sample of {tokens} tokens: {name} has {most} positions, so cut it to {most}")
         for key, value in inputs.items():
             if key != main and value is not None and value.shape != tensor.shape[:2]:
                 raise DataError(
