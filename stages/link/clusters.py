@@ -27,8 +27,9 @@ from pipecomp.messages.clustered import Clustered
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.codebook import Codebook
-from pipecomp.stages.link.endpoint import MAX_TENSOR_BYTES, Endpoint, Packet, Position
+from pipecomp.stages.link.endpoint import MAX_TENSOR_BYTES, Endpoint, Position
 from pipecomp.stages.link.finite import check_finite
+from pipecomp.stages.link.packet import Packet
 
 NEAR = 8  # centers nearest to a row, of which the one with the smallest scales is taken
 

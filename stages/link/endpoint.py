@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,16 +30,17 @@ from torch import Tensor
 
 from pipecomp.buffers.base import MessageStore
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
+from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
 from pipecomp.messages.codecs import Codec, Quantized, torch_dtype, wire_dtype
 from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_bytes, payload_of, seal
+from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_bytes, payload_of
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
+from pipecomp.stages.link.packet import Encode, Fit, Packet
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -53,52 +54,6 @@ class Position:
 
     step: int
     micro_batch: int
-
-
-# Writes a payload, and seals the packet around it if that is given and can be done on the way.
-Encode = Callable[[Tensor, Tensor | None], list[Verdict]]
-# Writes a payload; the packet's header, which follows from it, the payload's length, and the verdicts.
-Fit = Callable[[Tensor], tuple[Header, int, list[Verdict]]]
-
-
-class Packet:
-    """A packet on its way to the host: Unfinished, until its bytes are there and all values turn out to be encoded.
-
-    what: is encoded, for the error.
-    """
-
-    def __init__(
-        self,
-        header: Header,
-        buffer: np.ndarray,
-        verdicts: list[Verdict],
-        payload: Copy,
-        staging: Staging,
-        what: str,
-    ) -> None:
-        self.header, self.buffer, self._payload, self._what = header, buffer, payload, what
-        self._verdicts = [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts]
-
-    @property
-    def size(self) -> int:
-        """See Unfinished."""
-        return self.buffer.size
-
-    def settle(self) -> None:
-        """Wait until it is known whether all values could be encoded; raise NonFiniteError if not."""
-        for verdict, flag in self._verdicts:
-            try:
-                verdict.check(flag.wait())
-            except NonFiniteError as error:
-                raise NonFiniteError(f"{self._what}: {error}") from error
-
-    def finish(self) -> np.ndarray:
-        """See Unfinished."""
-        self.settle()
-        self._payload.wait()
-        if not any(verdict.sealed for verdict, _ in self._verdicts):
-            seal(self.buffer)
-        return self.buffer
 
 
 class Endpoint:

@@ -12,8 +12,9 @@ from pipecomp.errors import LinkError
 from pipecomp.messages.codecs import Cast, torch_dtype
 from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
-from pipecomp.stages.link.endpoint import Packet, Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.link_end import LinkEnd
+from pipecomp.stages.link.packet import Packet
 
 
 class LinkSender(LinkEnd):

@@ -30,8 +30,9 @@ from pipecomp.messages.link_codecs import VisitCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
-from pipecomp.stages.link.endpoint import Endpoint, Packet, Position
+from pipecomp.stages.link.endpoint import Endpoint, Position
 from pipecomp.stages.link.finite import check_finite
+from pipecomp.stages.link.packet import Packet
 
 
 class Visits:
