@@ -10,6 +10,7 @@ LENGTHS = ("tests/stages/test_link.py::test_a_payload_of_another_length_is_refus
 GLOO = ("tests/stages/test_gloo.py",)
 _DRAW = "ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)"
 _ENDPOINT = "stages/link/endpoint.py"
+_PACKET = "stages/link/packet.py"
 _GLOO = "stages/link/gloo.py"
 
 
@@ -98,7 +99,7 @@ MUTANTS = (
     # -- staging: the double of tests/lazy_staging.py has the poisoned buffer of a copy as `target`
     Mutant(
         "no wait for a payload before it is sent",
-        _ENDPOINT,
+        _PACKET,
         "        self._payload.wait()\n",
         "",
         STAGING,
@@ -106,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "no wait for the flag of finite values",
-        _ENDPOINT,
+        _PACKET,
         "verdict.check(flag.wait())",
         "verdict.check(flag.target)",
         STAGING,
