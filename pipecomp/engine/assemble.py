@@ -51,6 +51,7 @@ def pipeline_module(
     specs = [_StageSpec(builder(index)) for index in range(split_plan.num_stages)]
     module = PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
     module.loss_fn = loss[0]
+    module.has_own_loss = loss_fn is not None
     return module
 
 

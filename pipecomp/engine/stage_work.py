@@ -73,10 +73,12 @@ class StageWork:
                 )
             if batch.labels is None and engine._compute_loss:
                 raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
-            labels = None if batch.labels is None else engine.stage.trained_labels(layout, batch.labels)
-            engine.pipe_buffers["labels"][buffer_id] = (
-                None if labels is None else labels.to(engine.device, non_blocking=True)
-            )
+            engine.pipe_buffers["labels"][buffer_id] = None
+            if batch.labels is not None:
+                labels = engine.stage.trained_labels(layout, batch.labels)
+                if not engine.module.has_own_loss:  # what that ignores is not known here
+                    engine.stage.check_labels(layout, labels)
+                engine.pipe_buffers["labels"][buffer_id] = labels.to(engine.device, non_blocking=True)
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:
         engine = self._engine

@@ -18,11 +18,11 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import ModelOutput
 
 from pipecomp.data import MicroBatch
-from pipecomp.errors import DataError, require
+from pipecomp.errors import require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
-from pipecomp.stages.partition.losses import LossFn, causal_lm, masked_lm
+from pipecomp.stages.partition.losses import LossFn, causal_lm
 
 
 @dataclass
@@ -80,7 +80,6 @@ class StepLoss:
     def __init__(self, config: Any, label_smoothing: float = 0.0, own: Callable[..., Tensor] | None = None) -> None:
         kind = kind_of_loss(config)
         self.causal = kind is causal_lm
-        self._by_token = kind in (causal_lm, masked_lm)
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
@@ -132,8 +131,7 @@ class StepLoss:
     def _labels(self, stage: Any, batch: MicroBatch, labels: Tensor) -> Tensor:
         """Leave out what a causal model would have to predict from padding, and let nothing else be predicted from it.
 
-        Trainer's loss has terms for padding where a script copies input_ids to labels as they are; the last of several
-        stages has no hidden states to predict it from. What a loss of the user's own ignores is not known here.
+        What a loss of the user's own ignores is not known here.
 
         Args:
             stage: The last one, which leaves out the first token of a sample that is padded left.
@@ -143,19 +141,10 @@ class StepLoss:
         Raises:
             DataError: Naming the sample and the place.
         """
-        labels = stage.trained_labels(stage.layout(batch.ids, batch.inputs), labels)
-        mask = batch.inputs.get("attention_mask")
-        if mask is None or stage.num_stages == 1 or not self._by_token or self._own is not None:
-            return labels
-        wanted, read = (labels[:, 1:], mask[:, :-1]) if self.causal else (labels, mask)
-        wrong = (wanted != -100) & (read == 0)
-        if bool(wrong.any()):
-            row, place = wrong.nonzero()[0].tolist()
-            allowed = "-100 where attention_mask is 0, as DataCollatorForLanguageModeling makes them"
-            raise DataError(
-                f"labels: sample {batch.ids[row]} has {int(wanted[row, place])} at place {place + self.causal}, to be "
-                f"predicted from padding, which links do not carry; allowed: {allowed}"
-            )
+        layout = stage.layout(batch.ids, batch.inputs)
+        labels = stage.trained_labels(layout, labels)
+        if self._own is None:
+            stage.check_labels(layout, labels)
         return labels
 
     def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -110,6 +110,27 @@ class Stage(PipelineStage):
             labels[i, start] = -100
         return labels
 
+    def check_labels(self, layout: Layout, labels: Tensor) -> None:
+        """Raise DataError, with sample and place, for a label that a head for tokens would predict from padding.
+
+        An unsplit model's loss has terms for padding where input_ids are copied to labels as they are; the last of
+        several stages has no hidden states to predict it from. labels: those of `trained_labels`, [B, S].
+        """
+        mask_BS = layout.mask_BS(labels.device)
+        following = int(self._head.loss is losses.causal_lm)  # places from a label to the token that predicts it
+        by_token = following or self._head.loss is losses.masked_lm
+        if mask_BS is None or self.num_stages == 1 or not by_token or labels.shape != mask_BS.shape:
+            return
+        wanted, read = labels[:, following:], mask_BS[:, : labels.shape[1] - following]
+        wrong = (wanted != -100) & (read == 0)
+        if bool(wrong.any()):
+            row, place = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"labels: sample {layout.ids[row]} has {int(wanted[row, place])} at place {place + following}, to be "
+                "predicted from padding, which links do not carry; allowed: -100 where attention_mask is 0, as "
+                "DataCollatorForLanguageModeling makes them"
+            )
+
     def next_layout(self, layout: Layout) -> Layout:
         """Give the layout of what this stage sends, from that of what it received: the same tokens."""
         return layout

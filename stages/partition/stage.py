@@ -28,6 +28,9 @@ class PipelineStage(nn.Module):
         """Give the labels that the last stage trains on, of those in the batch."""
         return labels
 
+    def check_labels(self, layout: Layout, labels: Tensor) -> None:
+        """Raise DataError for a label that the model's own loss cannot take; labels: those of `trained_labels`."""
+
     @property
     def is_first(self) -> bool:
         """Whether it is called with the batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import pytest
@@ -401,6 +402,33 @@ def test_what_is_refused():
         assert "no/such.json" in out["file"]
     assert "training_data" in ranks[0]["no data"]
     assert "rank 0 stopped: DataError: no data" in ranks[1]["no data"]
+
+
+def copied(its):
+    """As `padded`, with labels that are the input_ids, padding too."""
+    batch = padded(its)
+    return batch | {"labels": batch["input_ids"]}
+
+
+def mislabeled(rank, world, note):
+    import pipecomp
+
+    data, found = unequal(), []
+    for loss_fn in (lambda logits, labels: logits.square().mean(), None):
+        more = {"training_data": data, "collate_fn": copied, "loss_fn": loss_fn}
+        engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(), **more)
+        try:
+            found.append(f"{float(engine.train_batch()) > 0}")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_labels_that_only_padding_predicts_are_an_error_on_all_ranks():
+    ranks = run_ranks(2, mislabeled, timeout_s=HANG_S)
+    assert ranks[0][0] == ranks[1][0] == "True", "a loss of one's own may ignore them"
+    assert re.match(r"DataError: labels: sample \d+ has 0 at place \d+, to be predicted from padding", ranks[1][1])
+    assert "PeerLostError: rank 1 stopped: DataError: labels" in ranks[0][1]
 
 
 def misaligned(rank, world, note):
