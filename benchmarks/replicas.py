@@ -1,10 +1,11 @@
-"""Two stages with two replicas each, everything compressed: does the loss stay FP32's, and is every byte counted?
+"""Two stages with tied embeddings, of one replica or two, everything compressed: does the loss stay FP32's?
 
     python -m benchmarks replicas [--seeds 3] [--epochs 6] [--only NAME ...]
                                   [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
 
-Fine-tunes convergence.py's pre-trained GPT-2 with its settings over four processes, each in a network namespace of its
-own (root needed), whose interfaces count what really travels.
+Fine-tunes convergence.py's pre-trained GPT-2 with its settings over processes that each have a network namespace of
+their own (root needed), whose interfaces count what really travels. With one replica the gradients that travel are
+those of the embedding alone, which both stages hold.
 """
 
 from __future__ import annotations
@@ -22,25 +23,36 @@ from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, arguments, chosen
 from benchmarks.training import adamw, in_order
 
-STAGES, REPLICAS, FREEZE_STEP = 2, 2, 40
+STAGES, FREEZE_STEP = 2, 40
+ALONE = "one replica, "
 AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}
 QUANTIZED_ADAM = {"method": "quantized_adam", "bits": 4, "freeze_step": FREEZE_STEP}
+SQUEEZED = {"method": "double_squeeze", "bits": 4}
 METHODS: dict[str, dict[str, Any]] = {
-    "FP32": {},
-    "AQ-SGD fw3 bw6, double_squeeze 4 bits": {
+    f"{ALONE}FP32": {},
+    f"{ALONE}AQ-SGD fw3 bw6": {"activations": AQSGD},
+    f"{ALONE}AQ-SGD fw3 bw6, global_qsgd 8 bits": {
         "activations": AQSGD,
-        "gradients": {"method": "double_squeeze", "bits": 4},
+        "gradients": {"method": "global_qsgd", "bits": 8},
     },
+    f"{ALONE}AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
+    "FP32": {},
+    "AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
     "AQ-SGD fw3 bw6, quantized_adam 4 bits": {"activations": AQSGD, "gradients": QUANTIZED_ADAM},
 }
 
 
+def replicas_of(name: str) -> int:
+    """How many pipelines a method's run has."""
+    return 1 if name.startswith(ALONE) else 2
+
+
 def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> Row:
-    """One run over four nodes."""
+    """One run, each of its processes on a node."""
     from pipecomp.netlab import Lab
 
     counted: list[int] = []  # before the first step and after the last
-    with Lab(nodes=STAGES * REPLICAS) as lab, tempfile.TemporaryDirectory() as store:
+    with Lab(nodes=STAGES * replicas_of(name)) as lab, tempfile.TemporaryDirectory() as store:
 
         def count(rank: int, note: str) -> None:
             counted.append(sum(node.sent for node in lab.bytes()))
@@ -87,7 +99,7 @@ def one_rank(
     section: dict[str, Any] = {"seed": seed, **METHODS[name]}
     if "activations" in section:
         section["store"] = {"path": store}
-    steps, micro_batch = epochs * (len(task.training) // BATCH), BATCH // REPLICAS // 2
+    steps, micro_batch = epochs * (len(task.training) // BATCH), BATCH // replicas_of(name) // 2
     config = adamw(section, samples=(BATCH, micro_batch), lr=LEARNING_RATE, steps=(steps, WARM_UP), torch_adam=True)
     rows = Sequences(task.training.tolist())
     engine = pipecomp.initialize(model, num_stages=STAGES, config=config, training_data=rows)
@@ -116,22 +128,28 @@ def _between_steps(rank: int, note: Any) -> None:
 def results(rows: list[Row]) -> list[str]:
     """The page."""
     text = f"""
-        # Two stages, two replicas, everything compressed
+        # Two stages, one or two replicas, everything compressed
 
         `python -m benchmarks replicas`, on {page.machine(rows)}.
 
         The pre-trained GPT-2 of [convergence.md](convergence.md) and its settings, over 2 stages × 2 replicas in four
-        network namespaces; embeddings are tied across the stages. Training loss: mean over the last epoch, ± over
-        seeds; above FP32: mean of the differences with the same seed. Sent: all ranks' bytes by the engine's count, in
-        MB, and how many times less than float32's; interfaces: what the kernel counted on the nodes' interfaces
-        meanwhile, so with TCP's headers and acknowledgements. quantized_adam sends float32 gradients for its first
+        network namespaces, or over one pipeline in two; embeddings are tied across the stages, and with one replica
+        only their gradient is sent. Training loss: mean over the last epoch, ± over seeds; above FP32: mean of the
+        differences with the same seed and as many replicas. Sent: all ranks' bytes by the engine's count, in MB, and
+        how many times less than float32's; interfaces: what the kernel counted on the nodes' interfaces meanwhile, so
+        with TCP's headers and acknowledgements. quantized_adam sends float32 gradients for its first
         {FREEZE_STEP} steps.
     """
-    exact = {row["seed"]: row["train_loss"] for row in rows if row["method"] == "FP32"}
+
+    def exact(row: Row) -> str:
+        return f"{ALONE}FP32" if replicas_of(row["method"]) == 1 else "FP32"
+
+    losses = {(row["method"], row["seed"]): row["train_loss"] for row in rows}
 
     def above(group: list[Row]) -> str:
-        found = [100 * (row["train_loss"] / exact[row["seed"]] - 1) for row in group if row["seed"] in exact]
-        return "–" if group[0]["method"] == "FP32" or not found else f"{statistics.mean(found):+.2f} %"
+        pairs = [(row["train_loss"], losses.get((exact(row), row["seed"]))) for row in group]
+        found = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
+        return "–" if group[0]["method"] == exact(group[0]) or not found else f"{statistics.mean(found):+.2f} %"
 
     def less(group: list[Row]) -> str:
         return f"{sum(group[0]['raw'].values()) / sum(group[0]['sent'].values()):.2f}×"

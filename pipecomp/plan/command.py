@@ -13,6 +13,7 @@ from rich.console import Console
 from pipecomp.activation_config import Activations
 from pipecomp.config import Config
 from pipecomp.doctor.launch import Launch, read_launch
+from pipecomp.gradient_config import Gradients
 from pipecomp.plan.network import Line, Network, chain
 from pipecomp.plan.options import FIRST_VISIT, PlanOptions, Rates, Wanted, methods
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
@@ -88,8 +89,6 @@ def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey |
 def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:
     """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
-    activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", "first_visit": FIRST_VISIT}
-    config = Config.from_dict({"activations": activations, "tie": wanted.tie, "gradients": wanted.of_gradients()})
 
     def network(split: SplitPlan, index: int) -> Network:
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
@@ -100,6 +99,10 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         slowdowns = wanted.stage_slowdowns(K)
         split = balanced(model, profile, K, tie=wanted.tie, slowdowns=slowdowns)
         tied = tied_values(model, split)
+        config = _config(wanted)
+        if replicas > 1 and wanted.gradients is None:
+            averages = choose_average(config, max(split.parameters), replicas, network(split, 0), speeds)
+            config = replace(config, gradients=Gradients(method=averages[0][0]))
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
                 profile=profile,
@@ -125,17 +128,28 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
     return _around(choice, wanted, network, speeds, len(rates))
 
 
+def _config(wanted: Wanted) -> Config:
+    """Make what bits are chosen for."""
+    activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", "first_visit": FIRST_VISIT}
+    return Config.from_dict({"activations": activations, "tie": wanted.tie, "gradients": wanted.of_gradients()})
+
+
 def _around(choice: Choice, wanted: Wanted, network: Any, speeds: Speeds, networks: int) -> Found:
     """Add what else to tell of a choice."""
     job = choice.prediction.job
-    first = network(job.plan, 0)
+    first, config = network(job.plan, 0), choice.prediction.config
     rows = [
-        (name, [predict(job, made, network(job.plan, i), speeds) for i in range(networks)])
-        for name, made in methods(job.plan.num_stages, wanted.tie, wanted.of_gradients())
+        (
+            name,
+            [
+                predict(job, replace(made, gradients=config.gradients), network(job.plan, i), speeds)
+                for i in range(networks)
+            ],
+        )
+        for name, made in methods(job.plan.num_stages, wanted.tie)
     ]
     averages = []
     if job.replicas > 1 and wanted.gradients is None:
-        config = choice.prediction.config
         averages = choose_average(config, max(job.plan.parameters), job.replicas, first, speeds)
     tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
     return Found(choice=choice, averages=averages, tied=tied, rows=rows)

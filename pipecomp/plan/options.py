@@ -41,10 +41,10 @@ _METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
 Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
 
 
-def methods(stages: int, tie: bool, gradients: dict[str, Any]) -> list[tuple[str, Config]]:
+def methods(stages: int, tie: bool) -> list[tuple[str, Config]]:
     """List what to compare, by name; one stage has nothing to compress."""
     return [
-        (name, Config.from_dict({"activations": activations, "tie": tie, "gradients": gradients}))
+        (name, Config.from_dict({"activations": activations, "tie": tie}))
         for name, activations in (_METHODS if stages > 1 else _METHODS[:1])
     ]
 

@@ -59,7 +59,9 @@ def link_table(network: Network, p: Prediction, plain: Prediction) -> Table:
 def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequence[str]) -> Table:
     """Tabulate seconds of a step, and of one while all samples are new, by method and network (`names`)."""
     cells = ((method, *map(_seconds, predictions)) for method, predictions in rows)
+    gradients = rows[0][1][0].config.gradients.method
     title = "Predicted seconds per step (in the first epoch)"
+    title += "" if gradients == "none" else f", gradients by {gradients}"
     return table(("method", *names), cells, left=("method",), title=title)
 
 

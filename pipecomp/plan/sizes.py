@@ -84,4 +84,4 @@ def _in_flight(job: Job) -> tuple[int, ...]:
 
 def _packets(job: Job) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
     """Name and `packet_sizes` of each method that is compared."""
-    return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie, {})]
+    return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie)]
