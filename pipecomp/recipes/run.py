@@ -126,6 +126,9 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         _say_once(f"{parser.prog}: error: {error}")
         status = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            what = "stopped by Ctrl-C without saving a checkpoint (see --save-every in --help)"
+            print(f"{parser.prog}: {what}", file=sys.stderr, flush=True)
         status = 130
     sys.exit(status)
 

@@ -106,8 +106,13 @@ class TestRun:
             raise KeyboardInterrupt
 
         assert self.status(lambda args: None, monkeypatch) == 0
-        assert self.status(interrupted, monkeypatch) == 130
         assert capsys.readouterr().err == ""
+        assert self.status(interrupted, monkeypatch) == 130
+        assert capsys.readouterr().err.startswith("name: stopped by Ctrl-C without saving a checkpoint")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert self.status(interrupted, monkeypatch) == 130
+        assert capsys.readouterr().err == "", "once on a machine"
+        monkeypatch.delenv("LOCAL_RANK")
         assert self.status(fails, monkeypatch) == 1
         assert capsys.readouterr().err == "name: error: no room\n"
         assert self.status(fails, monkeypatch, ["--model", "x"]) == 2
