@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "gradients": {"method": "global_qsgd", "bits": 8},
     },
     f"{ALONE}AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
+    f"{ALONE}AQ-SGD fw3 bw6, double_squeeze 8 bits": {"activations": AQSGD, "gradients": SQUEEZED | {"bits": 8}},
     "FP32": {},
     "AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
     "AQ-SGD fw3 bw6, quantized_adam 4 bits": {"activations": AQSGD, "gradients": QUANTIZED_ADAM},

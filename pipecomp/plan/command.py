@@ -16,10 +16,20 @@ from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.network import Line, Network, chain
 from pipecomp.plan.options import FIRST_VISIT, PlanOptions, Rates, Wanted, methods
-from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict
+from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict, tied_seconds
 from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
 from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, predicted_stages
-from pipecomp.plan.search import Choice, choose, choose_average, choose_tied, gentlest, layouts, shares
+from pipecomp.plan.search import (
+    TIED,
+    Choice,
+    choose,
+    choose_average,
+    choose_tied,
+    choose_with_tied,
+    gentlest,
+    layouts,
+    shares,
+)
 from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
 from pipecomp.plan.survey import Survey, survey_machine, survey_ranks
 from pipecomp.stages.link.transport import PacerTo, unpaced
@@ -28,11 +38,15 @@ from pipecomp.stages.partition.planning import SplitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan. averages, tied: methods for gradients with their seconds. rows: each method at each network."""
+    """A plan. averages, tied: methods for gradients with their seconds. rows: each method at each network.
+
+    untouched_s: what tied weights would take without TIED, None without it.
+    """
 
     choice: Choice
     averages: list[tuple[str, float]]
     tied: list[tuple[str, float]]
+    untouched_s: float | None
     rows: list[tuple[str, list[Prediction]]]
 
 
@@ -118,7 +132,8 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
                 alone = predict(job, replace(config, activations=Activations()), network(split, 0), speeds)
                 found = Choice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
             else:
-                found = choose(job, config, network(split, 0), speeds)
+                choosing = choose_with_tied if replicas == 1 and wanted.gradients is None else choose
+                found = choosing(job, config, network(split, 0), speeds)
             needs = max(found.prediction.memory_bytes())
             too_large = min(too_large, needs)
             if needs <= wanted.memory_bytes:
@@ -152,7 +167,10 @@ def _around(choice: Choice, wanted: Wanted, network: Any, speeds: Speeds, networ
     if job.replicas > 1 and wanted.gradients is None:
         averages = choose_average(config, max(job.plan.parameters), job.replicas, first, speeds)
     tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
-    return Found(choice=choice, averages=averages, tied=tied, rows=rows)
+    untouched_s = None
+    if config.gradients == TIED:
+        untouched_s = tied_seconds(job, replace(config, gradients=Gradients()), first, speeds)
+    return Found(choice=choice, averages=averages, tied=tied, untouched_s=untouched_s, rows=rows)
 
 
 def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
@@ -163,13 +181,13 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
         console.print(link_table(network, p, found.choice.plain))
     console.print(method_table(found.rows, names))
     console.print(p.job.text(), highlight=False)
-    for sentence in advice(found.choice, found.averages, found.tied):
+    for sentence in advice(found.choice, found.averages, found.tied, found.untouched_s):
         console.print(sentence, highlight=False)
 
 
 def print_settings(found: Found, console: Console) -> None:
     """Print what a plan means for a program and its configuration."""
-    written = configuration(found.choice, found.averages)
+    written = configuration(found.choice)
     console.print(configuration_text(written, found.choice.prediction), highlight=False)
 
 
@@ -193,7 +211,7 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
             for name, predictions in found.rows
             for at, prediction in zip(names, predictions, strict=True)
         ],
-        "config": configuration(found.choice, found.averages),
+        "config": configuration(found.choice),
         "profile": p.job.profile.as_dict(),
     }
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from pipecomp.activation_config import bits_text
 from pipecomp.plan.network import Network
 from pipecomp.plan.prediction import Job, Prediction
-from pipecomp.plan.search import FEWEST_AVERAGES, Choice, choose_local_steps
+from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
@@ -70,13 +70,19 @@ def _seconds(p: Prediction) -> str:
     return text if abs(p.first_epoch_s - p.step_s) < 0.005 * p.step_s else f"{text} ({p.first_epoch_s:.3g})"
 
 
-def advice(choice: Choice, averages: Sequence[tuple[str, float]], tied: Sequence[tuple[str, float]] = ()) -> list[str]:
+def advice(
+    choice: Choice,
+    averages: Sequence[tuple[str, float]],
+    tied: Sequence[tuple[str, float]] = (),
+    untouched_s: float | None = None,
+) -> list[str]:
     """Say in sentences what to take.
 
     Args:
         choice: Bits and what they take.
         averages: As of `search.choose_average`; empty with one replica, or where nothing is to be chosen.
         tied: As of `search.choose_tied`; empty where tied weights hardly matter.
+        untouched_s: Seconds that these would take without `search.TIED`; None where that is not taken.
     """
     p, plain = choice.prediction, choice.plain
     said = []
@@ -98,7 +104,9 @@ def advice(choice: Choice, averages: Sequence[tuple[str, float]], tied: Sequence
                 'With "auto" instead these are about the most bits that a packet has: one that keeps its error with '
                 "fewer has fewer, and a step takes at most as long."
             )
-        if tied:
+        if untouched_s is not None:
+            said.append(_of_compressed(choice.taken, untouched_s))
+        elif tied:
             said.append(_of_tied(choice.taken, tied[0]))
         if p.store_s >= p.step_s:
             said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step; store.bits 8 helps.")
@@ -132,6 +140,19 @@ def tied_names(job: Job) -> str:
     )
 
 
+_UNTIED = '"tie": false in the configuration it is nothing, but then each stage trains a copy of its own.'
+
+
+def _of_compressed(p: Prediction, untouched_s: float) -> str:
+    """Say what `search.TIED` is taken for."""
+    return (
+        f"Take gradients.method {TIED.method} with {TIED.bits} bits for gradients of tied weights, which stages add "
+        f"up in every step: {tied_names(p.job)}. That is {p.tied_s:.3g} s of the step instead of {untouched_s:.3g} s, "
+        f"and no loss was measured from it. --gradients {TIED.method} takes 4 bits, --gradients none leaves them as "
+        f"they are; with {_UNTIED}"
+    )
+
+
 def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
     """Say what tied weights take of a step, and what shortens that."""
     method, seconds = other
@@ -141,13 +162,12 @@ def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
         f"Of this step, {p.tied_s:.3g} s are for the gradients of tied weights, which stages add up in every step, "
         f"{how}: {tied_names(p.job)}. Fewer bits for activations do not shorten that. "
     )
-    untied = '"tie": false in the configuration it is nothing, but then each stage trains a copy of its own.'
     if seconds >= p.tied_s:
-        return f"{told}With {untied}"
-    return f"{told}With gradients.method {method} (--gradients {method}) it is {seconds:.3g} s; with {untied}"
+        return f"{told}With {_UNTIED}"
+    return f"{told}With gradients.method {method} (--gradients {method}) it is {seconds:.3g} s; with {_UNTIED}"
 
 
-def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def configuration(choice: Choice) -> dict[str, Any]:
     """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
@@ -158,9 +178,9 @@ def configuration(choice: Choice, averages: Sequence[tuple[str, float]]) -> dict
             "backward_bits": choice.backward_bits,
             "first_visit": choice.prediction.config.activations.first_visit,
         }
-    gradients = averages[0][0] if averages else choice.prediction.config.gradients.method
-    if gradients != "none":
-        section["gradients"] = {"method": gradients}
+    gradients = choice.prediction.config.gradients
+    if gradients.method != "none":
+        section["gradients"] = {"method": gradients.method} | ({"bits": TIED.bits} if gradients == TIED else {})
     if not job.plan.tie:
         section["tie"] = False
     return {

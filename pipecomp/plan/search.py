@@ -28,6 +28,8 @@ SHARE = 0.05  # of a step that gradients of replicas or tied weights may take be
 LOCAL_STEPS = (2, 4, 8, 16, 32)
 FEWEST_AVERAGES = 24  # of a fine-tuning: with half as many a classifier loses accuracy, and four replicas of GPT-2 loss
 AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
+TIED = Gradients(method="double_squeeze", bits=8)
+"""Of tied weights, where uncompressed ones take much of a step: with these bits no loss is measured (`replicas`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,15 @@ def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = N
     f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
     return Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits)
+
+
+def choose_with_tied(job: Job, config: Config, network: Network, speeds: Speeds) -> Choice:
+    """Choose bits as `choose` does, and TIED for the gradients of tied weights if these take much of a step."""
+    found = choose(job, config, network, speeds)
+    if found.taken.tied_s <= SHARE * found.taken.step_s:
+        return found
+    other = choose(job, replace(config, gradients=TIED), network, speeds)
+    return other if found.taken.step_s > PAYS * other.taken.step_s else found
 
 
 def choose_average(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
