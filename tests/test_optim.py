@@ -704,3 +704,34 @@ def test_buckets_hold_every_value_once(parts: list[tuple[int, int]], size: int) 
     for kind in range(3):
         mine = [b for b in buckets if parts[b[0].owner][1] == kind]
         assert all(sum(end - start for _, start, end in b) == size for b in mine[:-1])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_after_the_freeze_own_gradients_are_clipped_as_much_as_their_mean_was(n: int) -> None:
+    """What ranks' gradients have in common has length 1, beside noise that the mean loses; limit: half of that."""
+    (shared,) = gradients(0, 0, ((400,),))
+    shared /= shared.norm()
+    noise = [torch.randn(400, generator=torch.Generator().manual_seed(rank)) / 10 for rank in range(n)]
+    mean_noise = sum(noise) / n
+    own = [shared + each - mean_noise for each in noise]
+
+    def work(scale: float, max_norm: float | None) -> Callable[[LoopbackGroup], Tensor]:
+        def on_rank(group: LoopbackGroup) -> Tensor:
+            ps = parameters(shapes=((400,),))
+            optimizer = QuantizedAdam(ps, lr=1e-2, freeze_step=5, bits=8, group=group, max_norm=max_norm)
+            for step in range(12):
+                if step == 8 and max_norm is not None:  # what is remembered of the mean goes on with a checkpoint
+                    saved = optimizer.state_dict()
+                    optimizer.close()
+                    optimizer = QuantizedAdam(ps, lr=1e-2, freeze_step=5, bits=8, group=group, max_norm=max_norm)
+                    optimizer.load_state_dict(saved)
+                take(optimizer, [scale * own[group.rank]])
+            optimizer.close()
+            return values(ps)
+
+        return on_rank
+
+    clipped, scaled = (run_threads(n, work(*how)) for how in ((1.0, 0.5), (0.5, None)))
+    assert all(torch.equal(clipped[0], other) for other in clipped)
+    start = values(parameters(shapes=((400,),)))
+    assert float((clipped[0] - scaled[0]).norm()) < 1e-2 * float((scaled[0] - start).norm())

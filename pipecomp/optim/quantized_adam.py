@@ -66,7 +66,8 @@ class QuantizedAdam(torch.optim.Optimizer):
         adam_w: decoupled weight decay; otherwise it is added to the gradient.
         max_norm: clips gradients to this L2 norm; None for no limit. As long as gradients are exchanged it is their
             mean that is clipped, as by `clip_grad_norm_` in a single process; later, when only the momentum is, each
-            rank's own. Clip here, not before `step`: clipped rank by rank, gradients have another mean.
+            rank's own, to as much more as it used to be longer than the mean. Clip here, not before `step`: clipped
+            rank by rank, gradients have another mean.
 
     Raises:
         ConfigError: for a wrong setting and, at the first step, if ranks differ in settings or parameters.
@@ -103,6 +104,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ConfigError("max_norm", max_norm, "a number above 0, or None")
         self._max_norm = max_norm
+        self._longer: float | None = None  # how many times the mean's norm this rank's own is; of late
         self._global_grad_norm: float | None = None  # before clipping; DeepSpeed looks for it by this name
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         tied_ids = {id(p) for p in tied}
@@ -189,16 +191,29 @@ class QuantizedAdam(torch.optim.Optimizer):
     def _clip(
         self, warm: list[Tensor], means: list[Tensor], frozen: list[Tensor], unscale: float | None
     ) -> float | None:
-        """Clip the mean gradients of `warm`; what this rank's gradients of `frozen` are to be multiplied by."""
+        """Clip the mean gradients of `warm`; what this rank's gradients of `frozen` are to be multiplied by.
+
+        The mean of those is not known. A rank's own gradient is longer than the mean, and is clipped to as much more
+        than max_norm as it was longer in the last steps that had both; clipped to max_norm, ranks' noise would shorten
+        steps whose variance is that of means.
+        """
         assert self._max_norm is not None
-        held = [p for p in frozen if p.grad is not None]
         mean = self._norm(warm, means)
-        own = self._norm(held, [cast(Tensor, p.grad) for p in held]) * (unscale or 1.0)
+        own = self._own_norm(frozen, unscale)
+        if mean > 0:
+            longer = self._own_norm(warm, unscale) / mean
+            self._longer = longer if self._longer is None else 0.9 * self._longer + 0.1 * longer
+        own /= self._longer or 1.0
         self._global_grad_norm = math.hypot(mean, own)
         if (scale := self._max_norm / (mean + 1e-6)) < 1:
             torch._foreach_mul_(means, scale)
         scale = self._max_norm / (own + 1e-6)
         return scale * (unscale or 1.0) if scale < 1 else unscale
+
+    def _own_norm(self, parameters: list[Tensor], unscale: float | None) -> float:
+        """The L2 norm of this rank's own gradients."""
+        held = [p for p in parameters if p.grad is not None]
+        return self._norm(held, [cast(Tensor, p.grad) for p in held]) * (unscale or 1.0)
 
     def _norm(self, parameters: list[Tensor], gradients: list[Tensor]) -> float:
         """The L2 norm of these parameters' gradients, the same on all ranks for the same gradients."""
@@ -221,7 +236,7 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, and under "exchange" which parameters are frozen and this rank's error-feedback residuals."""
-        return {**super().state_dict(), "exchange": self._exchange.state_dict()}
+        return {**super().state_dict(), "exchange": {**self._exchange.state_dict(), "longer": self._longer}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned on the same rank; nothing of it is shared.
@@ -241,6 +256,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         self._exchange.check_saved(exchange)
         super().load_state_dict(state_dict)
         self._exchange.load_state_dict(exchange, self._listed()[0][0].device)
+        self._longer = exchange.get("longer")
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for (p, _), number in zip(self._listed(), saved, strict=True):
             for name in ("exp_avg", "exp_avg_sq") if number in state_dict["state"] else ():
