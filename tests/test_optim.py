@@ -706,14 +706,11 @@ def test_buckets_hold_every_value_once(parts: list[tuple[int, int]], size: int) 
         assert all(sum(end - start for _, start, end in b) == size for b in mine[:-1])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_after_the_freeze_own_gradients_are_clipped_as_much_as_their_mean_was(n: int) -> None:
     """What ranks' gradients have in common has length 1, beside noise that the mean loses; limit: half of that."""
-    (shared,) = gradients(0, 0, ((400,),))
-    shared /= shared.norm()
-    noise = [torch.randn(400, generator=torch.Generator().manual_seed(rank)) / 10 for rank in range(n)]
-    mean_noise = sum(noise) / n
-    own = [shared + each - mean_noise for each in noise]
+    shared, *noise = torch.linalg.qr(torch.randn(400, 3, generator=torch.Generator().manual_seed(0)))[0].T
+    own = [shared + 1.4 * (-1) ** rank * noise[rank // 2] * (n > 1) for rank in range(n)]
 
     def work(scale: float, max_norm: float | None) -> Callable[[LoopbackGroup], Tensor]:
         def on_rank(group: LoopbackGroup) -> Tensor:

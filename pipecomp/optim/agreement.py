@@ -70,6 +70,13 @@ class Agreement:
         usable = [i for i, flag in enumerate(flags[:-1].tolist()) if flag == _USABLE]
         return [i for i in usable if not bad or id(listed[i][0]) in self._tied]
 
+    def numbers(self, own: float) -> list[float]:
+        """Each rank's number, on all ranks."""
+        before = self._group.bytes_sent
+        rows = self._group.gather_numbers([own])
+        self.bytes_sent += self._group.bytes_sent - before
+        return [number for (number,) in rows]
+
     def _largest(self, flags: Tensor) -> Tensor:
         """Of all ranks' flags."""
         before = self._group.bytes_sent

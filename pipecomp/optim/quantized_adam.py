@@ -104,7 +104,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ConfigError("max_norm", max_norm, "a number above 0, or None")
         self._max_norm = max_norm
-        self._longer: float | None = None  # how many times the mean's norm this rank's own is; of late
+        self._longer: float | None = None  # how many times the mean's norm ranks' own are, of late
         self._global_grad_norm: float | None = None  # before clipping; DeepSpeed looks for it by this name
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         tied_ids = {id(p) for p in tied}
@@ -194,14 +194,15 @@ class QuantizedAdam(torch.optim.Optimizer):
         """Clip the mean gradients of `warm`; what this rank's gradients of `frozen` are to be multiplied by.
 
         The mean of those is not known. A rank's own gradient is longer than the mean, and is clipped to as much more
-        than max_norm as it was longer in the last steps that had both; clipped to max_norm, ranks' noise would shorten
-        steps whose variance is that of means.
+        than max_norm as ranks' own were longer in the last steps that had both. Clipped to max_norm, ranks' noise would
+        shorten steps whose variance is that of means.
         """
         assert self._max_norm is not None
         mean = self._norm(warm, means)
         own = self._own_norm(frozen, unscale)
         if mean > 0:
-            longer = self._own_norm(warm, unscale) / mean
+            norms = self._agreement.numbers(self._own_norm(warm, unscale))
+            longer = math.hypot(*norms) / math.sqrt(len(norms)) / mean
             self._longer = longer if self._longer is None else 0.9 * self._longer + 0.1 * longer
         own /= self._longer or 1.0
         self._global_grad_norm = math.hypot(mean, own)
