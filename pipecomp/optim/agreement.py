@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -72,19 +73,24 @@ class Agreement:
 
     def numbers(self, own: float) -> list[float]:
         """Each rank's number, on all ranks."""
-        before = self._group.bytes_sent
-        rows = self._group.gather_numbers([own])
-        self.bytes_sent += self._group.bytes_sent - before
+        with self._counted():
+            rows = self._group.gather_numbers([own])
         return [number for (number,) in rows]
 
     def _largest(self, flags: Tensor) -> Tensor:
         """Of all ranks' flags."""
-        before = self._group.bytes_sent
-        pending = self._group.gather(flags)
-        largest = torch.stack(pending.wait()).amax(dim=0)
-        pending.finish()
-        self.bytes_sent += self._group.bytes_sent - before
+        with self._counted():
+            pending = self._group.gather(flags)
+            largest = torch.stack(pending.wait()).amax(dim=0)
+            pending.finish()
         return largest
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count what is sent inside."""
+        before = self._group.bytes_sent
+        yield
+        self.bytes_sent += self._group.bytes_sent - before
 
 
 def check_alike(group: Group, listed: Listed, settings: Mapping[str, Any], steps: int) -> None:

@@ -108,6 +108,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
 
     choices: list[Choice] = []
+    averages: dict[int, list[tuple[str, float]]] = {}  # by stages
     too_large = math.inf
     for K, replicas in layouts(wanted.nodes, wanted.stages, len(profile.blocks)):
         slowdowns = wanted.stage_slowdowns(K)
@@ -115,8 +116,8 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         tied = tied_values(model, split)
         config = _config(wanted)
         if replicas > 1 and wanted.gradients is None:
-            averages = choose_average(config, max(split.parameters), replicas, network(split, 0), speeds)
-            config = replace(config, gradients=Gradients(method=averages[0][0]))
+            averages[K] = choose_average(config, max(split.parameters), replicas, network(split, 0), speeds)
+            config = replace(config, gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
                 profile=profile,
@@ -140,7 +141,8 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
                 choices.append(found)
     wanted.check_memory(too_large)
     choice = gentlest(choices, lambda c: c.taken.step_s)
-    return _around(choice, wanted, network, speeds, len(rates))
+    stages = choice.prediction.job.plan.num_stages
+    return _around(choice, averages.get(stages, []), network, speeds, len(rates))
 
 
 def _config(wanted: Wanted) -> Config:
@@ -149,23 +151,16 @@ def _config(wanted: Wanted) -> Config:
     return Config.from_dict({"activations": activations, "tie": wanted.tie, "gradients": wanted.of_gradients()})
 
 
-def _around(choice: Choice, wanted: Wanted, network: Any, speeds: Speeds, networks: int) -> Found:
+def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, speeds: Speeds, networks: int) -> Found:
     """Add what else to tell of a choice."""
-    job = choice.prediction.job
-    first, config = network(job.plan, 0), choice.prediction.config
-    rows = [
-        (
-            name,
-            [
-                predict(job, replace(made, gradients=config.gradients), network(job.plan, i), speeds)
-                for i in range(networks)
-            ],
-        )
-        for name, made in methods(job.plan.num_stages, wanted.tie)
-    ]
-    averages = []
-    if job.replicas > 1 and wanted.gradients is None:
-        averages = choose_average(config, max(job.plan.parameters), job.replicas, first, speeds)
+    job, config = choice.prediction.job, choice.prediction.config
+    first = network(job.plan, 0)
+
+    def at_networks(made: Config) -> list[Prediction]:
+        with_gradients = replace(made, gradients=config.gradients)
+        return [predict(job, with_gradients, network(job.plan, i), speeds) for i in range(networks)]
+
+    rows = [(name, at_networks(made)) for name, made in methods(job.plan.num_stages, job.plan.tie)]
     tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
     untouched_s = None
     if config.gradients == TIED:

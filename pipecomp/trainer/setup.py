@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.allreduce.group import host_backend
 from pipecomp.cluster.agreement import versions
 from pipecomp.cluster.closed import wanted_keys
+from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, require
@@ -103,12 +104,7 @@ class Pipeline:
                 True,
                 "False: a pipeline's last stage gives logits and nothing else",
             )
-        require(
-            world % split_plan.num_stages == 0,
-            "num_stages",
-            split_plan.num_stages,
-            f"a divisor of the {world} processes of this run",
-        )
+        check_processes("num_stages", split_plan.num_stages)
         zero = config.get("zero_optimization", {})
         if zero.get("stage") == 1:  # by default a buffer of 5e8 values, whatever the model
             zero.setdefault("reduce_bucket_size", min(500_000_000, max(split_plan.parameters)))
