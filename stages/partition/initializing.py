@@ -11,8 +11,9 @@ from torch import nn
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition import adapters
+from pipecomp.stages.partition.cutting import shallow
 from pipecomp.stages.partition.planning import aliases
-from pipecomp.stages.partition.splitting import Stage, shallow
+from pipecomp.stages.partition.splitting import Stage
 
 
 def put(stage: Stage, names: Sequence[str], parameter: nn.Parameter) -> None:

@@ -16,11 +16,12 @@ from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
+from pipecomp.stages.partition.cutting import replace_parameter
 from pipecomp.stages.partition.hub import unreachable
 from pipecomp.stages.partition.initializing import initialize, put
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
-from pipecomp.stages.partition.splitting import Stage, replace_parameter, take_stage
+from pipecomp.stages.partition.splitting import Stage, take_stage
 
 _log = logging.getLogger(__name__)
 
