@@ -37,7 +37,8 @@ class Way(NamedTuple):
     """To another rank.
 
     route: how it goes there. dials: ways to get there again, tried in turn; without the first, the other side is waited
-    for. gone: whether nothing listens any more where the other side did, as far as that can be known from here.
+    for. gone: whether nothing listens any more where the other side did, or where the relay did that alone leads there,
+    as far as that can be known from here.
     """
 
     stream: SecureStream
@@ -140,12 +141,11 @@ class Line:
 
     def _try(self, stream: SecureStream, last: Exception | None) -> tuple[bool, Exception | None]:
         """All ways once; whether nobody is there any more, and why it did not work."""
-        refused = False
         if self._way.waits:
             left = self.heard + self.timeout_s - time.monotonic()
             if self._wait(stream, min(_AGAIN_S if not self._way.dials else _AWAIT_S, max(0.1, left))):
                 return False, None
-            refused = self._way.gone()
+        refused = self._way.gone()
         for dial in self._way.dials:
             try:
                 made, count = dial(self.received)

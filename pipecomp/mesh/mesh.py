@@ -101,7 +101,7 @@ class Mesh:
             connection.say_goodbye()
         for connection in every:
             connection.finish()
-        for part in (self._routes, self._relay, self._listener):
+        for part in (self._routes, self._listener, self._relay):
             if part is not None:
                 part.close()
 

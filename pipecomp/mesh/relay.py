@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 
 from pipecomp.keys.stream import close
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh.hello import Guest, Place, welcome
 
 _CHUNK = 1 << 17
+_LAST_S = 10.0  # for two ranks to end their connection, when this one has ended its own
 
 
 class Relay:
@@ -25,6 +27,7 @@ class Relay:
         self._waiting: dict[tuple[int, int], Guest] = {}
         self._lock = threading.Lock()
         self._carried: dict[tuple[int, int], list[socket.socket]] = {}
+        self._threads: list[threading.Thread] = []
         self.bytes = 0  # that went through, both ways
 
     def take(self, guest: Guest) -> None:
@@ -49,10 +52,16 @@ class Relay:
         for (sock, early), (to, _) in (ends, ends[::-1]):
             sock.settimeout(None)
             name = f"pipecomp-relay-{pair[0]}-{pair[1]}"
-            threading.Thread(target=self._carry, args=(sock, to, early), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._carry, args=(sock, to, early), name=name, daemon=True)
+            thread.start()
+            with self._lock:
+                self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def close(self) -> None:
-        """Carry no more."""
+        """Carry no more once those that are carried have ended, which they are given some time for."""
+        deadline = time.monotonic() + _LAST_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             carried = [sock for pair in self._carried.values() for sock in pair]
             waiting = [guest.stream.sock for guest in self._waiting.values()]

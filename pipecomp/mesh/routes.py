@@ -182,7 +182,7 @@ class Routes:
                 door = Door(self._trust, other, at[other])
                 self.doors.append(door)
                 return Way(self._guest(other), DIRECT, (around,), waits=True, gone=door.gone)
-        return Way(self._relayed(other, _ROUTE_S, 0)[0], RELAYED, (around,))
+        return Way(self._relayed(other, _ROUTE_S, 0)[0], RELAYED, (around,), gone=partial(refuses, self._first))
 
     def _direct(self, address: Address, wish: Wish) -> tuple[SecureStream, int]:
         stream, answer = connect(address, self._trust, self._mine, wish, wait_s=_DIRECT_S)

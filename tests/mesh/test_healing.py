@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from pipecomp.errors import LinkError, WireError
+from pipecomp.keys.stream import close
 from pipecomp.mesh.collectives import Collectives
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, unpack
 from pipecomp.mesh.outbox import Outbox
 from pipecomp.mesh.routes import DIRECT, RELAYED
 from pipecomp.stages.link.tls import TlsTransport
-from tests.mesh.meshes import WAIT_S, Trouble, close_all, keys_for, meet_all, together
+from tests.mesh.meshes import WAIT_S, Trouble, close_all, keys_for, kill, meet_all, together
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,40 @@ def test_an_outage_that_says_nothing(folders, monkeypatch, caplog):
     assert meshes[0].connections[1].line.lost_s >= 1.5
     assert "was lost for" in caplog.text
     close_all(meshes)
+
+
+def test_the_relay_goes_last(folders, monkeypatch):
+    """Rank 0 ends at once, and what two others had still to say to each other is on its way through it."""
+    meshes = meet_all(folders, (1, 2))
+    original, slow = socket.socket.sendall, threading.Event()
+
+    def late(self, data, *flags):
+        if slow.is_set() and threading.current_thread().name.startswith("pipecomp-relay"):
+            time.sleep(1.0)
+        return original(self, data, *flags)
+
+    monkeypatch.setattr(socket.socket, "sendall", late)
+    slow.set()
+    into = bytearray(1000)
+    waiting = meshes[2].connections[1].receive(1, 0, memoryview(into))
+    meshes[1].connections[2].send(1, 0, memoryview(bytes(range(250)) * 4))
+    close_all(meshes)
+    waiting.wait(WAIT_S)
+    assert bytes(into) == bytes(range(250)) * 4
+    assert meshes[1].connections[2].line.healed == 0
+
+
+def test_a_relay_that_is_gone_is_not_waited_for(folders):
+    """Two ranks have no other way to each other, and hear of it long before the time of silence is over."""
+    meshes = meet_all(folders, (1, 2))
+    kill(meshes[0])
+    for sock in meshes[0]._relay._carried[1, 2]:
+        close(sock)
+    connection = meshes[1].connections[2]
+    assert connection.timeout_s >= WAIT_S
+    connection.wait_for_end(WAIT_S / 2)
+    assert connection.failure is not None
+    close_all(meshes[1:])
 
 
 def take_all(outbox: Outbox, epoch: int) -> list[tuple[int, bytes]]:
