@@ -97,19 +97,26 @@ def seal(packet: Tensor) -> None:
 def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
     """Write all samples' parts, then the check of the packet that they are in.
 
-    Returns int64 [1]: FINE, or sample << 32 | row of one that cannot be encoded; then nothing else counts.
+    Returns int64 [1], beside the payload: FINE, or sample << 32 | row of one that cannot be encoded; then nothing else
+    counts.
     """
+    found = _encode_all(visits, payload)
+    if packet is not None and found == FINE:
+        seal(packet)
+    return torch.full((1,), found, dtype=torch.int64, device=payload.device)
+
+
+def _encode_all(visits: Sequence[Visit], payload: Tensor) -> int:
+    """See `encode_batch`."""
     for i, (visit, part) in enumerate(zip(visits, parts(payload, visits), strict=True)):
         bad = (~torch.isfinite(visit.x)).any(1) if visit.options is None else _encode_quantized(visit, part)
         if bool(bad.any()):
-            return torch.tensor([i << 32 | (int(bad.int().argmax()) if visit.options else 0)])
+            return i << 32 | (int(bad.int().argmax()) if visit.options else 0)
         if visit.options is None:
             part.copy_(visit.x.reshape(-1).view(torch.uint8))
             if visit.m is not None:
                 visit.m.copy_(visit.x)
-    if packet is not None:
-        seal(packet)
-    return FINE_FLAG
+    return FINE
 
 
 def _encode_quantized(visit: Visit, part: Tensor) -> Tensor:

@@ -395,6 +395,12 @@ def test_sketches(backend, bits, d, buckets, seed):
         assert same(out, want)
 
 
+def test_whether_all_could_be_encoded_is_told_beside_the_payload():
+    """From there, on a GPU, staging copies it to the host."""
+    payload = torch.empty(0, dtype=torch.uint8, device="meta")
+    assert ragged.encode_batch([], payload, None).device == payload.device
+
+
 @anywhere
 @given(
     bits=st.integers(1, 24),
