@@ -19,8 +19,11 @@ def flat_grid(d: int, chunk: int) -> tuple[int]:
 
 
 def norm_divisor(norm: float) -> float:
-    """Choose what values are divided by: the norm, or 1 where that is 0."""
-    return norm if norm > 0 else 1.0
+    """Choose what values are divided by: the norm, or 1 where that is 0.
+
+    A whole number would be an integer to the kernels, by which Triton does not divide.
+    """
+    return float(norm) if norm > 0 else 1.0
 
 
 def float_table(values: Any, device: torch.device) -> Tensor:

@@ -79,6 +79,22 @@ def test_the_check_above_can_fail(launches):
     assert re.search(r"\bfma\.rn\.f32", first.ptx(enable_fp_fusion=True))
 
 
+def test_norms_may_be_whole_numbers():
+    """To Triton those are integers, by which it does not divide."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_backend
+    from tests.kernels.triton_launches import recorded
+
+    g_d = torch.empty(100, device="meta")
+    with recorded() as launches:
+        triton_backend.linear_encode(g_d, 2, (7,), None, 4, 5, 0)
+        triton_backend.exponential_encode(g_d, 2, 8, 1, 5, 0)
+        triton_backend.scale_index(g_d, 2, (7, 30))
+    assert len(launches) == 3
+    for launch in launches:
+        assert "div.rn.f32" in launch.ptx(), launch
+
+
 @pytest.mark.parametrize("rows", [[5, 0, 40], [8000, 192]], ids=str)
 def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
     """Not some a row: a copy of more than 64 KiB would wait for the device."""
