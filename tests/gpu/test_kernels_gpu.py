@@ -54,6 +54,25 @@ def test_not_finite_leaves_m_alone():
     assert torch.equal(m, before)
 
 
+def test_places_beyond_31_bits():
+    width, tail = 4096, 4
+    rows = (1 << 31) // width + tail
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("2**31 values need 20 GiB of the GPU's memory")
+    x = torch.zeros(rows, width, dtype=torch.bfloat16, device="cuda")
+    last = x[-tail:].normal_().cpu()
+    got = ops.quantize(x, 4)
+    want = ops.quantize(last, 4, backend="torch")
+    assert same(got[0][-tail:], want[0])
+    assert same(got[1][-tail:], want[1])
+    back = ops.dequantize(*got, 4, x.shape)
+    assert same(back[-tail:], ops.dequantize(*want, 4, last.shape, backend="torch"))
+    del back
+    start = (rows - tail) * width
+    codes = ops.exponential_encode(x, 8.0, seed=3)
+    assert same(codes[start:], ops.exponential_encode(last, 8.0, seed=3, start=start, backend="torch"))
+
+
 @pytest.mark.parametrize("d", [1, 1000, 70_001])
 def test_gradient_codes(d):
     torch.manual_seed(d)

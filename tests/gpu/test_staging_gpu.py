@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from pipecomp.allreduce import State
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
-from pipecomp.kernels import ops
-from pipecomp.kernels.ragged import Visit
+from pipecomp.kernels import dispatch, ops
+from pipecomp.kernels.ragged import Arriving, Visit
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from tests.stages.test_staging import H, S, but_for_norms, ends, train
@@ -25,22 +26,88 @@ def staging():
     return CudaStaging(torch.device("cuda", 0), pinned_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("options", [{"forward_bits": 3}, {"first_visit": 8}, {"rounding": "stochastic"}], ids=str)
+def hold_up(stream: torch.cuda.Stream, times: int = 1) -> None:
+    """Keep a stream from what it gets next, some hundredths of a second for each time."""
+    with torch.cuda.stream(stream):
+        for _ in range(times):
+            torch.cuda._sleep(50_000_000)
+
+
+@pytest.mark.parametrize("late", ["copies", "computing"])
+@pytest.mark.parametrize("pinned_bytes", [1 << 26, 1], ids=["pinned", "pageable"])
+def test_copies_and_computing_wait_for_each_other(pinned_bytes, late):
+    """And memory is used for something else when both are done with it, not before."""
+    from pipecomp.kernels.staging_cuda import CudaStaging
+
+    staging, size = CudaStaging(torch.device("cuda", 0), pinned_bytes), 1 << 20
+    out, into = staging._streams[True], staging._streams[False]
+    hold_up(torch.cuda.current_stream(), 1 if late == "copies" else 2)
+    hold_up(out, 2 if late == "copies" else 0)
+    x = torch.full((size,), 1.0, device="cuda")
+    to_host = staging.to_host(x)
+    del x
+    others = [torch.full((size,), 2.0, device="cuda") for _ in range(4)]  # one would lie where x lay
+    assert bool((to_host.wait() == 1.0).all())
+    assert all(bool((x == 2.0).all()) for x in others)
+    hold_up(into, 2 if late == "copies" else 0)
+    to_device = staging.to_device(torch.full((size,), 3.0))
+    other = staging.to_device(torch.full((size,), 5.0))  # not through the same memory of the host
+    y = to_device.wait()
+    hold_up(torch.cuda.current_stream())
+    z = y + 1.0
+    del y, to_device
+    another = staging.to_device(torch.full((size,), 7.0))  # would lie where y lay
+    assert bool((z == 4.0).all())
+    assert bool((other.wait() == 5.0).all())
+    assert bool((another.wait() == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward_bits": 3},
+        {"first_visit": 8, "rotation": True},
+        {"rounding": "stochastic", "group_size": 3},
+        {"backward_top_k": 0.3},
+    ],
+    ids=str,
+)
 def test_a_gpu_computes_sends_and_stores_what_the_host_does(tmp_path, staging, options):
     on_gpu, on_host = (train(tmp_path / name, s, **options) for name, s in (("gpu", staging), ("host", None)))
     assert on_gpu == but_for_norms(on_host)
 
 
-def test_samples_of_different_lengths_on_a_gpu():
-    o = ops.Options(4, None)
-    pairs = [(torch.randn(n, 96), torch.randn(n, 96)) for n in (5, 1, 40)]
-    size = sum(ops.payload_bytes(x.shape[0], 96, o, x.dtype) for x, _ in pairs)
+def test_a_link_works_where_torch_alone_runs(tmp_path, staging):
+    """As where there is no compiler for Triton's first launch."""
+    dispatch.prefer("torch", "cuda")
+    try:
+        on_gpu = train(tmp_path / "gpu", staging, forward_bits=3)
+    finally:
+        dispatch.prefer("auto", "cuda")
+    assert on_gpu == but_for_norms(train(tmp_path / "host", None, forward_bits=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_samples_lie_at_any_address(dtype):
+    """A GPU refuses to load or store four bytes at an odd one."""
+    assert_alike_at_odd_addresses(dtype, ("cpu", "cuda"))
+
+
+def assert_alike_at_odd_addresses(dtype: torch.dtype, devices: Sequence[str]) -> None:
+    o, width, counts = ops.Options(3, 40), 97, (5, 1, 40, 2)
+    how = [(o, True), (o, True), (None, False), (o, False)]
+    size = sum(ops.payload_bytes(n, width, options, dtype) for n, (options, _) in zip(counts, how, strict=True))
+    x_TH, m_TH = torch.randn(48, width).to(dtype), torch.randn(48, width)
     found = []
-    for device in ("cpu", "cuda"):
-        payload = torch.empty(size, dtype=torch.uint8, device=device)
-        visits = [Visit(x.to(device), m.to(device, copy=True), o, True) for x, m in pairs]
-        ops.encode_batch(visits, payload).check()
-        found.append([payload.cpu(), *(v.m.cpu() for v in visits if v.m is not None)])
+    for device in devices:
+        whole = torch.zeros(1 + size, dtype=torch.uint8, device=device)
+        sent_TH, held_TH = m_TH.to(device, copy=True), m_TH.to(device, copy=True)
+        rows = zip(x_TH.to(device).split(counts), sent_TH.split(counts), how, strict=True)
+        ops.encode_batch([Visit(x, m, options, delta) for x, m, (options, delta) in rows], whole[1:]).check()
+        held = zip(held_TH.split(counts), how, strict=True)
+        ops.decode_batch(whole[1:], [Arriving(m, options, delta, dtype) for m, (options, delta) in held])
+        assert torch.equal(held_TH, sent_TH)
+        found.append([whole.cpu(), held_TH.cpu()])
     assert all(map(torch.equal, *found))
 
 
