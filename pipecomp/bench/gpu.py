@@ -151,8 +151,8 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
 
 
 def write(found: Row, folder: Path) -> None:
-    """Write the page, and the picture of what the GPU did in a step if there is one."""
+    """Write the page, then the picture of what the GPU did in a step if there is one."""
+    write_whole(folder / PAGE, gpu_page(found))
     if not failed(found["look"]):
         by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found["look"].items()}
         draw(folder / PICTURE, by_rank, f"One step, {gpu_steps.EVERYTHING}, two ranks on one GPU")
-    write_whole(folder / PAGE, gpu_page(found))
