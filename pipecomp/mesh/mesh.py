@@ -71,7 +71,7 @@ class Mesh:
         self._listener: Listener | None = None
         self._relay: Relay | None = None
         self._routes: Routes | None = None
-        self._complete = False  # whether rank 0 has seen all ranks
+        self._complete = self._over = False  # whether rank 0 has seen all ranks, and takes none any more
         self._doors: dict[int, Door] = {}
         self._refused = 0
         self._streams: dict[int, int] = {}
@@ -93,7 +93,9 @@ class Mesh:
 
     def close(self) -> None:
         """End all connections in order; rank 0, which serves the store and relays, goes last."""
-        every = list(self.connections.values())  # no threads: at the interpreter's end none can be started
+        with self._came:
+            self._over = True
+            every = list(self.connections.values())  # no threads: at the interpreter's end none can be started
         deadline = time.monotonic() + (_LAST_S if self.rank == 0 else 0.0)
         for connection in every:
             connection.wait_for_end(max(0.0, deadline - time.monotonic()))
@@ -134,6 +136,8 @@ class Mesh:
             return lambda: relay.take(guest)
         with self._came:
             there = self.connections.get(guest.rank)
+            if self._over or (self._complete and there is not None and there.failure is not None):
+                raise EOFError  # this start is over for it: it comes again, and waits for the next one
             if there is not None and there.line.lost:
                 there.give_up(PeerLostError(f"lost rank {guest.rank}: its process was started anew", guest.rank))
                 if self._complete:  # before, it may have missed the answer, and nothing hangs on its first connection

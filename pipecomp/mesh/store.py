@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipecomp.errors import LinkError, WireError
+from pipecomp.errors import PipecompError, WireError
 from pipecomp.mesh.connection import Connection
 from pipecomp.mesh.frames import Kind
 
 MOST_BYTES = 1 << 28  # of all keys and values
-MOST_WAITS = 1 << 10  # questions of a rank that wait for keys
+MOST_WAITS = 1 << 14  # keys that a rank waits for, in all of its questions
 _OWNED = re.compile(r"pipecomp/(?:alive|stopped)/(\d+)$")
 _DEFAULT = timedelta(minutes=5)  # as torch's stores wait
 _ANSWER_S = 60.0  # for rank 0 to answer what needs no waiting, beside the time in which a lost connection is made anew
@@ -46,10 +46,11 @@ class Table:
         owned = _OWNED.search(key)
         if owned is not None and int(owned[1]) != writer:
             raise RefusedError(f"rank {writer} may not write {key!r}, which is rank {owned[1]}'s")
+        _check_length(key)
         with self._changed:
             before = self._values.get(key)
             after = self._bytes + len(value) + (len(key) if before is None else -len(before))
-            if after > MOST_BYTES or len(key) > _KEY_BYTES:
+            if after > MOST_BYTES:
                 raise RefusedError(f"the key-value store has {self._bytes} bytes, allowed: {MOST_BYTES}")
             self._bytes = after
             self._values[key] = value
@@ -73,10 +74,14 @@ class Table:
             return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int, writer: int) -> int:
-        """Add to a number, which begins at 0; returns the sum."""
+        """Add to a number, which begins at 0; returns the sum. RefusedError if there is something else."""
         with self._changed:
-            total = int(self._values.get(key, b"0")) + amount
-            self.set(key, str(total).encode(), writer)
+            try:
+                total = int(self._values.get(key, b"0")) + amount
+                text = str(total).encode()
+            except ValueError as error:
+                raise RefusedError(f"what is at {key!r} is no number, or one of too many digits") from error
+            self.set(key, text, writer)
             return total
 
     def swap(self, key: str, expected: bytes, desired: bytes, writer: int) -> bytes:
@@ -110,9 +115,12 @@ class Table:
 
     def wait_for(self, connection: Connection, number: int, keys: list[str]) -> None:
         """Answer question `number` when all are there. RefusedError if that rank waits for too much."""
+        for key in keys:
+            _check_length(key)
         with self._changed:
             if not all(key in self._values for key in keys):
-                if sum(wait[0] is connection for wait in self._waits) >= MOST_WAITS:
+                waiting = sum(len(wait[2]) for wait in self._waits if wait[0] is connection)
+                if waiting + len(keys) > MOST_WAITS:
                     raise RefusedError(f"rank {connection.peer} waits for more than {MOST_WAITS} keys")
                 self._waits.append((connection, number, keys))
                 return
@@ -147,11 +155,17 @@ class Table:
 
 
 def _answer(connection: Connection, number: int, value: Any) -> None:
+    """Whatever becomes of it: who is called here may be another rank than the one that it is for."""
     try:
         connection.call(Kind.ANSWER, number, value)
-    except LinkError:
-        if connection.failure is None:  # a rank that is gone needs no answer, and another one asked
-            raise
+    except PipecompError as error:
+        if connection.failure is None:  # else that rank is gone, and needs no answer
+            _answer(connection, number, {"error": str(error)})  # it was too long
+
+
+def _check_length(key: str) -> None:
+    if len(key) > _KEY_BYTES:
+        raise RefusedError(f"a key of the key-value store has {len(key)} characters, allowed: {_KEY_BYTES}")
 
 
 def _key(key: Any) -> str:
@@ -195,12 +209,11 @@ class Questions:
         box: list[Any] = []
         self._waiting[number] = event, box
         try:
-            if self.connection.failure is not None:
-                raise dist.DistNetworkError(str(self.connection.failure))
             try:
                 self.connection.call(Kind.CALL, number, question)
-            except LinkError as error:
-                raise dist.DistNetworkError(str(error)) from error
+            except PipecompError as error:
+                gone = self.connection.failure is not None  # else it is too long
+                raise (dist.DistNetworkError if gone else dist.DistStoreError)(str(error)) from error
             if not event.wait(wait_s):
                 raise dist.DistStoreError(f"the key-value store did not answer within {wait_s:g} s: {question[0]}")
         finally:

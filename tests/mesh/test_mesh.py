@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.keys.authority import new, revoke
 from pipecomp.keys.listener import EVERYWHERE, MOST_WAITING, Address
+from pipecomp.keys.stream import NoAnswerError
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
 from pipecomp.mesh.collectives import Collectives
-from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
+from pipecomp.mesh.frames import CALL_BYTES, CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
 from pipecomp.mesh.mesh import Meeting, Mesh, default_listen, meet
 from pipecomp.mesh.process_group import MeshProcessGroup
 from pipecomp.mesh.routes import DIRECT, RELAYED, Door, address_key, connect
@@ -286,6 +288,51 @@ class TestStore:
         two[1].store.set(key[:-1] + "1", "mine")
         assert not two[0].store.check([key])
 
+    def test_a_rank_that_is_gone_harms_nobody_who_writes_what_it_waits_for(self, two):
+        """Whatever ended its connection, and whoever writes: another rank is answered as if nobody had waited."""
+        said: list[tuple] = []
+        writer = SimpleNamespace(peer=2, failure=None, call=lambda *what: said.append(what))
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(two[1].store.wait, ["a", "b"], timedelta(seconds=WAIT_S))
+            deadline = time.monotonic() + WAIT_S
+            while not two[0]._table._waits:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            two[0].connections[1].give_up(WireError("rank 1 sent a frame of unknown kind 99"))
+            two[0].store.set("a", "")
+            two[0]._table.serve(writer, 7, ["set", "b", ""])
+            with pytest.raises(dist.DistNetworkError):
+                asking.result(WAIT_S)
+        assert said == [(Kind.ANSWER, 7, None)]
+
+    def test_a_value_too_long_for_a_connection_ends_none(self, two):
+        long = bytes(CALL_BYTES)
+        two[0].store.set("long", long)
+        assert two[0].store.get("long") == long
+        said = "a value for the key-value store has [0-9]+ bytes, allowed: 4194304"
+        for question in (lambda: two[1].store.get("long"), lambda: two[1].store.set("own", long)):
+            with pytest.raises(dist.DistStoreError, match=said):
+                question()
+        assert two[1].store.check(["long"])
+
+    def test_what_is_no_number_is_not_added_to(self, two):
+        two[0].store.set("text", "three")
+        for mesh in two:
+            with pytest.raises(dist.DistStoreError, match="what is at 'text' is no number"):
+                mesh.store.add("text", 1)
+        assert two[1].store.get("text") == b"three"
+
+    def test_a_rank_waits_for_no_more_than_is_allowed(self, two, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.store.MOST_WAITS", 3)
+        waits = ((["x"] * 4, "rank 1 waits for more than 3 keys"), (["x" * 5000], "5000 characters, allowed: 4096"))
+        for keys, said in waits:
+            with pytest.raises(dist.DistStoreError, match=said):
+                two[1].store.wait(keys, timedelta(seconds=WAIT_S))
+        for mesh in two:
+            with pytest.raises(dist.DistStoreError, match="5000 characters, allowed: 4096"):
+                mesh.store.set("x" * 5000, "")
+        assert two[0]._table._waits == []
+
     def test_when_rank_0_is_gone_questions_end(self, folders, monkeypatch):
         monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
@@ -467,6 +514,36 @@ class TestStart:
                 time.sleep(0.01)
             before = there
         kill(made)
+
+    def test_a_rank_that_has_ended_joins_rank_0s_next_start(self, folders):
+        """Not the one that it has left, in whose key-value store everything is there already."""
+        address = free_address()
+
+        def one(rank: int) -> Mesh:
+            return meet(Meeting(rank, 2, address), Trust(folders[rank]), wait_s=30.0)
+
+        before = together([lambda: one(0), lambda: one(1)])
+        before[1].close()
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(one, 1)
+            time.sleep(1.0)
+            before[0].close()
+            first = one(0)
+            second = coming.result(WAIT_S)
+        assert second._place.session == first._place.session
+        close_all([first, second])
+
+    def test_nobody_joins_a_start_that_is_given_up(self, folders, monkeypatch):
+        made = Mesh(Meeting(0, 3, address := free_address()), Trust(folders[0]))
+        with pytest.raises(LinkTimeoutError, match="rank 1 did not come"):
+            made._receive_all(0.0)
+        close = made._listener.close
+        monkeypatch.setattr(made._listener, "close", lambda: None)
+        made.close()
+        with pytest.raises(NoAnswerError):  # it comes again, for the next start
+            connect(address, Trust(folders[1]), hello.Place(1, 3, ""), hello.Wish(hello.JOIN, 0), wait_s=5)
+        close()
+        assert made.connections == {}
 
     def test_a_large_run_may_come_all_at_once(self, folders):
         for world, most in ((2, MOST_WAITING), (80, 160)):
