@@ -69,7 +69,8 @@ def _queued(fd: int) -> float:
 def _tcp_info(fd: int) -> bytes | None:
     """The kernel's account of a connected TCP socket; None for anything else."""
     try:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
+        # SOCK_NONBLOCK keeps Python from applying socket.setdefaulttimeout(), which would end its owner's waits.
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=fd)
     except OSError:
         return None
     try:

@@ -32,6 +32,17 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
                 yield one, other
 
 
+def test_a_default_for_new_sockets_changes_none_that_is_there(ends):
+    """Somebody else's, which that owner reads and expects to wait."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20.0)
+    try:
+        assert {end.fileno() for end in ends} <= tcp_sockets()
+    finally:
+        socket.setdefaulttimeout(before)
+    assert all(os.get_blocking(end.fileno()) for end in ends)
+
+
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_S
     while not true():
