@@ -58,19 +58,21 @@ def issue(
     folder: KeyFolder, public_key: ec.EllipticCurvePublicKey, machine: str, ranks: tuple[int, ...], *, days: int = DAYS
 ) -> bytes:
     """Sign a machine's certificate and note it; returns it as PEM. KeysError if the name or a rank is taken."""
-    lines = folder.issued()
-    check_free(lines, machine, ranks)
-    signed = made.make_machine(folder.certificate(), folder.key(AUTHORITY_KEY), public_key, machine, ranks, days=days)
-    lines.append(
-        {
-            "machine": machine,
-            "ranks": made.ranks_text(ranks),
-            "serial": f"{signed.serial_number:x}",
-            "expires": f"{signed.not_valid_after_utc:%Y-%m-%d %H:%M}",
-            "revoked": False,
-        }
-    )
-    folder.write_issued(lines)
+    authority, key = folder.certificate(), folder.key(AUTHORITY_KEY)
+    with folder.alone():  # another invitation may be open
+        lines = folder.issued()
+        check_free(lines, machine, ranks)
+        signed = made.make_machine(authority, key, public_key, machine, ranks, days=days)
+        lines.append(
+            {
+                "machine": machine,
+                "ranks": made.ranks_text(ranks),
+                "serial": f"{signed.serial_number:x}",
+                "expires": f"{signed.not_valid_after_utc:%Y-%m-%d %H:%M}",
+                "revoked": False,
+            }
+        )
+        folder.write_issued(lines)
     return made.pem(signed)
 
 
@@ -109,17 +111,17 @@ def revoke(path: str | os.PathLike[str], machine: str) -> None:
     """
     folder = KeyFolder(path)
     key = folder.key(AUTHORITY_KEY)
-    lines = folder.issued()
-    found = [line for line in lines if line["machine"] == machine and not line["revoked"]]
-    if not found:
-        known = ", ".join(line["machine"] for line in lines if not line["revoked"])
-        raise KeysError(f"no machine {machine!r} to revoke; there are: {known or 'none'}")
-    found[0]["revoked"] = True
-    serials = [int(line["serial"], 16) for line in lines if line["revoked"]]
     with folder.alone():
+        lines = folder.issued()
+        found = [line for line in lines if line["machine"] == machine and not line["revoked"]]
+        if not found:
+            known = ", ".join(line["machine"] for line in lines if not line["revoked"])
+            raise KeysError(f"no machine {machine!r} to revoke; there are: {known or 'none'}")
+        found[0]["revoked"] = True
+        serials = [int(line["serial"], 16) for line in lines if line["revoked"]]
         number = folder.revoked()[0] + 1
         folder.write(REVOKED, made.pem(made.make_revoked(folder.certificate(), key, serials, number)))
-    folder.write_issued(lines)
+        folder.write_issued(lines)
 
 
 def public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:

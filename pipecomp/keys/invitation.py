@@ -75,6 +75,7 @@ class Invitation:
         self._context.verify_mode = ssl.CERT_NONE
         self._context.load_cert_chain(folder.file(AUTHORITY), folder.file(AUTHORITY_KEY))
         self._lock, self._joined = threading.Lock(), threading.Event()
+        self._over = False
         self._given: tuple[bytes, str] | None = None  # a request, and the certificate that was made for it
         self._listener = Listener(parse_address("listen", listen), self._admit)
         self.address = self._listener.address
@@ -87,6 +88,7 @@ class Invitation:
         """The code is worth nothing from now on."""
         self._listener.close()
         with self._lock:
+            self._over = True  # who waits for the lock gets nothing
             if not self._joined.is_set():
                 self._take_back()
 
@@ -105,7 +107,7 @@ class Invitation:
             stream.send_json({"error": _REFUSED})
             return
         with self._lock:
-            if self._joined.is_set():
+            if self._joined.is_set() or self._over:
                 stream.send_json({"error": _REFUSED})
                 return
             try:

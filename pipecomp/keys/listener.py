@@ -134,11 +134,15 @@ class Listener:
         """Let one that has spoken show who it is, if it speaks TLS."""
         self._selector.unregister(sock)
         first = sock.recv(1, socket.MSG_PEEK)
+        problem: Exception = LinkError("it does not speak TLS") if first else EOFError()
         if first == _HANDSHAKE:
-            threading.Thread(target=self._meet, args=(sock, who), name="pipecomp-meet", daemon=True).start()
-            return
+            try:
+                threading.Thread(target=self._meet, args=(sock, who), name="pipecomp-meet", daemon=True).start()
+                return
+            except RuntimeError as error:  # the system has no more threads, or the interpreter ends
+                problem = error
         self._drop([sock])
-        self._refused(who, LinkError("it does not speak TLS") if first else EOFError())
+        self._refused(who, problem)
 
     def _drop(self, sockets: list[socket.socket]) -> None:
         for sock in sockets:

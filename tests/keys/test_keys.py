@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from pipecomp.keys.folder import KeyFolder
 from pipecomp.keys.listener import EVERYWHERE, Address, Listener
 from pipecomp.keys.stream import SecureStream
 from pipecomp.keys.trust import Trust
+from tests.limits import HANG_S
 
 LOCAL = "127.0.0.1:0"
 
@@ -274,6 +276,25 @@ def test_names_and_ranks_are_given_once(first, second):
         new(first.path)
 
 
+def test_two_machines_that_get_their_certificates_at_once_are_both_noted(first, monkeypatch):
+    """As two invitations in two windows do: what the other has noted is not written over."""
+    real, both = KeyFolder.issued, threading.Barrier(2)
+
+    def read(folder):
+        found = real(folder)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # the other, if it can, has read the same
+        return found
+
+    monkeypatch.setattr(KeyFolder, "issued", read)
+    keys = [certificates.new_key().public_key() for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(issue, first, key, f"machine-{i}", (1 + i,)) for i, key in enumerate(keys)]:
+            done.result(HANG_S)
+    monkeypatch.undo()
+    assert sorted(line["machine"] for line in listed(first.path)) == ["first", "machine-0", "machine-1"]
+
+
 class TestInvitation:
     def test_join(self, first, tmp_path):
         with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
@@ -364,6 +385,22 @@ class TestInvitation:
         with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
             invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, invited.code)
 
+    def test_who_still_waits_when_an_invitation_ends_gets_nothing(self, first):
+        """Its connection was taken before; behind another one, it is looked at after the end."""
+        request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+        request = certificates.pem(request.sign(certificates.new_key(), certificates.hashes.SHA256()))
+        invited = invitation.Invitation(first.path, "second", listen=LOCAL)
+        invited.close()
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+            at = Address(*server.getsockname())
+            asking = pool.submit(invitation._ask, at, invited.fingerprint, invited.code, request, lambda *_: None)
+            sock, _ = server.accept()
+            with sock:
+                invited._admit(sock)
+            with pytest.raises(KeysError, match="the code is wrong, or was used already"):
+                asking.result(HANG_S)
+        assert [line["machine"] for line in listed(first.path)] == ["first"]
+
     def test_only_the_machine_with_the_authoritys_key_invites(self, second):
         with pytest.raises(KeysError, match=r"authority.key cannot be read"):
             invitation.Invitation(second.path, "third", listen=LOCAL)
@@ -419,6 +456,28 @@ class TestListener:
                     break
         assert ended.is_set()
         listener.close()
+
+    def test_a_listener_goes_on_when_no_thread_can_be_had(self, monkeypatch):
+        """As at the interpreter's end, or where the system gives no more of them."""
+        inside, said = threading.Event(), []
+        listener = Listener(
+            Address.parse(LOCAL), lambda sock: inside.set, refused=lambda who, error: said.append(str(error))
+        )
+        real = threading.Thread.start
+
+        def start(thread):
+            if thread.name == "pipecomp-meet" and not said:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        for closed in (True, False):
+            with socket.create_connection((listener.address.host, listener.address.port), HANG_S) as sock:
+                sock.sendall(b"\x16")  # as TLS begins
+                assert not closed or not sock.recv(1)
+                assert closed or inside.wait(HANG_S)
+        listener.close()
+        assert said == ["can't start new thread"]
 
     def test_ipv6(self):
         try:
