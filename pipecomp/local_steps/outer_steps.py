@@ -87,6 +87,7 @@ class OuterSteps:
         exact: Averages | None = None,
         moments: SecondMoments | None = None,
     ) -> None:
+        weights = {name: w for name, w in weights.items() if w.numel()}  # rows of nothing have no means
         self._exact, self._moments = exact, moments
         self._options, self._weights, self._averages, self._replicas = options, weights, averages, replicas
         self._fragments = fragments_of(weights, tied, options.fragments)
@@ -117,6 +118,7 @@ class OuterSteps:
         assert self._common is not None, "start comes first"
         if self.synchronous:
             self._common.step_alike()
+            self._even = dict.fromkeys(range(len(self._fragments)), step)
             self.taken, self.averaged_at = self.taken + 1, step
         else:
             self._land(step)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.local_options import NESTEROV, LocalSteps, Outer
 from pipecomp.local_steps.outer_steps import OuterSteps
+from pipecomp.local_steps.second_moments import SecondMoments
 
 SIZES = {"a": (3, 2), "b": (4,), "c": (5,)}
 
@@ -237,6 +238,34 @@ def test_the_end_of_a_training_takes_no_step_by_momentum_alone(overlap, mixing):
     resumed[0].load_state_dict(state, 6)
     resumed[0].meet(6)  # a finished training that is started again
     assert all(torch.equal(again[0][name], weights[0][name]) for name in SIZES)
+
+
+@pytest.mark.parametrize("warmup", [1, 4])
+def test_a_training_that_ends_with_its_warm_up_takes_no_step_by_momentum_alone(warmup):
+    """The last step averaged gradients, and the next interval has begun, without any step of its own."""
+    weights, outer = start(LocalSteps(local_steps=2, local_steps_warmup=warmup, outer=NESTEROV), 1)
+    train(weights, outer, range(warmup))
+    assert not outer[0].synchronous
+    before = {name: w.clone() for name, w in weights[0].items()}
+    outer[0].meet(warmup)
+    assert outer[0].stats()["outer_steps"] == warmup
+    assert all(torch.equal(w, before[name]) for name, w in weights[0].items())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (5, 0)])
+def test_weights_without_values_are_left_out(shape):
+    weights = {"a": torch.ones(3, requires_grad=True), "none": torch.empty(shape, requires_grad=True)}
+    inner = torch.optim.Adam(weights.values())
+    meeting, exact, moments = Meeting(1), Meeting(1), SecondMoments(weights, lambda: inner.state)
+    outer = OuterSteps(LocalSteps(local_steps=2), weights, set(), meeting.of(0), 2, exact.of(0), moments)
+    for step in range(2):
+        outer.start(step)
+        for w in weights.values():
+            w.grad = torch.ones_like(w)
+        inner.step()
+        outer.after_step(step + 1)
+    assert outer.stats()["outer_steps"] == 1
+    assert set(outer.state_dict()["weights"]) == {"a"}
 
 
 @pytest.mark.parametrize("local", [True, False])
