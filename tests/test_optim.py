@@ -732,3 +732,29 @@ def test_after_the_freeze_own_gradients_are_clipped_as_much_as_their_mean_was(n:
     assert all(torch.equal(clipped[0], other) for other in clipped)
     start = values(parameters(shapes=((400,),)))
     assert float((clipped[0] - scaled[0]).norm()) < 1e-2 * float((scaled[0] - start).norm())
+
+
+def test_float16_gradients_are_clipped_by_a_norm_that_float16_does_not_hold() -> None:
+    """All of them are zeros otherwise."""
+    (p,) = ps = parameters(torch.float16, ((2000,),))
+    optimizer = QuantizedAdam(ps, freeze_step=3, max_norm=1.0)
+    take(optimizer, [torch.full((2000,), 3000.0)])
+    optimizer.close()
+    wanted = torch.full((2000,), 0.1 / math.sqrt(2000))
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted, rtol=1e-3, atol=0.0)
+
+
+def test_a_norm_that_float32_does_not_hold_does_not_end_clipping() -> None:
+    """Ranks remember how much longer their gradients are than the mean; NaN would stay for good."""
+
+    def work(group: LoopbackGroup) -> float:
+        ps = parameters(shapes=((2000,),))
+        optimizer = QuantizedAdam(ps, lr=1e-2, freeze_step=3, bits=8, group=group, max_norm=1.0)
+        for size in (2.0**59, 0.01, 0.01, 0.01, 0.01):
+            take(optimizer, [torch.full((2000,), size)])
+        before = values(ps)
+        take(optimizer, [torch.full((2000,), 1000.0)])
+        optimizer.close()
+        return float((values(ps) - before).abs().max())
+
+    assert max(run_threads(2, work)) < 0.1

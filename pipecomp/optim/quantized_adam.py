@@ -203,7 +203,8 @@ class QuantizedAdam(torch.optim.Optimizer):
         if mean > 0:
             norms = self._agreement.numbers(self._own_norm(warm, unscale))
             longer = math.hypot(*norms) / math.sqrt(len(norms)) / mean
-            self._longer = longer if self._longer is None else 0.9 * self._longer + 0.1 * longer
+            if math.isfinite(longer):  # otherwise float32 does not hold a norm, and nothing would be clipped any more
+                self._longer = longer if self._longer is None else 0.9 * self._longer + 0.1 * longer
         own /= self._longer or 1.0
         self._global_grad_norm = math.hypot(mean, own)
         if (scale := self._max_norm / (mean + 1e-6)) < 1:
@@ -218,7 +219,9 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     def _norm(self, parameters: list[Tensor], gradients: list[Tensor]) -> float:
         """The L2 norm of these parameters' gradients, the same on all ranks for the same gradients."""
-        return float(torch.stack(torch._foreach_norm(gradients)).double().norm()) if gradients else 0.0
+        if not gradients:
+            return 0.0
+        return float(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).double().norm())  # float16 ends soon
 
     # -- what is known
 
