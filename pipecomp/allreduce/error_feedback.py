@@ -120,15 +120,15 @@ class Residuals:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on with what `state_dict` returned."""
+        """Go on with what `state_dict` returned; nothing of it is shared, as residuals change in place."""
         try:
             worker, owner = state["worker"], state["owner"]
         except (KeyError, TypeError) as error:
             raise ConfigError("state", sorted(state) if isinstance(state, dict) else state, "worker, owner") from error
         self._pieces, self._buckets = {}, {}
         for key, (slices, e_d) in worker.items():
-            self._place_in(key, _named(slices), e_d.to(device))
-        self._owned = {(key, _named(slices)): e for (key, slices), e in owner.items()}
+            self._place_in(key, _named(slices), e_d.to(device, copy=True))
+        self._owned = {(key, _named(slices)): e.clone() for (key, slices), e in owner.items()}
 
 
 def _used_here(x_d: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ class Group:
     """Exchange bytes among n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
 
     All ranks of the group must make it at the same point. `process_group` is the one that its messages use, None with
-    one rank. `give_way`, which all ranks must set or none, is called before each `SLICE` bytes are sent, and may wait;
-    then no more than that waits in the system at a time.
+    one rank that is `shared`. `give_way`, which all ranks must set or none, is called before each `SLICE` bytes are
+    sent, and may wait; then no more than that waits in the system at a time.
 
     Args:
         group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one.
@@ -130,7 +130,7 @@ class Group:
             if dist.get_rank() not in self.ranks:
                 raise LinkError(f"rank {dist.get_rank()} is not one of the group's ranks {self.ranks}")
             self.rank = self.ranks.index(dist.get_rank())
-            if len(self.ranks) > 1:
+            if len(self.ranks) > 1 or not shared:  # torch's collectives would take None for all ranks
                 mesh = _mesh(self.ranks, timeout_s, shared=shared)
                 self.process_group, self._channel = mesh.process_group, mesh.channels
                 self._sockets = mesh.sockets

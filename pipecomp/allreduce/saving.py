@@ -36,7 +36,7 @@ def number_parameters(state: State, parameters: Iterable[Tensor]) -> None:
         parameters: all that have gradients.
     """
     for parameter in parameters:
-        state._numbers.setdefault(parameter, len(state._numbers))
+        state._number(parameter)
 
 
 def save(state: State, path: str | os.PathLike[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
 import queue
 import threading
 import weakref
@@ -94,6 +95,7 @@ class State:
         self._counters = Counters()
         self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
+        self._next_number = itertools.count()  # no number comes again, though parameters go
         layers = self.options.layerwise
         self._hook = chosen.hook(self._hooks_group(group), layers)
         self._average: Average | None = None
@@ -133,9 +135,12 @@ class State:
             raise ShapeError(f"gradient {key}: out must be contiguous, of its shape {tuple(tensor.shape)} and dtype")
         self._count(tensor)
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+        if not tensor.numel():
+            future.set_result(out.detach())
+            return future
         if self._hook is not None and self.group.give_way is None:
             return self._run_lone(tensor.detach(), out, key, self.loss_scale)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         x_d = tensor.detach().reshape(-1)
         if x_d.dtype == torch.float64 and self._hook is None:
             x_d = x_d.to(torch.float32)
@@ -183,12 +188,14 @@ class State:
         self._counters.bytes_raw += ring_bytes(tensor.numel() * tensor.element_size(), self.group.size)
 
     def _slices(self, bucket: Any) -> Slices:
-        """Parameters by the order in which they were first seen, which is the same after a restart."""
-        slices = []
-        for parameter in bucket.parameters():
-            number = self._numbers.setdefault(parameter, len(self._numbers))
-            slices.append((number, parameter.numel()))
-        return tuple(slices)
+        return tuple((self._number(parameter), parameter.numel()) for parameter in bucket.parameters())
+
+    def _number(self, parameter: Tensor) -> int:
+        """By the order in which parameters were first seen, which is the same after a restart."""
+        if parameter not in self._numbers:
+            self._numbers[parameter] = next(self._next_number)
+        number: int = self._numbers[parameter]
+        return number
 
     # -- the thread
 
@@ -234,8 +241,7 @@ class State:
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
         x_d = job.x_d if job.loss_scale == 1 else job.x_d.to(torch.float32) / job.loss_scale
-        if x_d.numel():
-            self._average.mean(x_d, mean_d, call)
+        self._average.mean(x_d, mean_d, call)
         if job.loss_scale != 1:
             mean_d.mul_(job.loss_scale)
         if mean_d is not out_d:

@@ -6,7 +6,6 @@ Shape suffix: d values of a bucket or of a flat parameter.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Set
-from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -164,7 +163,7 @@ class AdamExchange:
         memories = state["memories"]
         if memories is None:
             memories = {**self.momenta.state_dict(), "memory": {"worker": {}, "owner": {}}}
-        self.momenta.load_state_dict(deepcopy(memories), device)
+        self.momenta.load_state_dict(memories, device)
         self._frozen = [list(chosen) for chosen in state["frozen"]]
 
     def close(self) -> None:

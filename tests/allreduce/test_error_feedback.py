@@ -116,6 +116,48 @@ def test_nothing_is_lost_or_taken_twice_after_a_restart(options: dict[str, Any],
         assert max(run(options, [*layouts, REBUILT, REBUILT], restart_at=restart_at)) < 2e-6
 
 
+@pytest.mark.parametrize("options", METHODS, ids=name)
+def test_a_saved_state_may_be_loaded_again(options: dict[str, Any]) -> None:
+    """What goes on from it changes residuals in place, but not those that were saved."""
+    state = State(group=LoopbackGroup(0, 1, {}), **options)
+    ignored = [[torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2)]
+    for step in range(2):
+        average(state, FIRST, step, *ignored)
+    saved, means = state.state_dict(), []
+    for _ in range(2):
+        state.load_state_dict(saved)
+        means.append([torch.zeros(size, dtype=torch.float64) for size in SIZES])
+        for step in (2, 3):
+            average(state, FIRST, step, ignored[0], means[-1])
+    state.close()
+    assert all(torch.equal(first, again) for first, again in zip(*means, strict=True))
+
+
+def test_a_parameter_that_takes_anothers_place_gets_a_number_of_its_own() -> None:
+    class Bucket:
+        def __init__(self, parameters: list[Tensor]) -> None:
+            self._parameters, self._values = parameters, torch.cat([p.detach() for p in parameters])
+
+        def index(self) -> int:
+            return 0
+
+        def buffer(self) -> Tensor:
+            return self._values
+
+        def parameters(self) -> list[Tensor]:
+            return self._parameters
+
+    parameters: list[Tensor] = [torch.nn.Parameter(torch.linspace(0, 1, 50 + i)) for i in range(3)]
+    state = State("double_squeeze", group=LoopbackGroup(0, 1, {}), bits=2)
+    state.run_bucket(Bucket(parameters)).wait()
+    del parameters[0]
+    parameters.append(torch.nn.Parameter(torch.ones(7)))
+    state.run_bucket(Bucket(parameters)).wait()
+    kept = state.state_dict()["memory"]["worker"]
+    state.close()
+    assert kept["0"][0] == ((1, 51), (2, 52), (3, 7))
+
+
 def test_a_residual_is_kept_while_no_bucket_has_its_parameter() -> None:
     options = METHODS[0]
     assert max(run(options, [FIRST] * 3 + [[[0, 1]]] * 2 + [REBUILT] * 2)) < 2e-6

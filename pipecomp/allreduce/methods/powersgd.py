@@ -93,4 +93,4 @@ class PowerSgdHook:
         """See Stateful. Two steps are sent uncompressed, as at the start: DDP may make its buckets anew meanwhile."""
         for key, kept in state.items():
             for name in _KEPT:
-                setattr(self._state(key), name, {bucket: tensor.to(device) for bucket, tensor in kept[name].items()})
+                setattr(self._state(key), name, {i: x.to(device, copy=True) for i, x in kept[name].items()})

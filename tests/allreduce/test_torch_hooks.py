@@ -1,0 +1,57 @@
+"""What torch's own hooks average over: the state's ranks, one of several too, and tensors of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipecomp.cluster.local_ranks import run_ranks
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+METHODS = ("none", "fp16", "powersgd")
+
+
+def averaged_alone(rank: int, world: int, note: Any) -> dict[str, Any]:
+    """By a group of this rank: a mean, the bytes that it took, and the mean of no values."""
+    import torch
+    import torch.distributed as dist
+
+    from pipecomp.allreduce import State, allreduce_mean
+    from pipecomp.cluster.rendezvous import join_processes
+
+    join_processes()
+    found = {}
+    for method in METHODS:
+        state = State(method, group=[rank])
+        mean = allreduce_mean(state, torch.full((2, 2), float(rank + 1)))
+        empty = allreduce_mean(state, torch.empty(0, 3), key="empty")
+        found[method] = mean.flatten().tolist(), state.stats()["bytes_sent"], tuple(empty.shape)
+        state.close()
+    found["saved"] = saved_stays_as_it_was(State("powersgd", group=[rank]))
+    dist.barrier()  # the first rank has the store that the other one's groups are made with
+    return found
+
+
+def saved_stays_as_it_was(state: Any) -> bool:
+    """Whether averaging on from a state's dict leaves that alone."""
+    import torch
+
+    x = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):  # the third compresses
+        state.submit(x, "x").wait()
+    saved = state.state_dict()
+    before = saved["torch"]["x"]["error_dict"][0].clone()
+    state.load_state_dict(saved)
+    for _ in range(2):
+        state.submit(x, "x").wait()
+    state.close()
+    return bool(before.any()) and torch.equal(before, saved["torch"]["x"]["error_dict"][0])
+
+
+def test_torchs_hooks_average_over_the_states_ranks_and_take_tensors_without_values() -> None:
+    for rank, found in run_ranks(2, averaged_alone, timeout_s=HANG_S).items():
+        assert found.pop("saved"), "what goes on from a saved state changes it"
+        assert found == dict.fromkeys(METHODS, ([rank + 1.0] * 4, 0, (0, 3)))
