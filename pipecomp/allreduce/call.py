@@ -46,7 +46,7 @@ class Counters:
 
     def add_error(self, x: Tensor, decoded: Tensor) -> None:
         """Count ‖x − decoded‖ / ‖x‖ of a part of one bucket."""
-        x = x.to(torch.float32)
+        x = x.to(torch.float64)  # float32 does not hold the squares of all of its values
         norm = float(torch.linalg.vector_norm(x))
         if norm > 0:
             self.error_sum += float(torch.linalg.vector_norm(x - decoded)) / norm

@@ -112,6 +112,19 @@ def test_reported_error_is_that_of_the_buckets_beginning(options: Options) -> No
     assert reported == pytest.approx(float((sample - decoded).norm() / sample.norm()), rel=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e-28, 1e28])
+@pytest.mark.parametrize("options", [{"method": "qsgd_mn", "bits": 4}, {"method": "double_squeeze"}], ids=name)
+def test_reported_error_is_relative_where_squares_leave_float32(options: Options, scale: float) -> None:
+    """One such call must not spoil what is said of all others."""
+    errors = []
+    for size in (1.0, scale):
+        state = State(group=LoopbackGroup(0, 1, {}), **options)
+        allreduce_mean(state, size * gradients(1, 1000)[0])
+        errors.append(state.stats()["relative_error"])
+        state.close()
+    assert errors[1] == pytest.approx(errors[0], rel=1e-2)
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("bits", [2, 4])
 def test_variance_of_linear_dithering_is_under_its_bound(n: int, bits: int) -> None:
