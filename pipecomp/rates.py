@@ -25,7 +25,7 @@ SEGMENT = FRAME - FRAME_HEADERS  # content bytes of a full frame
 def parse_rate(key: str, text: str) -> int:
     """Read bits per second, as in "100mbit". ConfigError names `key`."""
     rate = _quantity(text, RATE_UNITS)
-    if rate is None or not MIN_RATE <= round(rate) <= MAX_RATE:
+    if rate is None or math.isinf(rate) or not MIN_RATE <= round(rate) <= MAX_RATE:
         raise ConfigError(key, text, _RATES)
     return round(rate)
 

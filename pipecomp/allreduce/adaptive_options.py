@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,7 @@ class Adaptive:
                 raise ConfigError(f"{KEY}.{key}", value, f"no such key; with {name!r} there are every, error, {option}")
         every = whole(1)(f"{KEY}.every", given.get("every", 100))
         error = given.get("error", 1.0)
-        if not isinstance(error, (int, float)) or isinstance(error, bool) or not 0 < error < math.inf:
+        if not isinstance(error, (int, float)) or isinstance(error, bool) or not 0 < error <= sys.float_info.max:
             raise ConfigError(f"{KEY}.error", error, "a number above 0")
         values = _values(method, name, option, given.get(option, usual))
         return cls(every=every, error=float(error), option=option, values=values)

@@ -6,7 +6,7 @@ arXiv:2501.18512).
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from pipecomp.errors import ConfigError, require
 KEYS = ("local_steps", "local_steps_warmup", "outer", "second_moments", "fragments", "overlap", "mixing")
 OPTIMIZERS = ("nesterov", "sgd")
 SECOND_MOMENTS = ("rows", "own")
+LARGEST = sys.float_info.max  # there are whole numbers above it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Outer:
         if lr is None:
             require(optimizer == "sgd" and momentum == 0, f"{key}.lr", lr, "a number above 0 with momentum")
         else:
-            require(_number(lr) and 0 < lr < math.inf, f"{key}.lr", lr, "a number above 0")
+            require(_number(lr) and 0 < lr <= LARGEST, f"{key}.lr", lr, "a number above 0")
             lr = float(lr)
         return cls(optimizer=optimizer, lr=lr, momentum=float(momentum))
 

@@ -245,6 +245,7 @@ def test_a_prediction_is_that_of_the_first_window() -> None:
         ({"method": "qsgd", "adaptive": {"every": 0}}, "gradients.adaptive.every"),
         ({"method": "qsgd", "adaptive": {"error": 0}}, "gradients.adaptive.error"),
         ({"method": "qsgd", "adaptive": {"error": math.nan}}, "gradients.adaptive.error"),
+        ({"method": "qsgd", "adaptive": {"error": 10**400}}, "gradients.adaptive.error"),
         ({"method": "qsgd", "adaptive": {"bits": 4}}, "gradients.adaptive.bits"),
         ({"method": "qsgd", "adaptive": {"bits": [8]}}, "gradients.adaptive.bits"),
         ({"method": "qsgd", "adaptive": {"bits": [1, 4]}}, "gradients.adaptive.bits"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -99,6 +101,13 @@ def test_what_makes_no_sense_is_refused(key):
     with pytest.raises(ConfigError) as caught:
         Gradients(method="none", **REFUSED[key])
     assert caught.value.key == f"gradients.{key}"
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, 10**400], ids=["nan", "inf", "10**400"])
+def test_a_rate_is_a_number_that_floats_hold(lr):
+    with pytest.raises(ConfigError) as caught:
+        Gradients(method="none", local_steps=4, outer={"lr": lr})
+    assert caught.value.key == "gradients.outer.lr"
 
 
 def test_an_optimizer_that_exchanges_takes_no_local_steps():
