@@ -60,9 +60,13 @@ def octets(chunk, OCT: tl.constexpr):
 @triton.jit
 def store_codes(codes, octet, lane, c, value_ok, size_bytes, BITS: tl.constexpr):
     """Packs codes c [OCT, 8] (int32), zero where not value_ok, into a stream of size_bytes, from byte octet * BITS."""
-    shift = (lane * BITS).to(tl.int64)
-    word = tl.sum(tl.where(value_ok, c, 0).to(tl.int64) << shift, 1)
-    value = (word[:, None] >> (8 * lane).to(tl.int64)) & 255
+    c = tl.where(value_ok, c, 0)
+    if BITS <= 4:  # eight codes fill 32 bits at most: half of what 64 take to be added across threads
+        word = tl.sum(c << (lane * BITS), 1)
+        value = (word[:, None] >> tl.minimum(8 * lane, 24)) & 255
+    else:
+        word = tl.sum(c.to(tl.int64) << (lane * BITS).to(tl.int64), 1)
+        value = (word[:, None] >> (8 * lane).to(tl.int64)) & 255
     at = octet * BITS + lane
     tl.store(codes + at, value.to(tl.uint8), mask=(lane < BITS) & (at < size_bytes))
 
@@ -181,7 +185,7 @@ def quantize_kernel(
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, ok, DELTA)
     if MEASURE:
         pattern = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        most = tl.max(tl.max(pattern, 1), 0)
+        most = tl.max(pattern)
         tl.atomic_min(bad, row, mask=most > 0x71800000)  # 2**100; Inf and NaN are above it
         most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
         if BF16_SCALE:

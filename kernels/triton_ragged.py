@@ -40,6 +40,15 @@ def place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS: tl.constexpr):
 
 
 @triton.jit
+def start_of(field, ALIGNED: tl.constexpr):
+    """Where a sample's values begin. ALIGNED: at a multiple of four, of which the GPU moves four at a time."""
+    start = tl.load(field)
+    if ALIGNED:
+        start = tl.multiple_of(start, 4)
+    return start
+
+
+@triton.jit
 def encode_kernel(
     x,
     m,
@@ -59,6 +68,7 @@ def encode_kernel(
     STOCHASTIC: tl.constexpr,
     BF16_SCALE: tl.constexpr,
     OCT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     """One group's scale and codes, and m (KEEP): moved with DELTA, else set. A bad group lowers bad[0] to its row."""
@@ -66,12 +76,12 @@ def encode_kernel(
     row, fields, group, column, n = place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS)
     octet, lane, at = octets(chunk, OCT)
     ok = at < n
-    v = to_float(tl.load(x + tl.load(fields) + row * H + column + at, mask=ok, other=0))
-    m_at = m + tl.load(fields + 1) + row * H + column + at
+    v = to_float(tl.load(x + start_of(fields, ALIGNED) + row * H + column + at, mask=ok, other=0))
+    m_at = m + start_of(fields + 1, ALIGNED) + row * H + column + at
     if DELTA:
         before = tl.load(m_at, mask=ok, other=0.0)
         v = v - before
-    most = tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     inside = row - tl.load(fields + 4)
     tl.atomic_min(bad, (tl.load(fields + 5) << 32) | inside, mask=most > 0x71800000)  # 2**100
     most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
@@ -113,6 +123,7 @@ def decode_kernel(
     BITS: tl.constexpr,
     DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     """m moved by, or set to, what one chunk of a group decodes to."""
@@ -126,7 +137,7 @@ def decode_kernel(
     codes = payload + tl.load(fields + 3) + row * ROW_BYTES + group * GROUP_BYTES
     c = load_codes(codes, at, ok, (n * BITS + 7) // 8, BITS)
     v = tl.where(scale == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * scale)
-    to = m + tl.load(fields + 1) + row * H + column + at
+    to = m + start_of(fields + 1, ALIGNED) + row * H + column + at
     if DELTA:
         v = tl.load(to, mask=ok, other=0.0) + v
     tl.store(to, v, mask=ok)
@@ -176,7 +187,7 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
     assert o is not None
     m = x if first.m is None else first.m
     rows = [(i, v.x, v.m, part, v.options.seed if v.options else 0) for i, v, part in batch]
-    s, table, samples = _table(rows, x, m, payload, o.bits, o.group_size)
+    s, table, samples, aligned = _table(rows, x, m, payload, o.bits, o.group_size)
     octet = triton.next_power_of_2(-(-s.group // 8))
     encode_kernel[s.grid(8 * octet)](
         x,
@@ -197,6 +208,7 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
         STOCHASTIC=o.rounding == "stochastic",
         BF16_SCALE=o.scale_dtype == torch.bfloat16,
         OCT=octet,
+        ALIGNED=aligned,
         FIELDS=FIELDS,
         num_warps=warps(8 * octet),
         enable_fp_fusion=False,
@@ -215,7 +227,7 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
             batches.setdefault(key, []).append((i, s.m, s.m, part, 0))
     for (o, delta, _), rows in batches.items():
         m = rows[0][1]
-        shape, table, of_rows = _table(rows, m, m, payload, o.bits, o.group_size)
+        shape, table, of_rows, aligned = _table(rows, m, m, payload, o.bits, o.group_size)
         decode_kernel[shape.grid(BLOCK)](
             m,
             payload,
@@ -230,6 +242,7 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
             BITS=o.bits,
             DELTA=delta,
             BLOCK=BLOCK,
+            ALIGNED=aligned,
             FIELDS=FIELDS,
             enable_fp_fusion=False,
         )
@@ -242,22 +255,26 @@ def _table(
     payload: Tensor,
     bits: int,
     group_size: int | None,
-) -> tuple[Shape, Tensor, Tensor]:
-    """The fields of each sample (number, x, m, part of the payload, seed), and each row's sample, on the device."""
+) -> tuple[Shape, Tensor, Tensor, bool]:
+    """The fields of each sample (number, x, m, part of the payload, seed), and each row's sample, on the device.
+
+    Also whether all x and m begin at multiples of four.
+    """
     counts = [each.shape[0] for _, each, _, _, _ in batch]
     s = Shape((sum(counts), x.shape[1]), bits, group_size)
-    fields, row = [], 0
+    fields, row, aligned = [], 0, True
     for (i, each, held, part, seed), n in zip(batch, counts, strict=True):
         byte = part.data_ptr() - payload.data_ptr()
         scales, codes = byte - 4 * row * s.groups, byte + 4 * n * s.groups - row * s.row_bytes
         x_at = (each.data_ptr() - x.data_ptr()) // each.element_size() - row * s.H
         m_at = 0 if held is None else (held.data_ptr() - m.data_ptr()) // 4 - row * s.H
+        aligned = aligned and x_at % 4 == m_at % 4 == 0
         fields += [x_at, m_at, scales, codes, row, i, *rng.keys(seed, 0)]
         row += n
     # Of pageable memory the driver takes a copy of 64 KiB at most, and waits for more: rows are counted on the device.
     both = torch.tensor(fields + counts, dtype=torch.int64).to(payload.device, non_blocking=True)
     of_rows = torch.repeat_interleave(both[len(fields) :], output_size=row)
-    return s, both[: len(fields)], of_rows
+    return s, both[: len(fields)], of_rows, aligned
 
 
 def _values(bits: int, rounding: str, device: torch.device) -> Tensor:

@@ -114,12 +114,33 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
         x, part = torch.zeros(sum(rows), 2, device=device), torch.zeros(1, dtype=torch.uint8, device=device)
         batch = [(i, each, None, part, i) for i, each in enumerate(x.split(rows))]
         with Copies():
-            _, table, of_rows = triton_ragged._table(batch, x, x, part, 4, None)
+            _, table, of_rows, _ = triton_ragged._table(batch, x, x, part, 4, None)
         if device == "cpu":
             assert of_rows.tolist() == [i for i, n in enumerate(rows) for _ in range(n)]
             assert table.view(len(rows), -1)[:, 4].tolist() == [sum(rows[:i]) for i in range(len(rows))]
         assert of_rows.device == table.device == part.device
     assert copied == [len(rows) * (triton_ragged.FIELDS + 1)]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_values_are_moved_four_at_a_time_where_they_lie_so(shift):
+    """Elsewhere a GPU would refuse it."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_backend
+    from tests.kernels.triton_launches import recorded
+
+    o, H = Options(4, None), 1024
+    x, m = torch.randn(5 * H), torch.randn(5 * H + shift)
+    samples = [(x[: 2 * H].view(2, H), m[: 2 * H].view(2, H)), (x[2 * H :].view(3, H), m[2 * H + shift :].view(3, H))]
+    payload = torch.empty(ops.payload_bytes(5, H, o, torch.float32), dtype=torch.uint8)
+    with recorded() as launches:
+        triton_backend.encode_batch([Visit(a, b, o, True) for a, b in samples], payload, None)
+        triton_backend.decode_batch(payload, [Arriving(b, o, True) for _, b in samples])
+    assert [launch.name for launch in launches] == ["encode_kernel", "decode_kernel"]
+    for launch in launches:
+        text = launch.ptx()
+        for way in ("ld", "st"):
+            assert bool(re.search(rf"\b{way}\.global(\.\w+)*\.v[24]\.", text)) == (not shift), (launch.name, way)
 
 
 def test_kernels_run_where_their_tensors_are(monkeypatch):
