@@ -88,13 +88,14 @@ def test_a_link_works_where_torch_alone_runs(tmp_path, staging):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_samples_lie_at_any_address(dtype):
-    """A GPU refuses to load or store four bytes at an odd one."""
-    assert_alike_at_odd_addresses(dtype, ("cpu", "cuda"))
+@pytest.mark.parametrize(("width", "group_size"), [(97, 40), (1600, None)])
+def test_samples_lie_at_any_address(width, group_size, dtype):
+    """A GPU refuses to load or store four bytes at an odd one, or sixteen that do not begin at a multiple of them."""
+    assert_alike(width, ops.Options(3, group_size), dtype, ("cpu", "cuda"))
 
 
-def assert_alike_at_odd_addresses(dtype: torch.dtype, devices: Sequence[str]) -> None:
-    o, width, counts = ops.Options(3, 40), 97, (5, 1, 40, 2)
+def assert_alike(width: int, o: ops.Options, dtype: torch.dtype, devices: Sequence[str]) -> None:
+    counts = (5, 1, 40, 2)
     how = [(o, True), (o, True), (None, False), (o, False)]
     size = sum(ops.payload_bytes(n, width, options, dtype) for n, (options, _) in zip(counts, how, strict=True))
     x_TH, m_TH = torch.randn(48, width).to(dtype), torch.randn(48, width)
