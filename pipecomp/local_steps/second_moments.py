@@ -31,10 +31,12 @@ class SecondMoments:
         """Compute the mean of each row of some weights' second moments; nothing for an optimizer that has none.
 
         Returns:
-            By name, float32 of as many values as the weight has rows, new; zeros where it has not been trained yet.
+            By name, float32 of as many values as the weight has rows, new; zeros where it has not been trained yet,
+            also where that is all: other replicas may have trained, and all have to exchange the same.
         """
         states = self._states()
-        if not any("exp_avg_sq" in state for state in states.values()):
+        there = [state for state in states.values() if state]
+        if there and not any("exp_avg_sq" in state for state in there):
             return {}
         found = {}
         for name in names:

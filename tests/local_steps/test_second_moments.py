@@ -81,6 +81,23 @@ def test_a_weight_without_a_gradient_takes_part_with_zeros():
     assert set(replica.adam.state) == {replica.weights["bias"]}
 
 
+def test_a_replica_that_has_not_trained_yet_exchanges_what_the_others_do():
+    """Its samples gave none of its weights a gradient."""
+    replicas = [Replica(0), Replica(1)]
+    outer = start(replicas, True, LATE)
+    for step in range(5):
+        for replica, each in zip(replicas, outer, strict=True):
+            each.start(step)
+            if replica.number == 0 or step > 3:
+                replica.step(step)
+        for each in outer:
+            each.after_step(step + 1)
+    for name in SIZES:
+        with outer[0].common_weights(), outer[1].common_weights():
+            assert torch.equal(replicas[0].weights[name], replicas[1].weights[name])
+    assert outer[0].stats()["outer_steps"] == outer[1].stats()["outer_steps"] == 1
+
+
 def test_a_row_next_to_nothing_does_not_divide_what_the_others_have():
     replica = Replica(0)
     replica.step(0)
