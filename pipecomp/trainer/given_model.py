@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipecomp.errors import PipecompError, SplitError
@@ -17,15 +18,21 @@ from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.planning import SplitPlan
 
 _WHOLE = ("generate", "merge_and_unload", "merge_adapter", "push_to_hub", "save_pretrained", "state_dict")
-_HIDDEN = "_pipecomp_hidden"  # what `hide` put on a model: the cuts of its stages, and a hook
+_HIDDEN = "_pipecomp_hidden"  # what `hide` put on a model: its stages' cuts, a hook, its precision before
 
 
-def hide(model: Any, cuts: Sequence[int]) -> None:
+def precision(model: Any) -> dict[str, torch.dtype]:
+    """Each parameter's dtype; empty for a folder's name."""
+    return {name: p.dtype for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
+
+
+def hide(model: Any, cuts: Sequence[int], before: dict[str, torch.dtype]) -> None:
     """Let a model in memory raise an error when it is called or saved.
 
     Args:
         model: What the script gave; of a folder's name there is nothing to hide.
         cuts: Of the stages that were made of it.
+        before: Its `precision` before they were.
     """
     if not isinstance(model, nn.Module):
         return
@@ -42,7 +49,7 @@ def hide(model: Any, cuts: Sequence[int]) -> None:
     for name in _WHOLE:
         if hasattr(model, name):
             model.__dict__[name] = refuse
-    model.__dict__[_HIDDEN] = (tuple(cuts), hook)
+    model.__dict__[_HIDDEN] = (tuple(cuts), hook, before)
 
 
 def show(model: Any) -> None:
@@ -67,11 +74,24 @@ def check_hooks(model: Any, plan: SplitPlan) -> None:
             )
 
 
-def check_cuts(model: Any, cuts: Sequence[int]) -> None:
-    """Raise SplitError for a model of which other stages were trained: each process has trained other blocks of it."""
+def check_again(model: Any, cuts: Sequence[int]) -> None:
+    """Raise SplitError for a model whose stages were trained and cannot be trained once more.
+
+    Each process has trained other blocks of it, with BF16 or FP16 in that precision: other stages would mix trained
+    blocks with others, and the processes would not agree on the model's precision.
+    """
     found = getattr(model, "__dict__", {}).get(_HIDDEN)
-    if found is not None and found[0] != tuple(cuts):
+    if found is None:
+        return
+    instead = "give the folder that the first trainer's save_model has written"
+    if found[0] != tuple(cuts):
         raise SplitError(
             f"model: stages with the cuts {list(found[0])} were made of it and trained, so it cannot be cut at "
-            f"{list(cuts)}: give the folder that the first trainer's save_model has written"
+            f"{list(cuts)}: {instead}"
+        )
+    changed = [(name, dtype) for name, dtype in precision(model).items() if found[2].get(name, dtype) != dtype]
+    for name, dtype in changed[:1]:
+        raise SplitError(
+            f"model: each process has trained a stage of it, this one in {dtype} ({name} was {found[2][name]}), and "
+            f"has the other stages' blocks as they were: {instead}"
         )

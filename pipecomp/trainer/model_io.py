@@ -46,6 +46,7 @@ class EngineHolder:
         self._pipeline, self._optimizers, self._loss = pipeline, optimizers, loss
         self._given, self._model_init = model, model_init
         self._taken = taken
+        self._precision: dict[str, torch.dtype] = {}
         self.engine: Any = None
 
     @property
@@ -68,6 +69,7 @@ class EngineHolder:
 
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer
         given_model.show(self._given)
+        self._precision = given_model.precision(self._given)
         engine = initialize(
             self._given,
             config=self._pipeline.engine_config,
@@ -95,7 +97,7 @@ class EngineHolder:
     def hide_given(self) -> None:
         """Let the given model no longer pass for the whole one; called when training begins."""
         if self._pipeline.plan.num_stages > 1:
-            given_model.hide(self._given, self._pipeline.plan.cuts)
+            given_model.hide(self._given, self._pipeline.plan.cuts, self._precision)
 
     def close(self) -> None:
         """Close the engine, if one is open."""

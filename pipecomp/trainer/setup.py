@@ -95,7 +95,7 @@ class Pipeline:
         stages = num_stages if num_stages is not None or cuts is not None else world
         whole = source.model if source.model is not None else skeleton(source)
         split_plan = plan_model(whole, stages, cuts, tie=settings.tie)
-        given_model.check_cuts(model, split_plan.cuts)
+        given_model.check_again(model, split_plan.cuts)
         given_model.check_hooks(model, split_plan)
         for name in ("output_attentions", "output_hidden_states"):
             require(
