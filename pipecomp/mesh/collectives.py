@@ -8,6 +8,7 @@ ranks, so that all have the same bits.
 from __future__ import annotations
 
 import itertools
+import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -183,8 +184,12 @@ class Collectives:
 
 
 def _finish(transfers: Sequence[Transfer]) -> None:
+    """Wait for all in the order in which they end: a rank that is lost is told though another one comes much later."""
+    ended: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
     for transfer in transfers:
-        transfer.wait()
+        transfer.then(ended.put)
+    for _ in transfers:
+        ended.get().wait()
 
 
 def _reduced(tensors: Sequence[Tensor], operation: str) -> Tensor:

@@ -17,7 +17,7 @@ from pipecomp.errors import WireError
 VERSION = 2
 CONTENT_BYTES = 1 << 17  # of a DATA frame: 10 ms at 100 Mbit/s, which is how long others wait behind it
 CALL_BYTES = 1 << 22  # of a question to the key-value store, and of its answer
-NOTE_BYTES = 1 << 13
+NOTE_BYTES = 1 << 14  # 1000 characters of up to 12 bytes in JSON, and what is around them
 EAGER_BYTES = 1 << 16  # a message this short is sent before the receiver has asked for it
 LINKS = 1 << 60  # streams from here on are links': nothing is sent on them before they are open
 _HEADER = struct.Struct("<BxxxIQQQ")

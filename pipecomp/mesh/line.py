@@ -137,6 +137,8 @@ class Line:
             refused, last = self._try(stream, last)
             refused_since = (refused_since or time.monotonic()) if refused else None
             if refused_since is not None and time.monotonic() - refused_since > GONE_S:
+                if isinstance(error, TimeoutError):  # not for as long as that would say
+                    raise OSError("it was silent, and nothing listens there any more") from error
                 raise error
 
     def _try(self, stream: SecureStream, last: Exception | None) -> tuple[bool, Exception | None]:

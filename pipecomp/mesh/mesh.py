@@ -130,6 +130,8 @@ class Mesh:
             return self._take_again(guest)
         if guest.purpose == hello.RELAY:
             assert self._relay is not None
+            if guest.to not in range(1, self.world) or guest.to == guest.rank:
+                self._refuse(guest, f"there is no rank {guest.to} that rank {guest.rank} could be relayed to")
             relay, wanted = self._relay, self.connections.get(guest.to)
             if wanted is not None and wanted.failure is not None:
                 self._refuse(guest, f"rank {guest.to} is gone: {wanted.failure}")
@@ -185,8 +187,10 @@ class Mesh:
         raise LinkError(f"rank {guest.rank} was refused: {reason}")
 
     def _say_refused(self, who: str, error: Exception) -> None:
+        if isinstance(error, (OSError, EOFError)):  # somebody who looks whether this rank listens
+            return
         self._refused += 1
-        if self._refused <= _SAID and not isinstance(error, (OSError, EOFError)):
+        if self._refused <= _SAID:
             more = " (later ones are not printed)" if self._refused == _SAID else ""
             sys.stderr.write(f"pipecomp: refused a connection from {who}: {error}{more}\n")  # whole, beside others'
 

@@ -27,17 +27,20 @@ DIRECT, RELAYED = "direct", "relayed by rank 0"
 _DIRECT_S = 3.0  # for a direct connection: behind NAT there is none, and nothing says so
 _HELLO_S = 10.0
 _ROUTE_S = 60.0  # for an attempt of both
-_AGAIN_S = 4.0  # at the relay, for the other side of a lost connection: it comes there again and again
 _KEY = "pipecomp/mesh/{}"
 
 
-def connect(address: Address, trust: Trust, mine: Place, wish: Wish, *, wait_s: float) -> tuple[SecureStream, Answer]:
+def connect(
+    address: Address, trust: Trust, mine: Place, wish: Wish, *, wait_s: float, answer_s: float | None = None
+) -> tuple[SecureStream, Answer]:
     """A connection to a rank that listens, and what it answers.
+
+    wait_s: for it to be there. answer_s: for each of its words; None: as long as a rank takes.
 
     OSError if nothing listens; KeysError (NoAnswerError, too) or RefusedError from `greet`.
     """
     sock = socket.create_connection((address.host, address.port), wait_s)
-    sock.settimeout(_HELLO_S)
+    sock.settimeout(_HELLO_S if answer_s is None else answer_s)
     try:
         stream, who = trust.secure(sock, server=False)
         return stream, hello.greet(stream, who, trust, mine, wish)
@@ -164,7 +167,7 @@ class Routes:
         me = self._mine.rank
         low, high = min(me, other), max(me, other)
         at = {rank: self._address(rank) for rank in (low, high)}
-        around = partial(self._relayed, other, _AGAIN_S)
+        around = partial(self._relayed, other, _HELLO_S)  # the other side comes there again and again
         attempts = [(a, b) for a, b in ((high, low), (low, high)) if at[b] is not None]
         for number, (source, target) in enumerate(attempts):
             key = _KEY.format(f"{low}-{high}/{number}")
@@ -194,24 +197,31 @@ class Routes:
     def _relayed(self, other: int, wait_s: float, received: int) -> tuple[SecureStream, int]:
         """A stream, and how many frames the other side has; wait_s: for it to come, too."""
         try:
-            wish = Wish(hello.RELAY, 0, other)
-            outer, _ = connect(self._first, self._trust, self._mine, wish, wait_s=_DIRECT_S)
-            outer.sock.settimeout(wait_s)
-            early = outer.strip()
-            if other > self._mine.rank:
-                guest = hello.receive(outer.sock, self._trust, self._mine, (hello.PEER,), early)
-                if guest.rank != other:
-                    raise KeysError(f"rank {guest.rank} is at the other end")
-                hello.welcome(guest, self._trust, self._mine, received)
-                return guest.stream, guest.received
-            inner, who = self._trust.secure(outer.sock, server=False, early=early)
-            answer = hello.greet(inner, who, self._trust, self._mine, Wish(hello.PEER, other, received=received))
+            wish = Wish(hello.RELAY, 0, other)  # which rank 0 answers when the other side has come
+            outer, _ = connect(self._first, self._trust, self._mine, wish, wait_s=_DIRECT_S, answer_s=wait_s)
+            try:
+                return self._through(outer, other, received)
+            except BaseException:
+                close(outer.sock)  # or who comes there next would be joined with it
+                raise
         except hello.RefusedError:
             raise
         except (OSError, EOFError, PipecompError) as error:
             raise LinkTimeoutError(
                 f"rank {self._mine.rank} cannot reach rank {other}, neither directly nor through rank 0: {error}"
             ) from error
+
+    def _through(self, outer: SecureStream, other: int, received: int) -> tuple[SecureStream, int]:
+        """The same over a connection to rank 0, which has joined it with the other side's."""
+        early = outer.strip()
+        if other > self._mine.rank:
+            guest = hello.receive(outer.sock, self._trust, self._mine, (hello.PEER,), early)
+            if guest.rank != other:
+                raise KeysError(f"rank {guest.rank} is at the other end")
+            hello.welcome(guest, self._trust, self._mine, received)
+            return guest.stream, guest.received
+        inner, who = self._trust.secure(outer.sock, server=False, early=early)
+        answer = hello.greet(inner, who, self._trust, self._mine, Wish(hello.PEER, other, received=received))
         return inner, answer.received
 
     def _admit(self, sock: socket.socket) -> Callable[[], None]:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp.errors import LinkError, WireError
+from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, WireError
 from pipecomp.keys.stream import close
+from pipecomp.mesh import hello
 from pipecomp.mesh.collectives import Collectives
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, unpack
 from pipecomp.mesh.outbox import Outbox
@@ -107,6 +108,31 @@ def test_a_relay_that_is_gone_is_not_waited_for(folders):
     connection.wait_for_end(WAIT_S / 2)
     assert connection.failure is not None
     close_all(meshes[1:])
+
+
+def test_a_way_through_the_relay_that_fails_leaves_no_socket(folders, monkeypatch):
+    """Who came there next would be joined with it, and wait in vain."""
+    meshes = meet_all(folders, (1, 2))
+    original, left = hello.receive, []
+
+    def fail(sock, trust, mine, purposes, early=b""):
+        if purposes != (hello.PEER,):
+            return original(sock, trust, mine, purposes, early)
+        left.append(sock)
+        raise KeysError("somebody else is there")
+
+    monkeypatch.setattr(hello, "receive", fail)
+    errors = []
+
+    def go(mesh, other):
+        with pytest.raises(LinkTimeoutError) as raised:
+            mesh._routes._relayed(other, 60.0, 0)
+        errors.append(raised.value)  # which keeps all that its frames have
+
+    together([lambda: go(meshes[1], 2), lambda: go(meshes[2], 1)])
+    assert [sock.fileno() for sock in left] == [-1]
+    monkeypatch.undo()
+    close_all(meshes)
 
 
 def take_all(outbox: Outbox, epoch: int) -> list[tuple[int, bytes]]:

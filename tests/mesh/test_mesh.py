@@ -29,7 +29,7 @@ from pipecomp.mesh.collectives import Collectives
 from pipecomp.mesh.frames import CALL_BYTES, CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
 from pipecomp.mesh.mesh import Meeting, Mesh, default_listen, meet
 from pipecomp.mesh.process_group import MeshProcessGroup
-from pipecomp.mesh.routes import DIRECT, RELAYED, Door, address_key, connect
+from pipecomp.mesh.routes import DIRECT, RELAYED, Door, Routes, address_key, connect
 from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
 LONG = 3 * CONTENT_BYTES + 17
@@ -385,6 +385,33 @@ class TestFailures:
         goes_on.set()
         close_all(meshes)
 
+    def test_a_lost_rank_is_told_though_another_one_is_waited_for(self, folders):
+        """Rank 1 may come to the collective much later."""
+        meshes = meet_all(folders)
+        meshes[0].connections[2].give_up(PeerLostError("lost rank 2", 2))
+        long = EAGER_BYTES  # float32
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(Collectives(meshes[0], [0, 1, 2], 9).all_reduce_, torch.ones(long), "SUM")
+            try:
+                with pytest.raises(PeerLostError, match="lost rank 2"):
+                    waiting.result(WAIT_S)
+            finally:
+                close_all(meshes)
+
+    def test_who_is_silent_and_then_listens_no_more_is_lost(self, folders, monkeypatch):
+        """Not silent for the whole time of silence, which has not passed."""
+        monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
+        meshes = meet_all(folders[:2])
+        there = meshes[1].connections[0]
+        meshes[0]._listener.close()
+        there.line.drop(there.line.now()[0], TimeoutError())
+        there.wait_for_end(WAIT_S)
+        with pytest.raises(
+            PeerLostError, match=r"lost rank 0: .* \(it was silent, and nothing listens there any more\)"
+        ):
+            raise there.failure
+        close_all(meshes)
+
     def test_an_orderly_end_is_told_as_one(self, folders):
         meshes = meet_all(folders[:2])
         waiting = meshes[0].connections[1].receive(1, 0, memoryview(bytearray(9)))
@@ -435,6 +462,19 @@ class TestStart:
 
         meshes = together([lambda rank=rank: one(rank) for rank in range(3)])
         assert meshes[1].routes[2] == DIRECT
+        close_all(meshes)
+
+    def test_a_rank_that_comes_late_to_the_relay_is_waited_for(self, folders, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.routes._HELLO_S", 3.0)
+        original = Routes._relayed
+
+        def late(self, *args):
+            time.sleep(6.0 if self._mine.rank == 2 else 0.0)
+            return original(self, *args)
+
+        monkeypatch.setattr(Routes, "_relayed", late)
+        meshes = meet_all(folders, (1, 2))
+        assert meshes[1].routes[2] == RELAYED
         close_all(meshes)
 
     def test_a_rank_that_never_comes_is_named_by_the_others(self, folders):
@@ -841,6 +881,26 @@ class TestStrangers:
         place = hello.Place(**{"rank": 1, "world": 2, "session": two[1]._place.session, **change})
         with pytest.raises(hello.RefusedError, match=said):
             connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.RELAY, 0, 1), wait_s=5)
+
+    @pytest.mark.parametrize("to", [-1, 0, 1, 2, 1 << 70])
+    def test_nobody_is_relayed_to_who_is_no_other_rank(self, two, folders, to):
+        """Each would wait in rank 0's relay for ever, with a socket of its own."""
+        place = hello.Place(1, 2, two[1]._place.session)
+        with pytest.raises(hello.RefusedError, match=f"there is no rank {to} that rank 1 could be relayed to"):
+            connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.RELAY, 0, to), wait_s=5)
+        assert two[0]._relay._waiting == {}
+
+    def test_who_only_hangs_up_leaves_room_for_what_is_said_of_others(self, folders, capsys):
+        made = Mesh(Meeting(0, 2, free_address()), Trust(folders[0]))
+        for _ in range(20):
+            made._say_refused("127.0.0.1", EOFError())
+        for number in range(9):
+            made._say_refused("127.0.0.1", LinkError(f"reason {number}"))
+        said = capsys.readouterr().err.splitlines()
+        assert [line.split(": ")[2] for line in said] == [
+            *(f"reason {number}" for number in range(4)),
+            "reason 4 (later ones are not printed)",
+        ]
 
     def test_a_revoked_machine_does_not_join_and_ranks_learn_of_it(self, tmp_path):
         folders = keys_for(tmp_path, 2)

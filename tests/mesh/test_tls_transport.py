@@ -91,9 +91,10 @@ def test_a_packet_above_the_limit(ends):
         ends[1].recv()
 
 
-def test_a_failure_is_told_with_its_rank_and_all_of_its_characters(ends):
-    ends[0].abort(7, "ü" * 5000)
-    with pytest.raises(PeerLostError, match=r"^ü{1000} \(told by rank 0\)$") as raised:
+@pytest.mark.parametrize("letter", ["ü", "😀"])  # up to 12 bytes each
+def test_a_failure_is_told_with_its_rank_and_all_of_its_characters(ends, letter):
+    ends[0].abort(7, letter * 5000)
+    with pytest.raises(PeerLostError, match=rf"^{letter}{{1000}} \(told by rank 0\)$") as raised:
         ends[1].recv()
     assert raised.value.rank == 7
     assert ends[1].failure(1.0) is raised.value
