@@ -33,6 +33,7 @@ from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.method import LayerAverage, Method
 from pipecomp.allreduce.norms import LARGEST, combine, local_norm
 from pipecomp.kernels import ops
+from pipecomp.kernels.division import divisor
 
 _VALUE = 5  # what a random draw is for
 
@@ -121,7 +122,8 @@ class AdaptiveAverage:
 
     def _divided(self, x_d: Tensor, part: _Part) -> Tensor:
         """A layer's values, float32."""
-        return x_d[part.start : part.end].to(torch.float32) / part.scale
+        y = x_d[part.start : part.end].to(torch.float32)
+        return y / divisor(part.scale, y)
 
     def _runs(self, parts: list[_Part]) -> Iterator[tuple[Any, int, list[_Part]]]:
         """(value, where its first one starts, parts) of those that travel together."""
