@@ -18,6 +18,7 @@ from pipecomp.files import UNFINISHED, file_crc, write_whole
 
 _SEAL = "pipecomp-seal-{}.json"
 _SEALS = "pipecomp-seal-*.json"
+_WRITTEN = ("*_states.pt", "pipecomp-*")  # by DeepSpeed, and beside it
 _STEP = re.compile(r"global_step(\d+)")
 
 
@@ -32,6 +33,19 @@ def remove(folder: Path) -> None:
         seal.unlink(missing_ok=True)
 
 
+def clear(folder: Path) -> None:
+    """Delete an earlier checkpoint of this name, whose files would be taken for the next one's; several ranks may.
+
+    One of more stages has files that the next one does not write. What else is in the folder stays.
+    """
+    remove(folder)
+    for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def write(folder: Path, rank: int) -> None:
     """Vouch for all files of the folder; call it when every rank has written. rank: names the seal."""
     files = {
@@ -40,6 +54,11 @@ def write(folder: Path, rank: int) -> None:
         if path.is_file() and not path.match(_SEALS) and not path.name.endswith((UNFINISHED, ".tmp"))
     }
     write_whole(folder / _SEAL.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
+
+
+def finished(folder: Path) -> bool:
+    """Whether somebody vouches for a checkpoint; that its files are still as they were, only `problem` finds out."""
+    return any(folder.glob(_SEALS))
 
 
 def problem(folder: Path) -> str | None:
@@ -87,7 +106,7 @@ def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> 
         written: The step of the one that was just written, which is one of them.
     """
     found = steps(save_dir)
-    others = [step for step, path in found.items() if step != written and any(path.glob(_SEALS))]
+    others = [step for step, path in found.items() if step != written and finished(path)]
     stay = {written, *others[len(others) - min(keep - 1, len(others)) :]}
     _delete(path for step, path in found.items() if step not in stay)
 

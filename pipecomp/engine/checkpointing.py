@@ -26,9 +26,10 @@ from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, NotingWriter, private, write_state
 from pipecomp.cluster.agreement import AllRanks
+from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
-from pipecomp.errors import CheckpointError, ConfigError, StoreError
+from pipecomp.errors import CheckpointError, ConfigError, StoreError, require
 from pipecomp.files import write_whole
 from pipecomp.plan.auto import wants_measuring
 from pipecomp.stages.link.handshake import summarize
@@ -95,7 +96,7 @@ class Checkpoints:
         own: dict[str, Any] = asdict(engine.progress)
         if engine.run is not None:
             own["run"] = engine.run.id
-        tag = str(tag or f"global_step{engine.global_steps}")
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         own["pipeline"] = asdict(reshard_load.describe(engine))
         if wants_measuring(engine.configured):
@@ -109,7 +110,7 @@ class Checkpoints:
         try:
             with private():
                 attempts.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-                attempts.attempt(lambda: manifest.remove(folder))
+                attempts.attempt(lambda: manifest.clear(folder))
                 attempts.agree()
                 with engine.common_weights():
                     done = stock(save_dir, tag=tag, client_state=state, save_latest=False)
@@ -135,10 +136,9 @@ class Checkpoints:
 
     def _save_rank(self, folder: Path) -> None:
         engine = self._engine
-        copy, environment = manifest.messages_copy(folder, engine.global_rank), engine.links.environment
-        saves = environment if engine.pipecomp_config.store.in_checkpoints else None
-        if (saves is None or not saves.save(copy)) and copy.exists():  # of an earlier checkpoint of this name
-            shutil.rmtree(copy)
+        environment = engine.links.environment
+        if environment is not None and engine.pipecomp_config.store.in_checkpoints:
+            environment.save(manifest.messages_copy(folder, engine.global_rank))
         state = {"random": random_state(), "messages": self._messages_held()}
         write_state(state, _rank_file(folder, engine.global_rank))
 
@@ -147,8 +147,14 @@ class Checkpoints:
     def load(self, load_dir: str, tag: Any, options: LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
         """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's."""
         engine = self._engine
-        folder = _folder(load_dir, tag)
-        saved = None if folder is None else reshard_load.saved_otherwise(engine, folder, _STATE_KEY)
+        # The first rank has written `latest`, and without a common disk no other machine has it.
+        tag = broadcast(_latest(load_dir)) if tag is None else str(tag)
+        if tag is None:
+            _log.warning("%s has no file 'latest', and so no checkpoint to go on from", load_dir)
+            return None, None
+        folder = Path(load_dir) / tag
+        self._check_finished(folder)
+        saved = reshard_load.saved_otherwise(engine, folder, _STATE_KEY)
         if saved is None:
             # With an adapter, frozen weights are not in the files.
             strict = options["load_module_strict"] and engine.stage.adapter is None
@@ -163,7 +169,7 @@ class Checkpoints:
                 load_lr_scheduler_states=options["load_lr_scheduler_states"],
                 load_module_only=options["load_module_only"],
             )
-        if path is None or folder is None:
+        if path is None:
             return path, state
         own = (state or {}).pop(_STATE_KEY, None)
         if options["load_module_only"]:
@@ -182,6 +188,16 @@ class Checkpoints:
                 self._take_bits(own.get("bits"), folder)
             self._go_on(own, folder, same)
         return path, state
+
+    def _check_finished(self, folder: Path) -> None:
+        """ConfigError for a checkpoint that is not there, or that a run did not live to finish."""
+        with AllRanks(missed=self._engine.guard.missed).collective_errors():
+            require(folder.is_dir(), "load_dir", str(folder), "a checkpoint's folder on the machine of every rank")
+            state = reshard_load.read_state(folder)
+        # A seal on any machine says that all have written. DeepSpeed's own checkpoints have none.
+        told = gathered((state is None or _STATE_KEY in state, manifest.finished(folder)))
+        whole = any(finished for _, finished in told) or not all(ours for ours, _ in told)
+        require(whole, "load_dir", str(folder), "a finished checkpoint: this one has no seal; give the tag of another")
 
     def _load_local(self, own: dict[str, Any], folder: Path, *, same: bool, with_optimizer: bool) -> None:
         engine, saved = self._engine, own.get("local_steps")
@@ -247,15 +263,10 @@ class Checkpoints:
         return {str(end.index): list(summarize(end.store)) for end in self._engine.links if end.store is not None}
 
 
-def _folder(load_dir: str, tag: Any) -> Path | None:
-    """The folder of a checkpoint, by its tag or the last one's; None if there is none."""
-    if tag is None:
-        latest = Path(load_dir) / "latest"
-        if not latest.is_file():
-            return None
-        tag = latest.read_text().strip()
-    folder = Path(load_dir) / str(tag)
-    return folder if folder.is_dir() else None
+def _latest(load_dir: str) -> str | None:
+    """The tag of the last checkpoint; None if there is none."""
+    latest = Path(load_dir) / "latest"
+    return latest.read_text().strip() if latest.is_file() else None
 
 
 def _bits(config: Config) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         Saved too are the place in the training data, random generators, error-feedback residuals, what the message
         stores hold, and with `store.in_checkpoints` a copy of them. With a LoRA adapter frozen weights are left out,
         unless `exclude_frozen_parameters=False`. A run that is killed meanwhile leaves the checkpoint before as
-        `latest`.
+        `latest`, unless that has the same tag: one of the same tag is deleted first.
 
         Raises:
             ConfigError: bf16 without ZeRO, which DeepSpeed 0.19 saves but cannot load.
@@ -282,7 +282,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         Raises:
             StoreError: On every rank, if the stores are of another run than the checkpoint.
             SplitError: The checkpoint is of another model.
-            ConfigError: It is of another precision or ZeRO stage.
+            ConfigError: It is of another precision or ZeRO stage, was not finished, or is not there. Where no file
+                `latest` says that there is one, nothing is loaded, and both results are None.
         """
         options = LoadOptions(
             load_module_strict=load_module_strict,
@@ -378,6 +379,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
     def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
         return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        """This stage's own file for every stage: DeepSpeed counts them, and other machines may have the others."""
+        return [self._get_ckpt_name(checkpoints_path, tag)] * self.num_stages
 
     def _broadcast_model(self) -> None:
         match_replicas(list(self.module.parameters()), self.seq_data_parallel_group)

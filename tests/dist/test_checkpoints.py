@@ -1,0 +1,76 @@
+"""Which checkpoint is loaded: by `latest` on machines without a common disk, over another one, cut off, or gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pipecomp.cluster.local_ranks import run_ranks
+from tests.dist.reliability_work import error_of, losses
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+
+def engine_of(stages: int, *, seed: int = 0) -> Any:
+    import pipecomp
+
+    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=ds_config(), training_data=samples())
+
+
+def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = "0"  # each rank is the first one of its machine
+    own, common = f"{folder}/machine-{rank}", f"{folder}/common"
+    out: dict[str, Any] = {}
+    engine = engine_of(2)
+    losses(engine, 2)
+    engine.save_checkpoint(own)
+    engine.save_checkpoint(common, tag=0)
+    expected = losses(engine, 2)
+    engine.close()
+    engine = engine_of(2, seed=9)
+    engine.load_checkpoint(own)
+    out["own disks"] = expected, losses(engine, 2)
+    engine.close()
+
+    if rank == 0:
+        Path(common, "0", "notes.txt").write_text("mine")
+    engine = engine_of(1)
+    losses(engine, 1)
+    engine.save_checkpoint(common, tag=0)
+    expected = losses(engine, 2)
+    engine.load_checkpoint(common)
+    out["written over"] = expected, losses(engine, 2)
+    out["tags"], out["notes"] = sorted(os.listdir(common)), Path(common, "0", "notes.txt").read_text()
+
+    dist.barrier()
+    if rank == 0:
+        for seal in Path(common, "0").glob("pipecomp-seal-*"):
+            seal.unlink()
+    dist.barrier()
+    out["cut off"] = error_of(lambda: engine.load_checkpoint(common))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(Path(common, "0"))
+    dist.barrier()
+    out["gone"] = error_of(lambda: engine.load_checkpoint(common))
+    engine.close()
+    return out
+
+
+def test_what_is_loaded_is_one_whole_checkpoint(tmp_path: Path) -> None:
+    place = f"load_dir: got '{tmp_path}/common/0', allowed: a "
+    for out in run_ranks(2, kept, str(tmp_path), timeout_s=HANG_S).values():
+        for name in ("own disks", "written over"):
+            expected, got = out[name]
+            assert got == expected, name
+        assert out["tags"] == ["0", "latest"]
+        assert out["notes"] == "mine"
+        assert out["cut off"].startswith(f"ConfigError: {place}finished checkpoint")
+        assert out["gone"].startswith(f"ConfigError: {place}checkpoint's folder")
