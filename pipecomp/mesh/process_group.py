@@ -222,7 +222,8 @@ class MeshProcessGroup(_ProcessGroup):
 
         def arrived(transfer: Transfer) -> None:
             if transfer.error is None and host is not tensors[0]:
-                tensors[0].copy_(host)
+                with torch.inference_mode():  # as in `_work`
+                    tensors[0].copy_(host)
             work.finish(transfer.error)
 
         self._together.receive(host, source, tag).then(arrived)
@@ -251,7 +252,8 @@ class MeshProcessGroup(_ProcessGroup):
         while (task := self._tasks.get()) is not None:
             run, made = task
             try:
-                run()
+                with torch.inference_mode():  # else autograd would not let it change parameters, or what has that mode
+                    run()
             except Exception as error:
                 made.finish(error)
             else:

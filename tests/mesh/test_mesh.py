@@ -214,6 +214,36 @@ def test_half_precision_and_tensors_that_are_not_contiguous(two):
         groups[0].allreduce([tensors[0]], options)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3), (2, EAGER_BYTES)])
+@pytest.mark.parametrize("apart", [False, True], ids=["contiguous", "apart"])
+def test_tensors_that_autograd_would_not_change_on_another_thread(two, shape, apart, inference):
+    """Parameters, and what was made for inference: over gloo they are memory like any other."""
+    groups, root = group_of(two, "a"), options_of(dist.BroadcastOptions, 0)
+
+    def made(value: float) -> torch.Tensor:
+        full = torch.full(shape[::-1] if apart else shape, value)
+        return torch.nn.Parameter(full.t() if apart else full, requires_grad=not inference)
+
+    def of_rank(rank: int) -> list[torch.Tensor]:
+        group = groups[rank]
+        with torch.inference_mode(inference):
+            summed, same, part, came = (made(rank + 1.0) for _ in range(4))
+            every = [made(0.0) for _ in two]
+            group.allreduce([summed], dist.AllreduceOptions()).wait()
+            group.broadcast([same], root).wait()
+            group.allgather([every], [made(rank + 1.0)]).wait()
+            group.reduce_scatter([part], [[made(1.0), made(2.0)]], dist.ReduceScatterOptions()).wait()
+            (group.send([came], 1, 3) if rank == 0 else group.recv([came], 0, 3)).wait()
+        return [summed, same, *every, part, came]
+
+    for rank, tensors in enumerate(together([lambda: of_rank(0), lambda: of_rank(1)])):
+        assert [tensor.unique().tolist() for tensor in tensors] == [[3.0], [1.0], [1.0], [2.0], [2.0 + 2 * rank], [1.0]]
+        assert all(tensor.is_leaf for tensor in tensors)
+    for group in groups:
+        group.shutdown()
+
+
 def test_what_is_copied_is_copied_when_torch_calls(two):
     """Not on the group's thread, which may be busy, and knows nothing of the caller's CUDA stream."""
     groups, gate = group_of(two, "i"), threading.Event()
