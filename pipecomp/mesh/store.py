@@ -202,8 +202,8 @@ class Questions:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[threading.Event, list[Any]]] = {}
 
-    def ask(self, question: list[Any], wait_s: float) -> Any:
-        """The answer. DistStoreError if there is none in time, DistNetworkError if rank 0 is gone."""
+    def ask(self, question: list[Any], wait_s: float, late: str = "") -> Any:
+        """The answer. DistStoreError if there is none in time, as `late` says, DistNetworkError if rank 0 is gone."""
         assert self.connection is not None, "connected to rank 0"
         number, event = next(self._numbers), threading.Event()
         box: list[Any] = []
@@ -215,7 +215,8 @@ class Questions:
                 gone = self.connection.failure is not None  # else it is too long
                 raise (dist.DistNetworkError if gone else dist.DistStoreError)(str(error)) from error
             if not event.wait(wait_s):
-                raise dist.DistStoreError(f"the key-value store did not answer within {wait_s:g} s: {question[0]}")
+                silent = f"the key-value store did not answer within {wait_s:g} s: {question[0]}"
+                raise dist.DistStoreError(late or silent)
         finally:
             del self._waiting[number]
         if not box:
@@ -297,11 +298,12 @@ class MeshStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         wait_s = (self._timeout if timeout is None else timeout).total_seconds()
+        late = f"wait timeout after {wait_s:g} s, keys: {', '.join(keys)}"
         if self._table is None:
             assert self._questions is not None
-            self._questions.ask(["wait", keys], wait_s)
+            self._questions.ask(["wait", keys], wait_s, late)
         elif not self._table.wait(keys, wait_s):
-            raise dist.DistStoreError(f"wait timeout after {wait_s:g} s, keys: {', '.join(keys)}")
+            raise dist.DistStoreError(late)
 
     def _do(self, here: Callable[[Table], Any], question: list[Any], read: Callable[[Any], Any]) -> Any:
         """Ask rank 0. here: on rank 0 itself; read: what rank 0 has answered."""

@@ -289,7 +289,7 @@ class TestStore:
             assert store.delete_key("b")
             assert not store.delete_key("b")
             assert not store.check(["b"])
-            with pytest.raises(dist.DistStoreError):
+            with pytest.raises(dist.DistStoreError, match=rf"wait timeout after 0\.05 s, keys: .*of {mesh.rank}/c$"):
                 store.wait(["c"], timedelta(seconds=0.05))
         assert two[1].store.num_keys() == two[0].store.num_keys() > 4
 
