@@ -73,9 +73,9 @@ class Recorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             kept = lines_until(self.folder / METRICS, after)
-            self._metrics = open(self.folder / METRICS, "w", encoding="utf-8")  # noqa: SIM115 (closed in _close)
+            write_whole(self.folder / METRICS, "".join(json.dumps(finite(record)) + "\n" for record in kept))
+            self._metrics = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in _close)
             for record in kept:
-                self._write(record)
                 self._last |= record  # a line of an evaluation has no counters
             for left in (RANKS, TRACE, PAGE):  # of an earlier run
                 (self.folder / left).unlink(missing_ok=True)

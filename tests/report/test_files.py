@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import math
+import resource
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     assert run.steps[-1]["links"]["0->1"]["forward_bytes_sent"] == before["links"]["0->1"]["forward_bytes_sent"] + link
     assert run.steps[-1]["waits"]["0->1"] == pytest.approx(before["waits"]["0->1"] + 0.5)
     assert run.steps[-1]["seconds"] >= before["seconds"]
+
+
+def test_a_disk_that_is_full_when_a_run_is_resumed_keeps_the_lines_of_the_first_part(folder, caplog):
+    before = (folder / METRICS).read_text()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+        try:
+            Recorder(folder, after=STEPS)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "goes on without it" in caplog.text
+    assert (folder / METRICS).read_text() == before
 
 
 def test_a_loss_that_is_no_number_is_null_and_left_out(tmp_path):
