@@ -21,9 +21,10 @@ class Recording:
     Args:
         trainer: The `PipelineTrainer`, in the state in which training begins.
         steps: At which step training ends.
+        before: All ranks' `comm_stats` so far.
     """
 
-    def __init__(self, trainer: Any, steps: int) -> None:
+    def __init__(self, trainer: Any, steps: int, before: Sequence[Mapping[str, Any]]) -> None:
         args, state = trainer.args, trainer.state
         self._recorder = Recorder(args.output_dir if trainer.rank == 0 else None, after=state.global_step)
         facts = {**trainer.engine.describe(), "micro_batches": args.gradient_accumulation_steps}
@@ -31,6 +32,7 @@ class Recording:
         self._step: dict[str, Any] | None = None  # not written yet: a log may add the ranks' counters
         self._began = 0.0
         self._meter, self._group = LinkMeter(), trainer.group
+        self._meter.since_last(before)
 
     def begin_step(self) -> None:
         """An optimizer step begins."""

@@ -13,7 +13,7 @@ from pipecomp.errors import OutputError
 from pipecomp.trainer import callbacks, checkpoints, message_stores
 
 
-def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any], due: Sequence[str] = ()) -> bool:
+def save(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequence[str] = ()) -> bool:
     """Write checkpoint-N of the step that was made last; every rank must call this.
 
     Where the disk refuses it, nothing of it is left. It is tried once more if `save_total_limit` lets older ones go
@@ -22,7 +22,7 @@ def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any], due: 
     Args:
         trainer: Whose.
         messages: Whether to copy the message store.
-        count_tokens: Brings the state's number of tokens up to date.
+        count: Brings the state's number of tokens up to date, and what is recorded.
         due: What is still to be done after that step, see `checkpoints.Found`.
 
     Returns:
@@ -34,7 +34,7 @@ def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any], due: 
     limit = args.save_total_limit or 0
     for last in (limit < 2, True):
         try:
-            _write(trainer, folder, messages, count_tokens, due)
+            _write(trainer, folder, messages, count, due)
         except OutputError as error:
             checkpoints.remove(folder)
             state.best_model_checkpoint = best
@@ -49,7 +49,7 @@ def save(trainer: Any, *, messages: bool, count_tokens: Callable[[], Any], due: 
     raise AssertionError("the last attempt returns")
 
 
-def _write(trainer: Any, folder: str, messages: bool, count_tokens: Callable[[], Any], due: Sequence[str]) -> None:
+def _write(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> None:
     """Write all files, the state's last. OutputError on every rank if one cannot."""
     args, state = trainer.args, trainer.state
     attempts = Attempts(folder)
@@ -60,7 +60,7 @@ def _write(trainer: Any, folder: str, messages: bool, count_tokens: Callable[[],
         checkpoints.save_engine(trainer.engine, folder, trainer.lr_scheduler, attempts)
         if messages:
             attempts.attempt(lambda: message_stores.save(trainer.engine, folder))
-    count_tokens()
+    count()
     if state.best_global_step:
         best = checkpoints.folder_of(args.output_dir, state.best_global_step)
         if broadcast(Path(best).is_dir(), group=trainer.group):

@@ -84,8 +84,9 @@ class Training:
         self._began, self._first_step = time.time(), trainer.state.global_step
         self.tokens_before, self._flos_before = trainer.state.num_input_tokens_seen, trainer.state.total_flos
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
-        self._traffic.since_last(self._gather_reports())
-        self._recording = Recording(trainer, length.max_steps)
+        before = self._gather_reports()  # of another training with this engine
+        self._traffic.since_last(before)
+        self._recording = Recording(trainer, length.max_steps, before)
 
     def _start_state(self, found: checkpoints.Found | None) -> None:
         """Give the trainer the state of the checkpoint, or a new one."""
@@ -312,13 +313,17 @@ class Training:
             common = {name: sum(of_rank[name] for *_, of_rank in rows) / len(rows) for name in values}
         return [stats for stats, *_ in rows], common
 
+    def _count(self) -> None:
+        """Bring the state's tokens and the recorded counters up to date: what is resumed goes on from them."""
+        self._recording.counters(self._gather_reports())
+
     def _save(self, due: Sequence[str] = ()) -> bool:
         """Write a checkpoint, and tell the callbacks; False if it could not be written, and training goes on.
 
         due: what is still to be done after this step, see `checkpoints.Found`.
         """
         with self._engine.propagate_failure():
-            saved = saving.save(self._trainer, messages=self._save_messages, count_tokens=self._gather_reports, due=due)
+            saved = saving.save(self._trainer, messages=self._save_messages, count=self._count, due=due)
         if saved:
             fire(self._trainer, "on_save")
         else:
