@@ -95,7 +95,8 @@ class Endpoint:
         # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
         # may not keep, at the receiver those that it has not kept.
         self._unsettled: dict[Position, set[int]] = {}
-        self._goes_on = store is not None and config.store.on_write_error == "continue"
+        # Whether either end may refuse to keep a first visit.
+        self.goes_on = store is not None and config.store.on_write_error == "continue"
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
         self.codecs = LinkCodecs(a, index, clusters)

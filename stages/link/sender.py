@@ -52,7 +52,7 @@ class LinkSender(LinkEnd):
         # The other end may not keep a first visit that is under way.
         unsettled = set[int]().union(*self._unsettled.values())
         packet, seen = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, unsettled=unsettled)
-        if self._goes_on:
+        if self.goes_on:
             self._unsettled[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
         return packet, seen
 

@@ -17,7 +17,7 @@ Shapes: H hidden size, T real tokens of a micro-batch, n of one sample.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Visits:
         at: Position,
         dtype: torch.dtype,
         *,
-        unsettled: Container[int] = (),
+        unsettled: Iterable[int] = (),
         settled: bool = False,
     ) -> tuple[Packet, list[Tensor]]:
         """Encode a micro-batch and keep what it makes: the packet, and of each sample what the other end computes with.
@@ -68,7 +68,7 @@ class Visits:
         keep what is under way. settled: NonFiniteError comes from here, not from the thread that sends.
         """
         changes, hidden = self._changes(layout), x_TH.shape[1]
-        samples = self._plan(changes, layout, hidden, versions, unsettled)
+        samples = self._plan(changes, layout, hidden, versions, set(unsettled))
         rows = layout.rows()
         x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
         fits = self._fits(samples)
@@ -161,9 +161,9 @@ class Visits:
         return Changes(self._end.store, layout.ids, gradients=self._kind is Kind.GRADIENT)
 
     def _plan(
-        self, changes: Changes, layout: Layout, hidden: int, versions: Sequence[int], unsettled: Container[int]
+        self, changes: Changes, layout: Layout, hidden: int, versions: Sequence[int], unsettled: set[int]
     ) -> list[Sample]:
-        """What each sample's rows will be, from versions and shapes alone."""
+        """What each sample's rows will be, from versions and shapes alone; `unsettled` gets those that begin here."""
         samples: list[Sample] = []
         bases: dict[int, tuple[int, tuple[int, ...]] | None] = {}
         rows = zip(layout.ids, layout.starts, layout.counts, versions, strict=True)
@@ -178,6 +178,8 @@ class Visits:
             form = Form.FULL if base is None else Form.DELTA
             if held is None and not changes.may_keep(sample):
                 form = Form.NOT_KEPT
+            if form is Form.FULL and self._end.goes_on:  # where it comes again in this packet
+                unsettled.add(sample)
             samples.append(Sample(sample, form, start, count, base[0] if base else 0, version))
             bases[sample] = None if form is Form.NOT_KEPT else (version, shape)
         return samples

@@ -107,6 +107,28 @@ def test_a_sample_twice_in_a_micro_batch(repeated, bits):
     assert up.stats.full_samples == len(set(repeated))
 
 
+def test_a_new_sample_twice_in_a_micro_batch_where_the_other_end_keeps_none():
+    """Its second visit must not build on the first: only the gradient will tell that it was not kept."""
+    config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}})
+    a, b = loopback_pair(timeout_s=0.2)
+    up, down = LinkSender(0, config, a, MemoryStore("link-0")), LinkReceiver(0, config, b, MemoryStore("link-0"))
+    down.store.keeps_new = lambda: False
+    for step in range(2):
+        x_BSH = torch.randn(B, S, H)
+        assert torch.equal(pass_over(up, down, x_BSH, layout((1, 2, 1)), step), x_BSH)
+        down.send_gradient(x_BSH, layout((1, 2, 1)), Position(step, 0))
+        up.recv_gradient(layout((1, 2, 1)), Position(step, 0))
+        assert held(up) == held(down) == {}
+    del down.store.keeps_new
+    for step in range(2, 4):
+        pass_over(up, down, torch.randn(B, S, H), layout((1, 2, 1)), step)
+        assert_same_messages(up, down)
+        down.send_gradient(torch.randn(B, S, H), layout((1, 2, 1)), Position(step, 0))
+        up.recv_gradient(layout((1, 2, 1)), Position(step, 0))
+    assert held(up).keys() == {1, 2}
+    assert (up.stats.full_samples, up.stats.delta_samples) == (9, 3)
+
+
 @pytest.mark.parametrize(
     "options",
     [
