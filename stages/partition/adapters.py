@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,15 @@ def _check(config: Any) -> None:
         raise SplitError("LoraConfig.layer_replication: a model whose blocks are repeated cannot be split")
 
 
+def _check_tokens(config: Any) -> None:
+    """Refuse rows of embeddings that are trained beside LoRA: what peft keeps of them begins with the base's values."""
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens:
+        raise SplitError(
+            f"LoraConfig.trainable_token_indices: got {tokens!r}, allowed: None; or give a PeftModel in memory"
+        )
+
+
 def _starts_as(config: Any, values: tuple[str, ...]) -> bool:
     """Whether init_lora_weights is one of these, or begins with one; peft takes them in any case."""
     return str(getattr(config, "init_lora_weights", True)).lower().startswith(values)
@@ -97,6 +106,7 @@ def read(path: str) -> Adapter:
     config = config_class.from_pretrained(path)
     config.inference_mode = False  # as it was saved
     _check(config)
+    _check_tokens(config)
     if _starts_as(config, _CHANGES_BASE):
         raise SplitError(
             f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter "
@@ -111,6 +121,7 @@ def as_adapter(lora: Any) -> Adapter:
     if isinstance(lora, str) or hasattr(lora, "__fspath__"):
         return read(str(lora))
     _check(lora)
+    _check_tokens(lora)
     if getattr(lora, "init_lora_weights", None) not in (True, "gaussian") or getattr(lora, "use_dora", False):
         raise SplitError(
             "lora: init_lora_weights other than True and 'gaussian', and use_dora, start from the weights of the base "
@@ -134,9 +145,10 @@ def name_in_the_base(name: str) -> str:
     return _INSIDE.sub("", name)
 
 
-def saved_names(model: Any, adapter: Adapter, names: Iterable[str]) -> dict[str, str]:
+def saved_names(model: Any, adapter: Adapter) -> dict[str, str]:
     """Those of the names in a model's state_dict that belong to the adapter -> their names in an adapter folder."""
     peft = _peft()
+    names = model.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about embeddings that it would save too, which never change here
         # It chooses by names alone, so names do for values.

@@ -241,7 +241,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
         renamed=architecture.renamed,
     )
     found = {name: matched[plain] for name, plain in in_the_base.items() if plain in matched}
-    adapted = {} if adapter is None else adapters.saved_names(stage._model, adapter, stage.state_dict())
+    adapted = {} if adapter is None else adapters.saved_names(stage._model, adapter)
     tuned = {} if adapter is None else adapters.read_weights(adapter, adapted)
     groups = aliases(whole)
     same = {name: names for names in groups for name in names}

@@ -57,7 +57,9 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
 
     names = _names_to_write(stage)
     if stage.adapter is not None:
-        names = adapters.saved_names(stage._model, stage.adapter, names)
+        # peft wants to see all that an adapter has, also copies that another stage writes.
+        saved_as = adapters.saved_names(stage._model, stage.adapter)
+        names = {name: saved_as[name] for name in names if name in saved_as}
     values = stage.state_dict() if state is None else state
     missing = [name for name in names if name not in values]
     unknown = [name for name in values if name not in stage.state_dict()]
@@ -93,7 +95,8 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     whole = skeleton(Source(config=stage.config, model_class=type(stage._model), adapter=stage.adapter))
     wanted = set(whole.state_dict()) - {name for names in aliases(whole) for name in names[1:]}
     if stage.adapter is not None:
-        wanted = set(adapters.saved_names(whole, stage.adapter, wanted).values())
+        saved_as = adapters.saved_names(whole, stage.adapter)
+        wanted = {saved_as[name] for name in wanted if name in saved_as}
     missing = sorted(wanted - set(weight_map))
     if missing:
         raise SplitError(f"{folder}: no shard has {missing[0]}")

@@ -145,6 +145,34 @@ class TestInMemory:
             assert torch.equal(again(**batch()).logits, whole.eval()(**batch()).logits)
 
 
+def test_a_trained_module_of_which_every_stage_has_a_copy(tmp_path: Path) -> None:
+    """DeBERTa's relative positions, trained whole beside LoRA: one stage saves them."""
+    import transformers
+
+    positions = {"relative_attention": True, "position_buckets": 4, "share_att_key": True, "pos_att_type": "p2c|c2p"}
+    config = transformers.DebertaV2Config(**BERT, **positions, pooler_hidden_size=16)
+    torch.manual_seed(0)
+    transformers.DebertaV2ForSequenceClassification(config).save_pretrained(tmp_path / "base")
+    adapter = peft.LoraConfig(target_modules=["query_proj"], modules_to_save=["rel_embeddings", "classifier"])
+    parts = build(pretrained(str(tmp_path / "base"), lora=adapter), 3)
+    assert all(len(part.tied_parameters()) == 2 for part in parts), "the one in training, and peft's frozen original"
+    for part in parts:
+        shaken(part)
+    for name, first in parts[0].tied_parameters().items():  # as training keeps them
+        for part in parts[1:]:
+            with torch.no_grad():
+                part.tied_parameters()[name].copy_(first)
+    save_pretrained(parts, tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(
+        transformers.DebertaV2ForSequenceClassification.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        expected = again.eval()(**batch()).logits
+        assert torch.equal(through([part.eval() for part in parts]), expected)
+        resumed = build(pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter"), 2)
+        assert torch.equal(through([part.eval() for part in resumed]), expected)
+
+
 @pytest.mark.parametrize(("folder", "name"), [(n, n) for n in MODELS], indirect=["folder"])
 class TestFromDisk:
     def test_starts_as_the_base_model(self, folder: Path, name: str) -> None:
@@ -202,6 +230,21 @@ class TestRefused:
     def test_what_starts_from_the_weights(self, more: dict[str, Any]) -> None:
         with pytest.raises(SplitError, match="give a PeftModel in memory"):
             pretrained("anything", lora=lora("llama", **more))
+
+    def test_trained_rows_of_embeddings(self, tmp_path: Path) -> None:
+        """They begin as the base model's rows, which a model in memory has."""
+        config = lora("llama", trainable_token_indices=[3, 4])
+        with pytest.raises(SplitError, match=r"trainable_token_indices: got \[3, 4\].* PeftModel in memory"):
+            pretrained("anything", lora=config)
+        whole = shaken(peft.get_peft_model(base("llama"), config)).eval()
+        parts = split(whole, num_stages=2)
+        save_pretrained(parts, tmp_path)
+        with torch.no_grad():
+            expected = whole(**batch()).logits
+            assert torch.equal(through([part.eval() for part in parts]), expected)
+            assert torch.equal(peft.PeftModel.from_pretrained(base("llama"), tmp_path)(**batch()).logits, expected)
+        with pytest.raises(SplitError, match=r"trainable_token_indices: got \[3, 4\].* PeftModel in memory"):
+            pretrained("anything", lora=tmp_path)
 
     @pytest.mark.parametrize("init", ["pissa", "olora"])
     def test_a_folder_whose_base_weights_peft_changes(self, init: str, tmp_path: Path) -> None:
