@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipecomp.buffers.base import GRADIENT
 from pipecomp.errors import DataError, WireError
 from pipecomp.messages.wire import Form, Header, Sample
 from pipecomp.stages.link.window import CropCanvas
@@ -65,8 +66,15 @@ class Layout:
 
     @classmethod
     def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:
-        """Read the layout that a packet describes. Raises WireError if a window lies outside the link's canvas."""
+        """Read the layout that a packet describes.
+
+        Raises WireError if a window lies outside the link's canvas, and for an id that no sample has: in a store it
+        would be another sample's gradient.
+        """
         s = header.samples
+        for x in s:
+            if x.id & GRADIENT:
+                raise WireError(f"{header.describe()}: sample id {x.id} is out of range: 0 to 2**63 - 1")
         if canvas is not None:
             for x in s:
                 if header.tokens != canvas.places or x.count != canvas.lines or not canvas.has(x.start):

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecomp.errors import DataError
+from pipecomp.errors import DataError, WireError
+from pipecomp.messages.wire import Form, Header, Kind, Method, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
 
 
@@ -49,3 +50,16 @@ def test_padding_between_real_tokens_is_refused_by_sample():
 def test_mask_of_another_shape_is_refused():
     with pytest.raises(DataError, match=r"shape \(1, 3\), expected \(2, 3\)"):
         Layout.of_mask((3, 9), torch.ones(1, 3), 3)
+
+
+def test_a_packet_with_an_id_that_no_sample_has_is_refused():
+    """In the store of a link it would be the gradient of sample 7."""
+
+    def header(*ids: int) -> Header:
+        samples = tuple(Sample(i, Form.FULL, 0, 4, 0, 1) for i in ids)
+        kind, method = Kind.ACTIVATION, Method.QUANTIZED
+        return Header(kind=kind, method=method, link=0, step=0, micro_batch=0, tokens=4, hidden=3, samples=samples)
+
+    assert Layout.of_header(header(3, 2**63 - 1)).ids == (3, 2**63 - 1)
+    with pytest.raises(WireError, match=rf"sample id {2**63 + 7} is out of range"):
+        Layout.of_header(header(3, 2**63 + 7))
