@@ -63,7 +63,7 @@ def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0
     skeleton = copy.deepcopy(model).to("meta").eval()
     with torch.no_grad():
         x = torch.empty(2, *shapes[0], device="meta")
-        for name, block in skeleton.named_children():
+        for name, block in _blocks(skeleton):
             try:
                 x = block(x)
             except Exception as error:  # whatever the user's module raises
@@ -98,9 +98,9 @@ def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | 
 
 
 def _check_not_shared(model: nn.Sequential, cut: int) -> None:
-    before = {id(p) for p in model[:cut].parameters()}
-    for name, parameter in model[cut:].named_parameters():
-        if id(parameter) in before:
+    before = {id(tensor) for tensor in (*model[:cut].parameters(), *model[:cut].buffers())}
+    for name, tensor in (*model[cut:].named_parameters(), *model[cut:].named_buffers()):
+        if id(tensor) in before:
             raise SplitError(f"cut {cut}: {name} is also used before it; stages of plain modules cannot share weights")
 
 
@@ -112,7 +112,7 @@ class ModuleStage(PipelineStage):
 
     def __init__(self, source: Modules, plan: SplitPlan, index: int) -> None:
         super().__init__(plan, index)
-        for name, block in list(source.model.named_children())[self.lo : self.hi]:
+        for name, block in _blocks(source.model)[self.lo : self.hi]:
             self.add_module(name, block)
         self._shapes, self._margin = source.shapes, source.margin
         self._recompute: dict[str, Any] = {}
@@ -132,8 +132,11 @@ class ModuleStage(PipelineStage):
         if x is None or tuple(x.shape[1:]) != expected:
             got = "nothing" if x is None else f"shape {tuple(x.shape)}"
             raise DataError(f"stage {self.index}: {main} has the shape [B, {', '.join(map(str, expected))}], got {got}")
+        given = x
         x = x.to(next(self.parameters(), x).dtype) if self.is_first else from_rows(x, shape)
-        for block in self.children():
+        if x.requires_grad and x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+            x = x.clone()  # the first block may work in place, which autograd refuses on what was received
+        for _, block in _blocks(self):
             x = checkpoint(block, x, **self._recompute) if self._recompute and self.training else block(x)
         return x if self.is_last else {"hidden_states": to_rows(x)}
 
@@ -179,6 +182,11 @@ class ModuleStage(PipelineStage):
         settings = {"cut": cut, "shape": list(shape), "margin": self._margin}
         rows, width = _rows(shape)
         return Crossing(width=width, settings=settings, rows=rows, canvas=canvas)
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the children with their names, also one that comes again, which `named_children` leaves out: one ReLU."""
+    return [(name, block) for name, block in model._modules.items() if block is not None]
 
 
 def to_rows(x: Tensor) -> Tensor:

@@ -45,6 +45,35 @@ def test_stages_compute_what_the_model_does_and_train_its_weights(cuts):
             assert torch.equal(p.grad, wanted[name])
 
 
+@pytest.mark.parametrize("cuts", [[0, 5], [0, 1, 5], [0, 2, 5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (3, 4)])
+def test_one_activation_at_two_places(shape, inplace, cuts):
+    """An nn.Sequential lists a module that comes again once; autograd refuses to change what is received."""
+    torch.manual_seed(0)
+    act = nn.ReLU(inplace=inplace)
+    net = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 5), act, nn.Linear(5, 2))
+    x = torch.randn(2, *shape)
+    expected = net(x)
+    expected.sum().backward()
+    wanted = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+    source = modules(net, shape)
+    split_plan = plan(source, cuts=cuts)
+    parts = [build_stage(source, split_plan, i) for i in range(split_plan.num_stages)]
+    given, received = {"pixel_values": x}, []
+    for stage in parts:
+        if stage.index:  # as a link gives it
+            received.append((given["hidden_states"], given["hidden_states"].detach().clone().requires_grad_()))
+            given = {"hidden_states": received[-1][1]}
+        given = stage(given)
+    assert torch.equal(given, expected)
+    given.sum().backward()
+    for sent, came in reversed(received):
+        sent.backward(came.grad)
+    assert all(torch.equal(p.grad, wanted[name]) for name, p in net.named_parameters())
+
+
 def test_recomputing_gives_the_same_gradients():
     found = []
     for recompute in (False, True):
@@ -99,6 +128,9 @@ def test_cuts_are_balanced_by_parameters():
 
 def test_what_cannot_be_cut_is_refused():
     shared = nn.Linear(4, 4)
+    norm = nn.BatchNorm1d(4, affine=False)
+    with pytest.raises(SplitError, match=r"1\.running_mean is also used before it"):
+        plan(modules(nn.Sequential(norm, norm), (4,)), num_stages=2)
     with pytest.raises(SplitError, match=r"2\.weight is also used before it"):
         plan(modules(nn.Sequential(shared, nn.ReLU(), shared), (4,)), cuts=[0, 2])
     with pytest.raises(SplitError, match=r"block 1 does not take samples of shape \(5,\)"):
