@@ -217,11 +217,12 @@ class LinkStore(ABC):
         self._gradient_prefetcher.close()
 
     def _replace(self, sample: int, entry: Entry | None) -> None:
-        old = self._entries.pop(sample, None)
-        self._stored_bytes -= old.size if old is not None else 0
-        if entry is not None:
+        old = self._entries.get(sample)
+        self._stored_bytes += (entry.size if entry is not None else 0) - (old.size if old is not None else 0)
+        if entry is None:
+            self._entries.pop(sample, None)
+        else:  # in one move: readers take no lock, and what is put again is held all the time
             self._entries[sample] = entry
-            self._stored_bytes += entry.size
         self._changed[sample] = None
 
     def _pack_all(self, entries: Iterable[Entry]) -> None:

@@ -297,6 +297,30 @@ def test_any_thread_may_call(make):
         thread.join()
 
 
+def test_what_is_put_again_is_held_all_the_time(make):
+    """Readers take no lock: what they find at any moment of a put is what was there before, or what is put."""
+    store = make().link("link-0", SETTINGS)
+    store.put(5, 1, message(5, 1))
+    found = []
+
+    class Watched(dict):
+        def pop(self, *args):
+            there = super().pop(*args)
+            found.extend(store.get([5]))
+            return there
+
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            found.extend(store.get([5]))
+
+    store._entries = Watched(store._entries)
+    store.put(5, 2, message(5, 2))
+    assert found
+    assert all(same(got, got.version, message(5, got.version)) for got in found)
+    store.drop([5])
+    assert store.stats()["stored_bytes"] == 0
+
+
 class Compared(RuleBasedStateMachine):
     """A store against a dict; a subclass says which: `make_environment`. The rule of budgets is written here again."""
 
