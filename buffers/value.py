@@ -46,6 +46,7 @@ _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
 MAX_U32 = 2**32 - 1
 MAX_U64 = 2**64 - 1
+MAX_BYTES = 4_000_000_000  # of a value: `lmdb_file` numbers its pieces in 16 bits
 
 
 class ValueHeader(NamedTuple):
@@ -92,6 +93,8 @@ class ValueFormat:
                 raise ConfigError(key, number, "a whole number from 0 to 2**64 - 1")
         if m_nH.dtype != torch.float32 or m_nH.dim() != 2 or m_nH.shape[1] < 1 or max(m_nH.shape) > MAX_U32:
             raise ShapeError(f"{where}: m_nH: got {m_nH.dtype} {tuple(m_nH.shape)}, allowed: float32 [n, H], H >= 1")
+        if (size := self.size(*m_nH.shape)) > MAX_BYTES:
+            raise ShapeError(f"{where}: m_nH: {tuple(m_nH.shape)} takes {size} bytes, allowed: {MAX_BYTES}")
         if values and self.bits < 32 and m_nH.numel():
             low, high = (float(x) for x in torch.aminmax(m_nH.detach()))
             limit = FLOAT32_MAX if self.bits == 16 else QUANTIZER_MAX
@@ -132,7 +135,8 @@ def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeade
     if version != FORMAT:
         raise StoreError(f"{where}: format version {version}, this program reads version {FORMAT}")
     header = ValueHeader(sample, m_version, n, H, bits, group_size, *_CRC.unpack_from(value, _FIELDS.size))
-    if bits not in BITS or reserved or not header.H or (bits > 8 and header.group_size):
+    too_large = n * H * bits > 8 * MAX_BYTES  # whoever makes room for it takes all memory
+    if bits not in BITS or reserved or not H or (bits > 8 and group_size) or too_large:
         raise StoreError(f"{where}: not a header of a stored value: {header}")
     return header
 

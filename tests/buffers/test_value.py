@@ -131,6 +131,16 @@ def test_a_header_that_announces_a_huge_value_allocates_nothing(fields):
         unpack(value, "here")
 
 
+@pytest.mark.parametrize(("n", "H"), [(1 << 20, 1 << 10), (1 << 16, 1 << 16), (2**31, 2**31)])
+def test_what_has_more_pieces_than_can_be_numbered_is_refused(n, H):
+    """Above 4 GB: at once where it is put, and of a damaged header before anybody makes room for it."""
+    with pytest.raises(ShapeError, match=r"takes \d{10,} bytes, allowed: 4000000000"):
+        ValueFormat(32).check(0, 1, torch.zeros(1, 1).expand(n, H), "here")
+    ValueFormat(2).check(0, 1, torch.zeros(1, 1).expand(1 << 20, 1 << 10), "here", values=False)
+    with pytest.raises(StoreError, match="not a header"):
+        read_header(struct.pack("<4sHBBQQIIII", b"PCMV", 1, 32, 0, 0, 1, n, H, 0, 0), "here")
+
+
 def test_float16_saturates_and_other_widths_refuse_what_they_cannot_hold():
     m_nH = torch.tensor([[1e5, -1e30, 65504.0, 1.0]])
     value = ValueFormat(16).pack(0, 1, m_nH, "here")
