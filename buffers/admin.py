@@ -186,6 +186,7 @@ def prune(
     with ExitStack() as held:
         for folder in folders:  # all of them before any is changed
             held.enter_context(Folder(folder))
+            report.bytes_before += (folder / DATA_FILE).stat().st_size
         if not everything:
             for folder in folders:
                 _mend_pages(folder)
@@ -194,7 +195,6 @@ def prune(
             if link not in names:
                 raise StoreError(f"{path}: no store of {link}; there are: {', '.join(names)}")
         for folder in folders:
-            report.bytes_before += (folder / DATA_FILE).stat().st_size
             if everything:
                 _remove(folder)
             else:

@@ -24,7 +24,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -33,13 +33,14 @@ from typing import Any, NamedTuple, TypeVar
 import lmdb
 
 from pipecomp.buffers.lmdb_errors import explained
-from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE
 from pipecomp.buffers.lmdb_header import expected_bytes
 from pipecomp.buffers.value import HEADER_BYTES
 from pipecomp.errors import StoreError
 
 MAP_BYTES = 1 << 30  # address space, not memory and not disk; grows by doubling
 MAX_LINKS = 255
+_LOCK_BYTES = 8192  # LMDB's 126 places for readers
 META = b"meta"
 _CRC = b"crc:"  # before a remark's key: the key of its CRC-32
 _RUNS = (16, 4, 1)
@@ -119,6 +120,13 @@ def _check_length(file: Path, size: int) -> None:
         )
 
 
+def _make_lock(file: Path) -> None:
+    """Take room for LMDB's lock file, which it maps: without room the system would end this process."""
+    file.touch(mode=0o600)
+    if file.stat().st_size < _LOCK_BYTES:
+        file.write_bytes(bytes(_LOCK_BYTES))
+
+
 class ValueFile:
     """The LMDB file of one rank. One thread writes at a time; any thread reads."""
 
@@ -129,6 +137,8 @@ class ValueFile:
         with explained(path, "open the message store"):
             size = self.size_bytes()
             _check_length(path / DATA_FILE, size)
+            if not readonly:
+                _make_lock(path / LOCK_FILE)
             self._env = lmdb.open(
                 str(path),
                 map_size=max(map_bytes, 2 * size),
@@ -140,7 +150,8 @@ class ValueFile:
                 metasync=False,
             )
             try:
-                self._meta = self._env.open_db(META, create=not readonly)
+                new = not readonly and not self._env.stat()["entries"]  # what has anything else in it is not ours
+                self._meta = self._env.open_db(META, create=new)
                 self._page = self._env.stat()["psize"]
                 self._identity = self._file_identity()
             except BaseException:
@@ -190,22 +201,30 @@ class ValueFile:
 
     def scan(self, table: Table) -> list[Row]:
         """Read the headers of all values, by slot; only their first pieces are looked at."""
-        rows = []
+        rows, most = [], self._most_slots()
         with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
             more = cursor.first()
             while more:
                 key = bytes(cursor.key())
-                if len(key) != _FIRST.size or key[8:10] != b"\0\0":
+                slot, piece, sample = _FIRST.unpack(key) if len(key) == _FIRST.size else (most, 0, 0)
+                if piece or slot >= most:
                     raise StoreError(f"{self.path}: store of {table.name}: no beginning of a value at {key[:32].hex()}")
-                slot, _, sample = _FIRST.unpack(key)
                 rows.append(Row(sample, slot, bytes(cursor.value()[:HEADER_BYTES])))
                 more = cursor.set_range(_NEXT.pack(slot + 1, 0))
         return rows
 
-    def count(self, table: Table) -> int:
-        """Count the pieces of all values: no slot is that high."""
+    def slots(self, table: Table) -> int:
+        """Count the slots up to the last one, or, where that cannot be read, as many as there are pieces."""
+        with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
+            with suppress(lmdb.Error):
+                last = bytes(cursor.key()) if cursor.last() else b""
+                return min(int.from_bytes(last[:8], "big") + 1, self._most_slots())
         with explained(self.path, "read"), self._reading, self._env.begin(db=table.handle) as txn:
             return int(txn.stat(table.handle)["entries"])
+
+    def _most_slots(self) -> int:
+        """Bound the slots: all up to the last were in the file at one time, each with a header."""
+        return self.size_bytes() // HEADER_BYTES
 
     def sample_at(self, table: Table, slot: int) -> int:
         """Read which sample's value is in a slot. StoreError if none is."""

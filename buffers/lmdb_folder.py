@@ -13,7 +13,7 @@ import fcntl
 import os
 import socket
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from pipecomp.buffers.lmdb_errors import explained
@@ -70,7 +70,7 @@ class Folder(AbstractContextManager["Folder"]):
     def restarted(self) -> bool:
         """Whether the machine was started again since the last writes, which never were synced."""
         try:
-            marked = (self.path / UNSYNCED_FILE).read_text().strip()
+            marked = (self.path / UNSYNCED_FILE).read_text(errors="replace").strip()
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -90,12 +90,13 @@ class Folder(AbstractContextManager["Folder"]):
         self._marked = True
 
     def mark_synced(self) -> None:
-        """Everything has reached the disk, and nothing more will be written."""
-        mark = self.path / UNSYNCED_FILE
-        with explained(self.path, "write"):
-            if mark.exists():
-                mark.unlink()
-                self._sync_folder()
+        """Everything has reached the disk, and nothing more will be written.
+
+        Where the disk does not let the mark go, it stays: that costs a check after the machine was started again.
+        """
+        with suppress(OSError):
+            (self.path / UNSYNCED_FILE).unlink()
+            self._sync_folder()
         self._marked = False
 
     def release(self) -> None:

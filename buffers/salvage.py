@@ -61,7 +61,7 @@ def _copy(folder: Path, target: Path) -> None:
 def _copy_table(old: ValueFile, new: ValueFile, name: str) -> None:
     source, into = old.table(name, create=False), new.table(name)
     batch: dict[int, bytearray | None] = {}
-    for slot in range(old.count(source)):  # pieces, of which a value has one or more
+    for slot in range(old.slots(source)):
         with suppress(*_UNREADABLE):
             sample = old.sample_at(source, slot)
             batch[sample] = read_checked(old, source, slot, sample)

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipecomp.buffers import LmdbEnvironment, admin, lmdb_steps
+from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
 from pipecomp.stages.link.boundary import Layout
@@ -108,6 +110,27 @@ def test_a_full_disk_goes_on_without_new_samples(tmp_path, small_disk, full):
     assert set(ids) <= set(up)
     assert all(message is not None for message in found.get(ids)), "every value that was stored can be read"
     again.close()
+
+
+def test_a_store_that_begins_on_a_full_disk_says_so(small_disk):
+    """LMDB maps its lock file: the system would end a process that writes there without room."""
+    (small_disk / "rank").mkdir()
+    (small_disk / "rank" / "in-use").write_text("a process that was here")
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(1024))
+
+    def begin():
+        faulthandler.disable()
+        said = []
+        for _ in range(2):
+            with pytest.raises(StoreError) as caught:
+                LmdbEnvironment(small_disk / "rank")
+            said.append(str(caught.value))
+        return "\n".join(said)
+
+    for text in in_child(begin).splitlines() or [""]:
+        assert "No space left on device. The disk is full" in text
 
 
 def test_space_that_comes_back_is_used(tmp_path, small_disk):
@@ -301,6 +324,25 @@ def test_closing_tries_once_more_and_says_what_is_not_written(tmp_path, monkeypa
         assert len(ends) == refused_to_the_end
         assert all("latest activations of 2 samples" in text for text in ends)
         assert held_at(tmp_path / name) == dict.fromkeys((4, 5), 1 if refused_to_the_end else 2)
+
+
+def test_a_mark_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch):
+    """The disk became read-only: the next start after a restart of the machine looks at the file, and that is all."""
+    environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
+    put_whole_step(environment, environment.link("link-0", {}), 1)
+    unlink = Path.unlink
+
+    def refused(path, **options):
+        if path.name == UNSYNCED_FILE:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        environment.close()
+    assert (tmp_path / "rank" / UNSYNCED_FILE).exists()
+    assert held_at(tmp_path / "rank") == {4: 1, 5: 1}
+    assert not (tmp_path / "rank" / UNSYNCED_FILE).exists()
 
 
 def test_a_copy_for_a_checkpoint_is_whole_or_not_made(tmp_path, monkeypatch):

@@ -6,13 +6,15 @@ import os
 import random
 import resource
 import signal
+import struct
 import threading
 from contextlib import contextmanager
 
+import lmdb
 import pytest
 import torch
 
-from pipecomp.buffers import LmdbEnvironment, lmdb_folder
+from pipecomp.buffers import LmdbEnvironment, admin, lmdb_folder
 from pipecomp.buffers.lmdb_file import ValueFile, piece_sizes
 from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
 from pipecomp.buffers.value import HEADER_BYTES, ValueFormat
@@ -341,6 +343,34 @@ class TestErrors:
         with pytest.raises(StoreError, match="cannot use it"):
             LmdbEnvironment(folder / "data.mdb")
 
+    def test_somebody_elses_lmdb_file_is_refused_and_stays_as_it_is(self, tmp_path):
+        with lmdb.open(str(tmp_path / "rank-0")) as theirs, theirs.begin(write=True) as txn:
+            txn.put(b"theirs", b"data")
+        file = tmp_path / "rank-0" / "data.mdb"
+        before = file.read_bytes()
+        with pytest.raises(StoreError, match="not a message store"):
+            LmdbEnvironment(tmp_path / "rank-0")
+        assert file.read_bytes() == before
+
+    @pytest.mark.parametrize("slot", [1 << 40, (1 << 64) - 1])
+    def test_a_damaged_slot_is_found_before_room_is_made_for_those_below(self, opened, tmp_path, slot):
+        store = opened().link("link-0", SETTINGS)
+        store.put_many([(sample, 1, message(sample, 1, n=2)) for sample in range(4)])  # a piece each
+        store.commit()
+        opened().close()
+        with lmdb.open(str(tmp_path / "rank-0"), max_dbs=3) as raw:
+            table = raw.open_db(b"link-0")
+            with raw.begin(write=True, db=table) as txn:
+                value = txn.pop(struct.pack(">QHQ", 3, 0, 3))
+                txn.put(struct.pack(">QHQ", slot, 0, 3), value)
+        for call in (admin.verify, admin.info):
+            said = str([d.problem for d in call(tmp_path).damaged] if call is admin.verify else raised(call, tmp_path))
+            assert f"no beginning of a value at {slot:016x}" in said
+        assert "no beginning of a value" in raised(opened().link, "link-0", SETTINGS)
+        opened().close()
+        assert admin.prune(tmp_path).kept == 3
+        assert versions(opened().link("link-0", SETTINGS)) == dict.fromkeys(range(3), 1)
+
     def test_two_users_of_a_folder_are_refused(self, opened, tmp_path):
         opened()
         with pytest.raises(StoreError, match="in use by this process"):
@@ -468,6 +498,13 @@ class TestRestart:
         environment.close()
         assert not mark.exists()
 
+    def test_a_mark_that_nobody_can_read_is_not_of_this_boot(self, opened, tmp_path):
+        self.fill(opened)[0].close()
+        mark = tmp_path / "rank-0" / UNSYNCED_FILE
+        mark.write_bytes(b"\xff\xfe")
+        opened().close()
+        assert not mark.exists()
+
     @pytest.mark.parametrize("where", ["value", "page"])
     def test_a_damaged_one_is_refused(self, opened, tmp_path, where):
         self.fill(opened)[0].close()
@@ -483,6 +520,12 @@ class TestRestart:
         with pytest.raises(StoreError, match=r"machine stopped.*prune"):
             opened()
         (folder / UNSYNCED_FILE).unlink()
+
+
+def raised(call, *args) -> str:
+    with pytest.raises(StoreError) as caught:
+        call(*args)
+    return str(caught.value)
 
 
 def damage(file, pattern: bytes) -> None:

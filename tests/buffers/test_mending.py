@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -148,6 +148,26 @@ def test_a_page_of_headers_costs_its_own_values_alone(store: Path) -> None:
     assert held(store) == found.kept
 
 
+def test_values_behind_many_empty_slots_are_kept(store: Path) -> None:
+    """Most samples were forgotten: the others are in slots with higher numbers than the file has pieces."""
+    environment = open_environment("lmdb", store, 0)
+    with closing(environment):
+        environment.link("link-0", {"a": 1}).drop(range(30))
+        environment.commit()
+    file = store / "rank-0" / DATA_FILE
+    size = file.stat().st_size
+    found, before = [], file.read_bytes()
+    for page in range(2, size // 4096):
+        content = bytearray(before)
+        content[4096 * page] ^= 1  # the number that each page begins with
+        file.write_bytes(content)
+        if any(damaged.sample is None for damaged in verify(store).damaged):
+            with suppress(StoreError):
+                found.append(prune(store))
+    assert max(report.kept for report in found) == SAMPLES - 30
+    assert {report.bytes_before for report in found} == {size}
+
+
 @pytest.mark.parametrize(
     ("pattern", "place"),
     [
@@ -187,6 +207,15 @@ def test_a_link_whose_name_is_damaged_is_given_up(store: Path, bit: int) -> None
     assert mend(store, 0, copy=store / "none") is not None
     assert held(store) == 0
     assert not verify(store).damaged
+
+
+def test_a_store_whose_remarks_have_lost_their_name_is_refused(store: Path) -> None:
+    """Else it would have neither run nor settings, and take any."""
+    damage_text(store, rb"meta", 1)
+    with pytest.raises(StoreError, match="Damaged, or not a message store"):
+        open_environment("lmdb", store, 0)
+    assert mend(store, 0, copy=store / "none") is not None
+    assert held(store) == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"no database" * 999, None])
