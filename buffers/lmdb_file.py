@@ -215,10 +215,9 @@ class ValueFile:
 
     def slots(self, table: Table) -> int:
         """Count the slots up to the last one, or, where that cannot be read, as many as there are pieces."""
-        with explained(self.path, "read"), self._reading, self._cursor(table) as cursor:
-            with suppress(lmdb.Error):
-                last = bytes(cursor.key()) if cursor.last() else b""
-                return min(int.from_bytes(last[:8], "big") + 1, self._most_slots())
+        with explained(self.path, "read"), self._reading, self._cursor(table) as cursor, suppress(lmdb.Error):
+            last = bytes(cursor.key()) if cursor.last() else b""
+            return min(int.from_bytes(last[:8], "big") + 1, self._most_slots())
         with explained(self.path, "read"), self._reading, self._env.begin(db=table.handle) as txn:
             return int(txn.stat(table.handle)["entries"])
 
