@@ -37,6 +37,7 @@ LINES: dict[str, dict[str, Any]] = {
     EXACT: {"method": "none"},
     BASE: quantized("aqsgd", *MOST) | FIRST,
     CONSTANT: shootout.constant_error(1, MOST),
+    "fw8 bw8, direct": quantized("direct", 8, 8),
     "fw2 bw4": quantized("aqsgd", 2, 4) | FIRST,
     "fw2 bw2": quantized("aqsgd", 2, 2) | FIRST,
     "fw2 bw2, changes back": quantized("aqsgd", 2, 2) | CHANGES_BACK,
