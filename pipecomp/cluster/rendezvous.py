@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.heartbeat import process_heartbeat
+from pipecomp.cluster.launch import read_launch
 from pipecomp.cluster.launcher import watch_launcher
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
@@ -54,8 +55,8 @@ def join_processes(config: Any = None) -> None:
     """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless.
 
     config: DeepSpeed's, a dict or a JSON file, for what its "transport" says of TLS; without it PIPECOMP_KEYS decides.
-    Raises LinkError on every rank where the ranks have different versions, or cannot reach each other, and KeysError
-    where this machine does not belong to the run.
+    Raises ConfigError for RANK or WORLD_SIZE, LinkError on every rank where the ranks have different versions, or
+    cannot reach each other, and KeysError where this machine does not belong to the run.
     """
     exchange_objects_as_json()
     watch_launcher()
@@ -65,9 +66,11 @@ def join_processes(config: Any = None) -> None:
         own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(own, MASTER_PORT=str(free_port()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world = read_launch(os.environ).place
     if world == 1:
         check_byte_order()
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
         dist.init_process_group(collective_backend(), rank=0, world_size=1)
         return
     keys = wanted_keys(config)

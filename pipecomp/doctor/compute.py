@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from pipecomp.cluster.launch import Launch
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge, mib
-from pipecomp.doctor.launch import Launch
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pipecomp.cluster.agreement import versions
+from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
-from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.limits import limit_findings
 from pipecomp.doctor.meeting import Meeting, MeetingError, check_met, check_rank_0
 from pipecomp.doctor.network import network_findings

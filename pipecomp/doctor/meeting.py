@@ -22,10 +22,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.closed import join_mesh, wanted_keys
+from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import machine
 from pipecomp.doctor.compute import check_shared_gpus, own_gpu
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
-from pipecomp.doctor.launch import Launch
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
 from pipecomp.doctor.path import Path, check_path, follow_path, lead_path
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipecomp.cluster.closed import wanted_keys
+from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
 from pipecomp.cluster.network_interfaces import (
     Choice,
@@ -18,7 +19,6 @@ from pipecomp.cluster.network_interfaces import (
     list_interfaces,
 )
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
-from pipecomp.doctor.launch import Launch
 
 GLOO = "gloo interface"
 _FAR = "198.51.100.1"  # of nobody: reserved for documentation

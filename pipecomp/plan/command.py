@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from pipecomp.activation_config import Activations
+from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.config import Config
-from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.network import Line, Network, chain
 from pipecomp.plan.options import FIRST_VISIT, PlanOptions, Rates, Wanted, methods
@@ -26,6 +26,7 @@ from pipecomp.plan.search import (
     choose_average,
     choose_tied,
     choose_with_tied,
+    dividing,
     gentlest,
     layouts,
     shares,
@@ -95,7 +96,7 @@ def run_plan(
 def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey | None:
     """Find what is known of the machines, measured or not; None on a launcher's ranks other than 0."""
     if not options.measure:
-        return Survey(profile=options.estimated(), speeds=Speeds())
+        return Survey(profile=options.estimated(), speeds=options.noted_speeds())
     measured = (*options.size, options.micro_batch or 1, options.store)
     return survey_ranks(*measured, options.stages, pacer_to) if launch.started else survey_machine(*measured)
 
@@ -110,7 +111,8 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
     choices: list[Choice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by stages
     too_large = math.inf
-    for K, replicas in layouts(wanted.nodes, wanted.stages, len(profile.blocks)):
+    possible = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
+    for K, replicas in dividing(possible, wanted.batch, wanted.micro_batch):
         slowdowns = wanted.stage_slowdowns(K)
         split = balanced(model, profile, K, tie=wanted.tie, slowdowns=slowdowns)
         tied = tied_values(model, split)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from pipecomp.cluster.launch import Launch
 from pipecomp.config import Config
-from pipecomp.doctor.launch import Launch
 from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.profile import Profile, count, most_tokens
 from pipecomp.plan.search import AVERAGES
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
@@ -84,7 +85,7 @@ class Wanted:
             needs <= self.memory_bytes,
             "memory",
             self.memory_bytes / 1e9,
-            f"at least {needs / 1e9:.1f} GB for each node",
+            f"at least {_rounded_up(needs / 1e9)} GB for each node",
         )
 
 
@@ -171,11 +172,17 @@ class PlanOptions:
         rates, _ = next(iter(self.networks.values()))
         drawn = len(rates) + 1 if len(rates) > 1 else None  # links given one by one say how many stages there are
         several = len(self.speeds) > 1
+        stages = self.stages or world or drawn
+        for links, _ in self.networks.values():
+            allowed = "one rate; --stages says how many links there are"
+            if stages is not None:
+                allowed = f"one rate, or {stages - 1} for {stages} stages"
+            require(len(links) in (1, (stages or 0) - 1), "bandwidth", self.bandwidth, allowed)
         nodes = world or self.nodes or (len(self.speeds) if several else None) or self.stages or drawn or 2
         wanted = Wanted(
             model=self.model,
             nodes=nodes,
-            stages=self.stages or world or drawn,
+            stages=stages,
             batch=self.batch,
             micro_batch=self.micro_batch,
             tie=self.tie,
@@ -187,6 +194,28 @@ class PlanOptions:
             require(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")
             wanted = replace(wanted, slowdowns=tuple(min(self.speeds) / one for one in self.speeds))
         return wanted
+
+    @cached_property
+    def _noted(self) -> dict[str, Any]:
+        """Read the file of `profile`."""
+        assert self.profile is not None, "asked for only with a profile"
+        written = "a file that pipecomp plan --measure --json wrote"
+        try:
+            found = json.loads(self.profile.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError("profile", str(self.profile), written) from error
+        require(isinstance(found, dict), "profile", str(self.profile), written)
+        return dict(found)
+
+    def noted_speeds(self) -> Speeds:
+        """Take what the machines of a profile do besides the model; without one nothing is known of that."""
+        noted = {} if self.profile is None else self._noted.get("speeds", {})
+        try:
+            known: dict[str, Any] = {name: math.inf if value is None else value for name, value in noted.items()}
+            return Speeds(**known)
+        except (AttributeError, TypeError) as error:
+            written = "the speeds that pipecomp plan --measure --json wrote"
+            raise ConfigError("profile", str(self.profile), written) from error
 
     @property
     def without_seconds(self) -> bool:
@@ -208,11 +237,7 @@ class PlanOptions:
     def estimated(self) -> Profile:
         """Read the model's profile from a file, or give its operations seconds by the slowest node's speed."""
         if self.profile is not None:
-            try:
-                return Profile.from_dict(json.loads(self.profile.read_text()).get("profile"))
-            except (OSError, ValueError, AttributeError) as error:
-                written = "a file that pipecomp plan --measure --json wrote"
-                raise ConfigError("profile", str(self.profile), written) from error
+            return Profile.from_dict(self._noted.get("profile"))
         if not self.speeds:
             allowed = (
                 "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE; or --stages, for sizes alone"
@@ -220,6 +245,12 @@ class PlanOptions:
             raise ConfigError("speed", None, allowed)
         found = self.counted().estimated(min(self.speeds) * 1e12)
         return found.recomputing(DTYPES[self.dtype]) if self.recompute else found
+
+
+def _rounded_up(size: float) -> float:
+    """Round to two digits, but never below."""
+    step = 10.0 ** (math.floor(math.log10(size)) - 1)
+    return float(f"{math.ceil(size / step) * step:.2g}")
 
 
 def _check_unset(where: str, **given: object) -> None:

@@ -221,6 +221,11 @@ def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]
     return found
 
 
+def dividing(found: Sequence[tuple[int, int]], batch: int, micro_batch: int | None) -> Sequence[tuple[int, int]]:
+    """Leave those of `layouts` among whose replicas a batch can be divided; all where it cannot among any."""
+    return [(K, R) for K, R in found if batch % (R * (micro_batch or 1)) == 0] or found
+
+
 def shares(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int, int]]:
     """List (samples of a micro-batch, micro-batches) of a batch, few micro-batches first. ConfigError if none."""
     each, rest = divmod(batch, replicas)

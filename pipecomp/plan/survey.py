@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.collectives import gathered
+from pipecomp.cluster.launch import read_launch
 from pipecomp.config import Config
-from pipecomp.doctor.launch import read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import require
@@ -162,6 +162,11 @@ def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> M
     dist.barrier()
     for opened in filter(None, transports):
         opened.close()
+    dist.barrier()
+    for group, _ in groups.values():
+        # torch names the groups of some ranks by how many each has: where these stay, a rank in the middle has more
+        # than those at the ends, and waits in vain for them when all replicas make a group later.
+        dist.destroy_process_group(group)
     return found
 
 

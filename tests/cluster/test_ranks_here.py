@@ -1,10 +1,10 @@
-"""How many ranks share a machine, by what launchers say, and how many stages they can be."""
+"""How many ranks there are and share a machine, by what launchers say, and how many stages they can be."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipecomp.cluster.rendezvous import check_processes, ranks_here
+from pipecomp.cluster.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
 
 
@@ -34,3 +34,22 @@ def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     check_processes("num_stages", 1)
     with pytest.raises(ConfigError, match=r"--stages: got 2, .* start one for each stage, .* --nproc-per-node 2"):
         check_processes("--stages", 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"RANK": "0"}, r"WORLD_SIZE: got None, allowed: a number: RANK and WORLD_SIZE go together"),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, r"RANK: got 'first', allowed: a whole number from 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK: got 2, allowed: 0 to 1"),
+    ],
+)
+def test_what_no_launcher_says(monkeypatch: pytest.MonkeyPatch, said: dict[str, str], message: str) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("pipecomp.cluster.rendezvous.watch_launcher", lambda: None)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        join_processes()

@@ -7,9 +7,12 @@ import json
 import os
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
+from pipecomp.allreduce.group import Group
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.start import start_processes
 from pipecomp.errors import ConfigError
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.network import TCP_SHARE
@@ -64,6 +67,19 @@ def test_two_ranks_measure_what_connects_them(model):
         assert found["speeds"][key] > 0
     assert set(found["speeds"]["average"]) == {"quantize", "reduce", "decode"}
     assert list(model.iterdir()) == [model / "config.json"]
+
+
+def planned_then_grouped(rank, world, note, model):
+    start_processes()
+    planned(rank, world, note, model, {"stages": 1, "batch": world})
+    made = Group(list(range(world)), timeout_s=30.0).ranks  # as the engine makes one then
+    dist.barrier()
+    return made
+
+
+def test_replicas_in_a_row_make_a_group_after_they_have_measured(model):
+    found = run_ranks(3, planned_then_grouped, model, timeout_s=HANG_S)
+    assert found == {rank: [0, 1, 2] for rank in range(3)}
 
 
 def test_replicas_of_one_stage_measure_what_connects_them(model):

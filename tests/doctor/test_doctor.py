@@ -19,10 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
-from pipecomp.doctor.launch import Launch, read_launch
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.meeting import check_met
 from pipecomp.doctor.peers import Identity

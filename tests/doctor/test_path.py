@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 
+from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import Choice, Interface
 from pipecomp.doctor import network, path
 from pipecomp.doctor.finding import OK, WARNING
-from pipecomp.doctor.launch import Launch
 from pipecomp.doctor.path import Path, check_path, follow_path, lead_path, tcp_limit_bit_s
 from tests.doctor.test_doctor import expect
 from tests.limits import HANG_S

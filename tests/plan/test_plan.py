@@ -21,11 +21,20 @@ from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
-from pipecomp.plan.options import networks_of
+from pipecomp.plan.options import _rounded_up, networks_of
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.report import advice
-from pipecomp.plan.search import choose, choose_average, choose_bits, choose_local_steps, choose_tied, layouts, shares
+from pipecomp.plan.search import (
+    choose,
+    choose_average,
+    choose_bits,
+    choose_local_steps,
+    choose_tied,
+    dividing,
+    layouts,
+    shares,
+)
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
@@ -431,6 +440,9 @@ class TestChoices:
         assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
         assert layouts(4, 2, 12) == [(2, 2)]
         assert layouts(6, None, 2) == [(1, 6), (2, 3)]
+        assert dividing(layouts(3, None, 12), 32, None) == [(3, 1)]
+        assert dividing(layouts(4, None, 12), 6, 3) == [(2, 2), (4, 1)]
+        assert dividing([(1, 3)], 32, None) == [(1, 3)]
         with pytest.raises(ConfigError, match="divisor of 4"):
             layouts(4, 3, 12)
         with pytest.raises(ConfigError, match=r"stages: got 16, allowed: at most 12: the model has so many blocks$"):
@@ -562,6 +574,37 @@ def test_the_command_recomputes(folder):
     assert all(less < more for less, more in zip(again["memory_bytes"], plain["memory_bytes"], strict=True))
 
 
+def test_a_number_of_stages_is_found_where_the_batch_cannot_be_divided_among_all_replicas(folder):
+    done = CliRunner().invoke(app, ["plan", "--model", str(folder / "model"), "--nodes", "3", "--speed", "1"])
+    assert done.exit_code == 0, done.output
+    assert "3 stages × 1 replicas" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("size", "told"), [(12.34, 13.0), (0.00123, 0.0013), (97.0, 97.0), (99.5, 100.0), (1e4, 1e4)])
+def test_memory_that_is_asked_for_is_enough(size, told):
+    assert _rounded_up(size) == told >= size
+
+
+def test_a_profile_keeps_what_machines_do_besides_the_model(folder):
+    out, again = folder / "plan.json", folder / "again.json"
+    given = ["plan", "--model", str(folder / "model"), "--stages", "4", "--bandwidth", "10mbit"]
+    assert CliRunner().invoke(app, [*given, "--tokens", "16", "--speed", "1", "--json", str(out)]).exit_code == 0
+    found = json.loads(out.read_text())
+    assert found["speeds"]["encode_values_s"] is None
+    found["speeds"] |= {"encode_values_s": 1e4, "average": {}}  # slow enough to be seen
+    out.write_text(json.dumps(found))
+    done = CliRunner().invoke(app, [*given, "--profile", str(out), "--json", str(again)])
+    assert done.exit_code == 0, done.output
+    planned = json.loads(again.read_text())
+    assert planned["speeds"] == found["speeds"]
+    assert planned["methods"][-1]["step_s"] > 2 * found["methods"][-1]["step_s"]
+    found["speeds"] = {"encode": 1}
+    out.write_text(json.dumps(found))
+    done = CliRunner().invoke(app, [*given, "--profile", str(out)])
+    assert done.exit_code == 1
+    assert "allowed: the speeds that pipecomp plan" in " ".join(done.output.split())
+
+
 def test_links_and_machines_that_differ(folder):
     out = folder / "plan.json"
     arguments = ["plan", "--model", str(folder / "model"), "--tokens", "64", "--micro-batch", "1", "--batch", "8"]
@@ -633,11 +676,18 @@ class TestWithoutASpeed:
     [
         (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
         (("--stages", "2", "--recompute"), "recompute: got True, allowed: no value without --speed"),
-        (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.1 GB for each node"),
+        (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.055 GB for each node"),
         (("--stages", "9"), "stages: got 9, allowed: at most 8: the model has so many blocks"),
         (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
         (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
-        (("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"), "bandwidth: got "),
+        (
+            ("--speed", "1", "--bandwidth", "1gbit/1gbit,1gbit/1gbit/1gbit"),
+            "bandwidth: got '1gbit/1gbit,1gbit/1gbit/1gbit', allowed: one rate, or 2 for 3 stages",
+        ),
+        (
+            ("--speed", "1", "--nodes", "2", "--bandwidth", "1gbit,1gbit/1gbit"),
+            "bandwidth: got '1gbit,1gbit/1gbit', allowed: one rate; --stages says how many links there are",
+        ),
         ((), "speed: got None, allowed: TFLOP/s"),
         (("--speed", "1", "--bandwidth", "fast"), "bandwidth: got 'fast', allowed: a number and bit"),
         (("--speed", "1", "--nodes", "3", "--stages", "2"), "stages: got 2, allowed: a divisor of 3 nodes"),
