@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -9,6 +11,13 @@ from rich.table import Table
 
 COMPACT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "wrap": False}
 """The style of a table without lines, whose cells are never broken."""
+
+
+def replace_unprintable() -> None:
+    """Let this process print "?" for what its locale has no bytes for, as arrows and dashes, rather than end there."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def table(

@@ -21,7 +21,7 @@ _END_S = 20.0  # torch looks at the clock only between its attempts
 
 
 @contextlib.contextmanager
-def _torch_says_nothing() -> Iterator[None]:
+def torch_says_nothing() -> Iterator[None]:
     """Keep what C++ writes to standard error, a stack of 20 lines for each attempt, from before the error itself."""
     before = os.dup(2)
     try:
@@ -52,7 +52,7 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
         store.check(["pipecomp/there"])
 
     try:
-        with _torch_says_nothing():
+        with torch_says_nothing():
             bounded(ask, _END_S)
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one

@@ -20,7 +20,6 @@ from pipecomp.errors import DataError, require
 from pipecomp.recipes.text import check_sources, dataset_split, read_sources, read_text
 
 LABEL = "label"
-BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,7 @@ def read_rows(path: str, task: Task) -> list[Row]:
     Raises:
         DataError: With the number of a line that is wrong.
     """
-    lines = read_text(path).removeprefix(BYTE_ORDER_MARK).split("\n")  # splitlines() ends lines at U+2028 too
+    lines = read_text(path).split("\n")  # splitlines() ends lines at U+2028 too
     names = tuple(lines[0].split("\t"))
     named = set(task.needed) <= set(names)
     if not named and not task.columns:

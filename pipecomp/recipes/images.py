@@ -6,6 +6,7 @@ Shapes: N images, h lines, w columns.
 from __future__ import annotations
 
 import hashlib
+import zipfile
 
 import numpy as np
 import torch
@@ -89,10 +90,12 @@ def _read_npz(path: str, part: str) -> tuple[Tensor, Tensor]:
             pixels, labels = (arrays[name] for name in names)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: not an .npz file of arrays: {error}") from error
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3:
         raise DataError(f"{path}: {names[0]} is {pixels.dtype} {pixels.shape}; needed: uint8 [N, h, w, 3]")
+    if not len(pixels):
+        raise DataError(f"{path}: {names[0]} has no images")
     labels = labels.reshape(-1)
     if len(labels) != len(pixels) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
         raise DataError(f"{path}: {names[1]} must have an integer of at least 0 for each of {len(pixels)} images")

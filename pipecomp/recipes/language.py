@@ -119,6 +119,11 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
     return text.read_sources(args, lambda path: documents_of(path, args.field), of_splits)
 
 
+def is_json_lines(path: str) -> bool:
+    """Say by its name whether a file holds JSON lines."""
+    return path.lower().endswith((".jsonl", ".json"))
+
+
 def documents_of(path: str, field: str) -> Texts:
     """Read the documents of a file. Runs of white space become one space; empty documents are left out.
 
@@ -130,7 +135,7 @@ def documents_of(path: str, field: str) -> Texts:
         DataError: Naming file and line.
     """
     lines = text.read_lines(path)
-    if not path.endswith((".jsonl", ".json")):
+    if not is_json_lines(path):
         return _cleaned(lines)
     found = []
     for number, line in enumerate(lines, 1):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pipecomp.errors import require
+from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.recipes.text import model_config
 
 # Of a new adapter. The parser's own default is None, so that what was given beside a saved one is seen.
@@ -58,12 +58,13 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
         tokenizer: Not used; `text.causal_model` takes one.
 
     Raises:
-        ConfigError: For a model or an adapter that is not there.
+        ConfigError: For a model or an adapter that is not there, or layers that the model does not have.
         SplitError: For a model that cannot be split.
     """
     import peft
 
     from pipecomp.stages import pretrained
+    from pipecomp.stages.partition.loading import skeleton
 
     targets = args.lora_targets
     lora = args.adapter or peft.LoraConfig(
@@ -75,6 +76,13 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     )
     model_config(args.model)
     source = pretrained(args.model, lora=lora)
+    if targets is not None:
+        try:
+            skeleton(source)
+        except PipecompError:
+            raise
+        except ValueError as error:  # peft's
+            raise ConfigError("--lora-targets", targets, f"layers of the model ({error})") from error
     return source, source.config
 
 

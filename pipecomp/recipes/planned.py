@@ -7,8 +7,10 @@ or no compression, from what the ranks measure of each other. `pipecomp train` s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from pipecomp.cluster import start
 from pipecomp.cluster.closed import KEYS
 from pipecomp.cluster.collectives import broadcast
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback
-from pipecomp.errors import ConfigError, require
+from pipecomp.cluster.rendezvous import check_processes
+from pipecomp.errors import ConfigError, DataError, require
 from pipecomp.files import write_whole
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
@@ -30,7 +33,6 @@ from pipecomp.recipes import language, run, text
 from pipecomp.report.record import PLAN
 
 MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
-_DOCUMENTS = (".jsonl", ".json")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -52,12 +54,12 @@ def main(args: argparse.Namespace) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    documents = holds_documents(args)
     choose_interface()
     start.start_processes(args.seed)
     with start.all_ranks().collective_errors():
         if args.model != "tiny":
             text.model_config(args.model)  # before the tokenizer, which is looked for in the same place
-    documents = args.train_file is not None and args.train_file[0].endswith(_DOCUMENTS)
     try:
         language.fine_tune(
             args,
@@ -69,6 +71,17 @@ def main(args: argparse.Namespace) -> None:
         raise in_words_of_train(error, args.run) from error
 
 
+def holds_documents(args: argparse.Namespace) -> bool:
+    """Say whether the data are JSON lines. ConfigError if some of the files are, and others are not."""
+    files = {"--data": args.train_file or [], "--eval": [args.eval_file] if args.eval_file is not None else []}
+    kinds = {language.is_json_lines(file) for of in files.values() for file in of}
+    if len(kinds) > 1:
+        other = not language.is_json_lines(files["--data"][0])
+        key, file = next((k, f) for k, of in files.items() for f in of if language.is_json_lines(f) == other)
+        raise ConfigError(key, file, "files of one kind with the first --data: all .jsonl or .json, or all plain text")
+    return True in kinds
+
+
 def in_words_of_train(error: ConfigError, folder: str) -> ConfigError:
     """Name what people gave `pipecomp train`, where an error names what it has made of that for recipes.
 
@@ -77,7 +90,7 @@ def in_words_of_train(error: ConfigError, folder: str) -> ConfigError:
         folder: Of --out.
     """
     got = folder if error.key == "--resume" else error.got
-    key = {"--block-size": "--tokens", "--resume": "--out"}.get(error.key, error.key)
+    key = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out"}.get(error.key, error.key)
     return ConfigError(key, got, error.allowed.replace("--block-size", "--tokens"))
 
 
@@ -107,22 +120,24 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
         Where the model is cut.
 
     Raises:
-        ConfigError: On every rank, for a batch that cannot be.
+        ConfigError: On every rank, for a batch that cannot be, or a folder that cannot be written.
     """
-    folder = Path(args.run)
+    folder, world = Path(args.run), dist.get_world_size()
+    stages = args.stages or world
     ranks = start.all_ranks()
     with ranks.collective_errors():
-        require(args.lr > 0, "--lr", args.lr, "a number above 0")
-        batch = batch_of(args.batch, samples)
-        folder.mkdir(parents=True, exist_ok=True)
+        check_processes("--stages", stages)
+        batch = batch_of(args.batch, samples, world // stages)
+        with _written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     with ranks.collective_errors():
-        made = _earlier(args, folder) if dist.get_rank() == 0 else None
+        made = _earlier(args, folder, stages, world) if dist.get_rank() == 0 else None
     made = broadcast(made)
     if made is None:
         with ranks.collective_errors():
             options = PlanOptions(
                 model=config,
-                stages=args.stages or dist.get_world_size(),
+                stages=stages,
                 batch=batch,
                 tokens=size,
                 dtype=args.dtype,
@@ -132,21 +147,37 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
             )
             made = run_plan(Console(), options, throttle_to, settings=False)
             if made is not None:
-                write_whole(folder / PLAN, json.dumps(made, indent=2) + "\n")
+                with _written(folder):
+                    write_whole(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
     written, file = json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n", Path(args.deepspeed_config)
-    for rank in range(dist.get_world_size()):  # one after the other: machines may share the folder, too
-        with ranks.collective_errors():
+    for rank in range(world):  # one after the other: machines may share the folder, too
+        with ranks.collective_errors(), _written(folder):
             if rank == dist.get_rank() and not (file.is_file() and file.read_text() == written):
                 write_whole(file, written)
     cuts: list[int] = made["cuts"]
     return cuts
 
 
-def batch_of(given: int | None, samples: int) -> int:
-    """Choose the samples of a step. Raises ConfigError if the text has fewer than were asked for."""
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Inside, an OSError becomes a ConfigError for the folder of the run."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("--run", str(folder), f"a folder that can be written ({error.strerror or error})") from error
+
+
+def batch_of(given: int | None, samples: int, replicas: int = 1) -> int:
+    """Choose the samples of a step, so that replicas can share them.
+
+    Raises ConfigError if the text has fewer than were asked for, or than there are replicas.
+    """
     if given is None:
-        return next(n for n in (MOST_SAMPLES, 16, 8, 4, 2, 1) if n <= samples)
+        most = next((n for n in (MOST_SAMPLES, 16, 8, 4, 2, 1) if n <= samples), 0)
+        if samples < replicas:
+            raise DataError(f"the text makes {samples} samples, too few for {replicas} replicas")
+        return max(most // replicas, 1) * replicas
     require(given <= samples, "--batch", given, f"at most {samples}, the samples that the text makes")
     return given
 
@@ -164,21 +195,37 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
         "gradient_clipping": 1.0,
-        **({"bf16": {"enabled": True}} if args.dtype == "bf16" else {}),
+        **_bf16(args),
         "pipecomp": section,
     }
 
 
-def _earlier(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
-    """Read the plan of the run that goes on in this folder; None where there is none to go on."""
+def _bf16(args: argparse.Namespace) -> dict[str, Any]:
+    """Make the sections of half precision: DeepSpeed cannot load what it saves of it without ZeRO 1."""
+    if args.dtype != "bf16":
+        return {}
+    zero = {} if args.checkpoint is None else {"zero_optimization": {"stage": 1}}
+    return {"bf16": {"enabled": True}, **zero}
+
+
+def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) -> dict[str, Any] | None:
+    """Read the plan of the run that goes on in this folder; None where there is none to go on.
+
+    Raises ConfigError for a plan of other stages or processes: its cuts and batch sizes are for those.
+    """
     file = folder / PLAN
     if args.resume is None or not file.is_file() or not Path(args.checkpoint).is_dir():
         return None
     try:
         made = json.loads(file.read_text())
-        return {"config": made["config"], "cuts": made["cuts"]}
-    except (ValueError, KeyError, TypeError) as error:
+        found = {"config": made["config"], "cuts": made["cuts"]}
+        K, replicas = len(found["cuts"]) - 1, made["chosen"]["replicas"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--run", args.run, f"a folder with the {PLAN} that its run has written ({error})") from error
+    anew = f"as in the plan of the run that goes on in {folder}. To begin anew, take another folder"
+    require(stages == K, "--stages", stages, f"{K}, {anew}")
+    require(K * replicas == world, "number of processes", world, f"{K * replicas}, {anew}")
+    return found
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ class Report:
                 for direction in DIRECTIONS
                 if counts[f"{direction}_bytes_raw"]
             ]
-            self._say(f"link {name}: " + "; ".join(parts))
+            if parts:  # none where a run went on after its last step
+                self._say(f"link {name}: " + "; ".join(parts))
         for name, counts in traffic.groups.items():
             self._say(f"gradients, {name}: {_saving('reduced', counts['bytes_raw'], counts['bytes_sent'])}")
         if page is not None:

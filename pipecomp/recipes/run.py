@@ -28,12 +28,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.cluster import start
+from pipecomp.cluster.meeting_point import torch_says_nothing
 from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
+from pipecomp.tables import replace_unprintable
+
+MOST_SEED = 2**32 - 1  # of pipecomp's section
 
 
 class UsageError(PipecompError, ValueError):
@@ -73,7 +77,12 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--eval-file", metavar="FILE", help="held-out data, evaluated after every epoch or round")
     add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, instead of the files")
     add("--max-steps", type=at_least(1), metavar="N", help="stop after so many optimizer steps")
-    add("--seed", type=at_least(0), metavar="S", help="order of samples, dropout, stochastic rounding (default 0)")
+    add(
+        "--seed",
+        type=at_least(0, MOST_SEED),
+        metavar="S",
+        help="order of samples, dropout, stochastic rounding (default 0)",
+    )
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
@@ -92,13 +101,14 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     return parser
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    """Return a type for argparse: integers of at least `low`."""
+def at_least(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a type for argparse: integers of at least `low`, and at most `high` if there is one."""
+    allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
 
     def whole_number(text: str) -> int:
         value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"got {value}, allowed: a whole number of at least {low}")
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"got {value}, allowed: a whole number {allowed}")
         return value
 
     whole_number.__name__ = "whole number"  # for argparse's own message
@@ -119,6 +129,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         main: Takes the parsed arguments.
         parser: From `arguments`.
     """
+    replace_unprintable()
     try:
         main(parser.parse_args())
         status = 0
@@ -138,7 +149,8 @@ def _say_once(line: str) -> None:
     first = True
     if dist.is_initialized():
         key = hashlib.sha256(f"{socket.gethostname()} {line}".encode()).hexdigest()
-        with contextlib.suppress(RuntimeError):  # the rank that serves the store may be gone: then print
+        # The rank that serves the store may be gone: then print.
+        with contextlib.suppress(RuntimeError), torch_says_nothing():
             first = distributed_c10d._get_default_store().add(f"pipecomp-said-{key}", 1) == 1
     elif int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(3)  # the launcher ends all ranks when the first one fails: let the one that prints be first

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -101,13 +102,13 @@ def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
 
 def read_lines(path: str) -> list[str]:
     """Read the lines of a UTF-8 text file. Raises DataError."""
-    return read_text(path).splitlines(keepends=True)
+    return list(io.StringIO(read_text(path)))  # splitlines() ends lines at U+2028 and form feeds too
 
 
 def read_text(path: str) -> str:
-    """Read a UTF-8 text file. Raises DataError."""
+    """Read a UTF-8 text file, without the byte order mark that it may begin with. Raises DataError."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -188,7 +189,8 @@ def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, 
     Raises:
         DataError: If the model does not know a token, or the text does not fill one block.
     """
-    encoded = tokenizer(list(lines), add_special_tokens=False)["input_ids"]
+    lines = list(lines)
+    encoded = tokenizer(lines, add_special_tokens=False)["input_ids"] if lines else []  # not all take an empty list
     if end is not None:
         encoded = [[*tokens, end] for tokens in encoded]
     tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
@@ -251,7 +253,7 @@ def train_for_all_ranks(name: str, texts: list[str], least: int, train: Callable
     from tokenizers import Tokenizer
 
     size = name.removeprefix("train:")
-    fits = size.isdecimal() and int(size) >= least
+    fits = size.isdecimal() and len(size) < 10 and int(size) >= least  # tokens are int32
     require(fits, "--tokenizer", name, f"'train:V' with V of at least {least}: all bytes and the special tokens")
     made = train(texts, int(size)).to_str() if dist.get_rank() == 0 else None
     return Tokenizer.from_str(broadcast(made))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def make_network(args: argparse.Namespace, task: Task, seed: int) -> torch.nn.Se
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError for what can be seen without reading anything."""
     check_one_source(args)
-    require(args.concentration > 0, "--concentration", args.concentration, "a number above 0")
+    require(0 < args.concentration < math.inf, "--concentration", args.concentration, "a number above 0")
 
 
 def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     np.savez(tmp_path / "floats.npz", x=np.zeros((1, 4, 4, 3)), y=[0])
     np.savez(tmp_path / "names.npz", a=np.zeros(1))
+    np.savez(tmp_path / "none.npz", x=np.zeros((0, 4, 4, 3), np.uint8), y=np.zeros(0, np.int64))
+    (tmp_path / "half.npz").write_bytes((tmp_path / "names.npz").read_bytes()[:100])
     np.savez(tmp_path / "labels.npz", x=np.zeros((2, 4, 4, 3), np.uint8), y=[0])
     np.savez(tmp_path / "small.npz", x=np.zeros((2, 2, 2, 3), np.uint8), y=[0, 1])
     np.savez(tmp_path / "large.npz", x=np.zeros((2, 4, 4, 3), np.uint8), y=[0, 1])
@@ -55,6 +57,8 @@ def test_files_that_are_none(tmp_path):
         ("short.bin",): "3 bytes are not whole images of CIFAR-10 or CIFAR-100",
         ("text.npz",): "text.npz: not an .npz file",
         ("floats.npz",): r"x is float64 \(1, 4, 4, 3\); needed: uint8",
+        ("none.npz",): "x has no images",
+        ("half.npz",): "half.npz: not an .npz file",
         ("names.npz",): "has a; needed: x_train and y_train, or x and y",
         ("labels.npz",): "y must have an integer of at least 0 for each of 2 images",
         ("small.npz", "large.npz"): "images of different sizes",

@@ -22,9 +22,9 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
-from pipecomp.recipes import run, steps, text
+from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report
-from pipecomp.stats import Traffic
+from pipecomp.stats import DIRECTIONS, Traffic
 from tests.limits import HANG_S
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]
@@ -61,7 +61,8 @@ class TestCommandLine:
         [
             (["--epochs", "0"], "--epochs: got 0, allowed: a whole number of at least 1"),
             (["--stages", "two"], "--stages: invalid whole number value: 'two'"),
-            (["--seed", "-1"], "--seed: got -1"),
+            (["--seed", "-1"], "--seed: got -1, allowed: a whole number from 0 to 4294967295"),
+            (["--seed", "4294967296"], "--seed: got 4294967296"),
             (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         ],
     )
@@ -340,6 +341,22 @@ class TestText:
         with pytest.raises(DataError, match="cannot be read"):
             text.read_lines(str(tmp_path))
 
+    def test_a_byte_order_mark_is_no_text_and_only_line_feeds_end_lines(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one\u2028two\x85 \x0c"}\r\n'.replace("\x0c", "").encode())
+        assert text.read_lines(str(tmp_path / "a.jsonl")) == ['{"text": "one\u2028two\x85 "}\n']
+        assert language.documents_of(str(tmp_path / "a.jsonl"), "text") == ["one two"]
+        (tmp_path / "form feeds").write_text("one\x0ctwo\n")
+        assert text.read_lines(str(tmp_path / "form feeds")) == ["one\x0ctwo\n"]
+
+    def test_documents_that_are_all_empty_are_an_error(self, tmp_path: Path) -> None:
+        (tmp_path / "a.JSONL").write_text('{"text": " "}\n\n')
+
+        def strict(lines: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[1] for _ in lines] or [lines[0]]}  # an IndexError, as fast tokenizers have it
+
+        with pytest.raises(DataError, match="the text has 0 tokens, too few for one block of 2"):
+            text.blocks(strict, language.documents_of(str(tmp_path / "a.JSONL"), "text"), 2, vocabulary=50)
+
     def test_a_dataset_of_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
         data = tmp_path / "data"
@@ -513,6 +530,14 @@ class TestReport:
         (line,) = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
         assert line["eval"] == {"loss": 1.5}
         assert "train_loss" not in line
+
+    def test_links_that_nothing_crossed_have_no_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        plan = steps.Plan(steps=6, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
+        nothing = {f"{way}_bytes_{kind}": 0 for way in DIRECTIONS for kind in ("raw", "sent")}
+        with Report(None, None, silent=False, after=6) as report:
+            report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
+            report.end(Traffic({"0->1": nothing}, {}), None)
+        assert "link 0->1" not in capsys.readouterr().out
 
     def test_silent_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.report(Report(str(tmp_path / "m.jsonl"), str(tmp_path / "board"), silent=True))

@@ -1,0 +1,80 @@
+"""What a rank of `pipecomp train` makes of its arguments: batches, kinds of files, configuration, earlier plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from pipecomp.errors import ConfigError, DataError
+from pipecomp.recipes import planned
+from pipecomp.report.record import PLAN
+
+
+def arguments(folder: Path, *more: str) -> argparse.Namespace:
+    needed = ["--deepspeed_config", f"{folder}/c.json", "--model", "m", "--tokenizer", "m", "--lr", "1e-3"]
+    return planned.arguments().parse_args([*needed, "--run", str(folder), *more])
+
+
+@pytest.mark.parametrize(
+    ("samples", "replicas", "batch"), [(1, 1, 1), (62, 1, 32), (62, 2, 32), (62, 3, 30), (62, 6, 30), (7, 5, 5)]
+)
+def test_replicas_share_the_batch_that_nobody_gave(samples: int, replicas: int, batch: int) -> None:
+    assert planned.batch_of(None, samples, replicas) == batch
+
+
+def test_batches_that_cannot_be() -> None:
+    with pytest.raises(DataError, match="the text makes 2 samples, too few for 3 replicas"):
+        planned.batch_of(None, 2, 3)
+    with pytest.raises(ConfigError, match="--batch: got 9, allowed: at most 8"):
+        planned.batch_of(9, 8)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["--train-file", "a.txt", "b.jsonl"], "--data: got 'b.jsonl', allowed: files of one kind"),
+        (["--train-file", "b.JSON", "c.jsonl", "a.txt"], "--data: got 'a.txt'"),
+        (["--train-file", "a.txt", "--eval-file", "b.jsonl"], "--eval: got 'b.jsonl'"),
+        (["--train-file", "b.jsonl", "--eval-file", "a.txt"], "--eval: got 'a.txt'"),
+    ],
+)
+def test_texts_and_json_lines_are_not_mixed(tmp_path: Path, files: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned.holds_documents(arguments(tmp_path, *files))
+
+
+def test_kinds_of_files(tmp_path: Path) -> None:
+    assert planned.holds_documents(arguments(tmp_path, "--train-file", "a.jsonl", "B.JSON", "--eval-file", "c.json"))
+    assert not planned.holds_documents(arguments(tmp_path, "--train-file", "a.txt", "b", "--eval-file", "c.md"))
+
+
+def test_bf16_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    def made(*more: str) -> dict:
+        return planned.ds_config(arguments(tmp_path, "--dtype", "bf16", *more), {"pipecomp": {}}, tmp_path)
+
+    assert "zero_optimization" not in made()
+    assert made("--checkpoint", "c")["zero_optimization"] == {"stage": 1}
+    assert made("--checkpoint", "c")["bf16"] == {"enabled": True}
+
+
+def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "--checkpoint", str(tmp_path), "--resume", "auto")
+    (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}))
+    assert planned._earlier(args, tmp_path, 2, 4) == {"config": {}, "cuts": [0, 1, 4]}
+    with pytest.raises(ConfigError, match="--stages: got 4, allowed: 2, as in the plan of the run that goes on in"):
+        planned._earlier(args, tmp_path, 4, 4)
+    with pytest.raises(ConfigError, match="number of processes: got 2, allowed: 4, as in the plan"):
+        planned._earlier(args, tmp_path, 2, 2)
+
+
+@pytest.mark.parametrize("taken", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / taken
+    with pytest.raises(ConfigError) as caught, planned._written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    told = str(planned.in_words_of_train(caught.value, str(folder)))
+    assert told.startswith(f"--out: got '{folder}', allowed: a folder that can be written (")
