@@ -18,6 +18,7 @@ from pipecomp.cli.keys import keys
 from pipecomp.cli.start import init, train
 from pipecomp.cli.store import store
 from pipecomp.cli.up import up
+from pipecomp.tables import replace_unprintable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +49,7 @@ def _main(
         typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is, and stop."),
     ] = False,
 ) -> None:
-    pass
+    replace_unprintable()
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,11 @@ def write_json(file: Path | None, value: Any) -> None:
 
 def _no_file(file: Path) -> ConfigError:
     return ConfigError("--json", str(file), "a file that can be written, in a folder that exists")
+
+
+def check_minutes(minutes: float) -> None:
+    """Raise ConfigError for a time to wait that is none."""
+    require(0 < minutes < math.inf, "minutes", minutes, "a number above 0")
 
 
 def whole_numbers(key: str, text: str, count: int | None = None) -> list[int]:

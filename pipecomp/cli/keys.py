@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pipecomp.cli.common import JsonOption, console, plain_errors, say, say_error, write_json
+from pipecomp.cli.common import JsonOption, check_minutes, console, plain_errors, say, say_error, write_json
 
 keys = typer.Typer(no_args_is_help=True, help="Say which machines belong to a run: its keys and certificates.")
 _Ranks = Annotated[str | None, typer.Option(help="That may run there, as in 0,2-3; by default the next one.")]
@@ -44,6 +44,7 @@ def keys_invite(
     with plain_errors():
         from pipecomp.keys.invitation import Invitation
 
+        check_minutes(minutes)
         with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
             at = invitation.address
             host = "ADDRESS-OF-THIS-MACHINE" if at.host in ("0.0.0.0", "::") else str(at).rpartition(":")[0]

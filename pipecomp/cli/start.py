@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +16,7 @@ from pipecomp.cli.common import GradientsOption, console, plain_errors, say
 from pipecomp.errors import ConfigError, require
 
 _RANK = "pipecomp.recipes.planned"
+_SECRET = re.compile("TOKEN|PASSWORD|SECRET|API_KEY")
 
 
 @plain_errors()
@@ -101,7 +105,7 @@ def train(
         "--save-every": save_every,
         "--store": store,
     }
-    check_arguments(given, data, out)
+    check_arguments({**given, "--stages": stages}, data, out)
     if "RANK" in os.environ:
         require(peers is None, "--peers", peers, "nothing where a launcher has started this process as a rank")
         require(out is not None, "--out", None, "a folder where a launcher has started this process: one for all ranks")
@@ -111,11 +115,12 @@ def train(
 
 def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -> None:
     """Raise ConfigError for what can be seen before several processes start to find that out."""
-    for key, least in {"epochs": 1, "max-steps": 1, "batch": 1, "save-every": 1, "block-size": 2}.items():
+    for key, least in {"stages": 1, "epochs": 1, "max-steps": 1, "batch": 1, "save-every": 1, "block-size": 2}.items():
         value = given[f"--{key}"]
         named = "--tokens" if key == "block-size" else f"--{key}"
         require(value is None or value >= least, named, value, f"a whole number from {least}")
-    require(given["--lr"] > 0, "--lr", given["--lr"], "a number above 0")
+    require(0 <= given["--seed"] < 2**32, "--seed", given["--seed"], "a whole number from 0 to 4294967295")
+    require(0 < given["--lr"] < math.inf, "--lr", given["--lr"], "a number above 0")
     require(given["--dtype"] in ("fp32", "bf16"), "--dtype", given["--dtype"], "fp32 or bf16")
     if given["--gradients"] is not None:
         from pipecomp.plan.search import AVERAGES
@@ -148,15 +153,22 @@ def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_
     from pipecomp.cluster.remote_ranks import python_module, ranks_of, run_ranks_of
 
     if "RANK" in os.environ:
+        require(not dry_run, "--dry-run", True, "nothing where a launcher has started this process as a rank")
         os.execv(sys.executable, python_module(_RANK, *words))
     ranks = ranks_of(python_module(_RANK, *words), stages or len(hosts or ()) or 2, hosts or [])
     if dry_run or any(rank.host for rank in ranks):
+        shown = os.environ if dry_run else without_secrets(os.environ)  # a dry run's lines are for pasting
         for rank in ranks:
-            say_plain(f"{rank.host or 'here'}: {rank.line(os.getcwd(), os.environ)}")
+            say_plain(f"{rank.host or 'here'}: {rank.line(os.getcwd(), shown)}")
     if not dry_run:
         several = len(ranks) > 1
         say(f"{len(ranks)} process{'es' * several}: {'they measure each other' if several else 'it measures'} first.")
         raise typer.Exit(run_ranks_of(ranks))
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Hide what logs into other places, as HF_TOKEN: output is kept in logs."""
+    return {name: "..." if _SECRET.search(name) else value for name, value in environment.items()}
 
 
 def check_text(key: str, path: Path) -> None:

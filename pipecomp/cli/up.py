@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipecomp.cli.common import plain_errors, say
+from pipecomp.cli.common import check_minutes, plain_errors, say
 from pipecomp.errors import require
 
 PORT = 29400
@@ -42,6 +42,7 @@ def up(
     """
     from pipecomp.up import host
 
+    check_minutes(minutes)
     given = (at, fingerprint, code)
     require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
     if at is None:

@@ -66,7 +66,8 @@ def ranks_of(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> l
         [None, None]
     """
     places = list(hosts) or [""]
-    require(all(places) or not hosts, "--peers", ",".join(hosts), "host names with commas between them")
+    names = all(places) and not any(place.startswith("-") for place in places)  # ssh takes those for options
+    require(names or not hosts, "--peers", ",".join(hosts), "host names with commas between them")
     require(len(set(places)) == len(places), "--peers", ",".join(hosts), "each host once; --stages says how many ranks")
     allowed = f"a multiple of {len(places)}, the hosts of --peers"
     require(world >= 1 and world % len(places) == 0, "--stages", world, allowed)

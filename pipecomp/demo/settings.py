@@ -55,6 +55,7 @@ class Settings:
         require(len(set(self.methods)) == len(self.methods), "methods", ",".join(self.methods), "each method once")
         Activations(method="direct", forward_bits=self.forward_bits, backward_bits=self.backward_bits)
         parse_rate("bandwidth", self.bandwidth)
+        require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
 
     @property
     def per_epoch(self) -> int:

@@ -10,7 +10,10 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.errors import DataError
 
 # Arguments of recipes that name what a run reads; several words may follow one.
-_READ = ("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer", "--train-file", "--eval-file", "--start")
+_READ = (
+    *("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer"),
+    *("--train-file", "--eval-file", "--start", "--adapter"),
+)
 _MOST_NAMED = 5
 _MISSING = "missing"
 _CHUNK = 16 << 20

@@ -26,6 +26,7 @@ from pipecomp.mesh.routes import RELAYED
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
+from pipecomp.tables import replace_unprintable
 from pipecomp.up.files import compare_files
 from pipecomp.up.host import Checks
 
@@ -34,6 +35,7 @@ _DOCTOR_S = 600.0
 
 def main(words: Sequence[str]) -> None:
     """Do all of it; what is wrong is one line on standard error, and status 1."""
+    replace_unprintable()
     began = time.monotonic()
     checks, command = Checks(**json.loads(words[0])), list(words[1:])
     console = Console()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -184,3 +186,21 @@ def test_help_needs_no_large_package():
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_a_terminal_has_no_bytes_for_ends_no_command(tmp_path, encoding):
+    command = [sys.executable, "-m", "pipecomp.cli", "init", "gpt2_wikitext2", "мой запуск"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"start them in ??? ??????." in done.stdout
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_times_to_wait_that_are_none(tmp_path, minutes):
+    wait = f"--minutes={minutes}"
+    for words in (["keys", "invite", str(tmp_path), "other", wait], ["up", wait, "--", "train.py"]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 1, done.output
+        assert "minutes: got" in done.output

@@ -73,6 +73,11 @@ class TestInit:
         (["--data", "empty.txt"], "--data: got 'empty.txt', allowed: a text file that is not empty"),
         (["--data", "text.txt", "--eval", "."], "--eval: got '.', allowed: a text file (Is a directory)"),
         (["--data", "text.txt", "--epochs", "0"], "--epochs: got 0, allowed: a whole number from 1"),
+        (["--data", "text.txt", "--stages", "0"], "--stages: got 0, allowed: a whole number from 1"),
+        (["--data", "text.txt", "--lr", "inf"], "--lr: got inf, allowed: a number above 0"),
+        (["--data", "text.txt", "--seed", "-1"], "--seed: got -1, allowed: a whole number from 0 to 4294967295"),
+        (["--data", "text.txt", "--seed", "4294967296"], "--seed: got 4294967296"),
+        (["--data", "text.txt", "--peers", "a,-oProxyCommand=b"], "got 'a,-oProxyCommand=b', allowed: host names"),
         (["--data", "text.txt", "--lr", "0"], "--lr: got 0.0, allowed: a number above 0"),
         (["--data", "text.txt", "--dtype", "int8"], "--dtype: got 'int8', allowed: fp32 or bf16"),
         (["--data", "text.txt", "--gradients", "topk"], "--gradients: got 'topk', allowed: none, fp16, global_qsgd,"),
@@ -93,7 +98,12 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("more", "message"), [(["--peers", "a,b"], "--peers: got 'a,b', allowed: nothing where a launcher"), ([], "--out")]
+    ("more", "message"),
+    [
+        (["--peers", "a,b"], "--peers: got 'a,b', allowed: nothing where a launcher"),
+        (["--out", "shared", "--dry-run"], "--dry-run: got True, allowed: nothing where a launcher"),
+        ([], "--out"),
+    ],
 )
 def test_under_a_launcher_the_command_is_one_rank(more, message, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
@@ -125,6 +135,20 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     assert "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2" in text
     assert "'PIPECOMP_KEYS=my keys'" in text
     assert "--train-file 'my text.txt'" in text
+
+
+def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    monkeypatch.setenv("PIPECOMP_KEYS", "mykeys")
+    monkeypatch.setattr("pipecomp.cluster.remote_ranks.run_ranks_of", lambda ranks: 0)
+    write_text(tmp_path / "text.txt")
+    given = ["train", "--model", "gpt2", "--data", "text.txt", "--peers", "198.51.100.1,198.51.100.2"]
+    text = told(*given)
+    assert "hf_mine" not in text
+    assert "HF_TOKEN=..." in text
+    assert "PIPECOMP_KEYS=mykeys" in text
+    assert "HF_TOKEN=hf_mine" in told(*given, "--dry-run")
 
 
 def test_errors_name_what_people_have_given():

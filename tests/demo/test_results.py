@@ -142,3 +142,5 @@ def test_settings_that_cannot_be():
         Settings(stages=1)
     with pytest.raises(ConfigError, match="bandwidth: got 'slow'"):
         Settings(bandwidth="slow")
+    with pytest.raises(ConfigError, match="seed: got -1, allowed: a whole number from 0 to 4294967295"):
+        Settings(seed=-1)

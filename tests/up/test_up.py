@@ -76,8 +76,8 @@ def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said
 
 
 def test_which_arguments_name_files() -> None:
-    words = "--train-file a b --seed 3 --model=m --metrics out.jsonl --eval-file c --no-report"
-    assert named(words.split()) == ["a", "b", "m", "c"]
+    words = "--train-file a b --seed 3 --model=m --metrics out.jsonl --eval-file c --no-report --adapter d"
+    assert named(words.split()) == ["a", "b", "m", "c", "d"]
 
 
 def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
