@@ -16,7 +16,7 @@ COLORS = ("#3b82d6", "#e07b2e", "#2aa37c", "#c4569f", "#8a6ee0", "#b8961f", "#d1
 PART_COLORS = dict(zip(measures.PARTS, ("#3b82d6", "#e07b2e", "#a9b4c2", "#8a6ee0", "#b8961f", "#d5cfc4"), strict=True))
 
 _SHORT = 24  # characters of a run's name beside bars
-_DOWN = {"autorange": "reversed", "automargin": True}  # the first row on top
+_DOWN = {"type": "category", "autorange": "reversed", "automargin": True}  # names, also "7"; the first row on top
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import fmean, mean
 from typing import Any
 
 from pipecomp.report.read import Run, number
@@ -27,7 +27,7 @@ class Curve:
 
     def smooth(self) -> list[float]:
         """Means of the last `SMOOTH` steps."""
-        return [mean(self.losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(self.losses))]
+        return [fmean(self.losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(self.losses))]
 
 
 def training_curve(run: Run) -> Curve:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from pipecomp.errors import ConfigError, DataError
 from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE
 
 _MAX_TRACE_BYTES = 256 << 20
+_WAYS, _BYTES = ("forward", "backward"), ("bytes_raw", "bytes_sent")
+_SECONDS = ("forward", "backward", "encode", "decode", "wait", "reduce", "update")  # that a rank counts
+_OF_ANOTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 
 
 @dataclass(kw_only=True)
@@ -92,6 +95,7 @@ def _read(place: Path) -> Run:
     if place.is_dir():
         run.facts = _json(folder / RUN, run.notes, "what was run is not known")
         _check_version(run, folder / RUN)
+        _check(run, "facts", RUN, _check_facts)
         run.name = str(run.facts.get("name") or run.name)
         run.ranks = _json(folder / RANKS, run.notes, "no times of ranks, and no advice: the run was not finished")
         _check(run, "ranks", RANKS, _check_ranks)
@@ -143,7 +147,8 @@ def _read_metrics(run: Run, path: Path) -> None:
         try:
             record = json.loads(line)
             step = record["step"]
-        except (ValueError, KeyError, TypeError):
+            _check_counters(record)
+        except _OF_ANOTHER_FORM:
             broken += 1
             continue
         if not isinstance(step, int) or (run.steps and step < run.steps[-1]["step"]):
@@ -165,7 +170,7 @@ def _read_trace(run: Run, path: Path) -> None:
     if path.stat().st_size > _MAX_TRACE_BYTES:
         run.notes.append(f"{TRACE} has more than {_MAX_TRACE_BYTES >> 20} MiB: open it in a browser's tracing page")
         return
-    run.events = _json(path, run.notes).get("traceEvents", [])
+    run.events = _json(path, run.notes).get("traceEvents", run.events)
     _check(run, "events", TRACE, _check_events)
 
 
@@ -173,19 +178,35 @@ def _check(run: Run, attribute: str, file: str, check: Callable[[Any], None]) ->
     """Leave out, with a note, what does not have the form that this version writes."""
     try:
         check(getattr(run, attribute))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        setattr(run, attribute, type(getattr(run, attribute))())
+    except _OF_ANOTHER_FORM:
+        setattr(run, attribute, getattr(Run(name="", folder=Path()), attribute))
         run.notes.append(f"{file} is not what this version of pipecomp writes, and is left out")
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    settings = facts.get("settings", {})
+    settings.get("activations", {}).items(), settings.get("store", {}).items()
+
+
+def _check_counters(line: Mapping[str, Any]) -> None:
+    """Of a step's line: what links counted, waited and hit, and their codes' bits."""
+    for link in line.get("links", {}).values():
+        _numbers(link[f"{way}_{key}"] for way in _WAYS for key in _BYTES)
+    line.get("waits", {}).items()
+    for name, length in (("hits", 2), ("bits", 4)):
+        for counts in line.get(name, {}).values():
+            _numbers(counts[i] for i in range(length))
 
 
 def _check_ranks(ranks: Mapping[str, Any]) -> None:
     for when in ("halfway", "end"):
         for rank in ranks.get(when, ()):
-            [int(rank[key]) for key in ("rank", "stage", "replica", "steps")]
-            [float(seconds) for seconds in rank["seconds"].values()]
+            _numbers(rank[key] for key in ("rank", "stage", "replica", "steps"))
+            _numbers(rank["seconds"][key] for key in _SECONDS)
+            _numbers(rank["seconds"].values())
             for link in rank["links"].values():
-                [float(link[way][key]) for way in ("forward", "backward") for key in ("bytes_raw", "bytes_sent")]
-                [float(link[key]) for key in ("wait_seconds", "full_samples", "delta_samples")]
+                _numbers(link[way][key] for way in _WAYS for key in _BYTES)
+                _numbers(link[key] for key in ("wait_seconds", "full_samples", "delta_samples"))
 
 
 def _check_events(events: Any) -> None:
@@ -193,5 +214,11 @@ def _check_events(events: Any) -> None:
         raise TypeError("events are a list")
     for event in events:
         if event["ph"] == "X":
-            [float(event[key]) for key in ("ts", "dur", "pid")]
-            str(event["name"]), event["args"].get("step")
+            _numbers(event[key] for key in ("ts", "dur", "pid"))
+            hash(event["name"]), event["args"].get("step")
+
+
+def _numbers(values: Iterable[Any]) -> None:
+    """Raise ValueError unless all are finite numbers."""
+    if None in map(number, values):
+        raise ValueError("no finite number")

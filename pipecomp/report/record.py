@@ -189,12 +189,13 @@ def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Read the complete lines of a metrics file that is there, up to a step; none for step 0."""
     found: list[dict[str, Any]] = []
     if step and path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
-                break  # a run that was killed while it wrote
-            if record["step"] > step:
+                later = record["step"] > step
+            except (ValueError, KeyError, TypeError):
+                break  # a run that was killed while it wrote, or another program's file
+            if later:
                 break
             found.append(record)
     return found

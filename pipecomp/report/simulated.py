@@ -60,6 +60,8 @@ def simulate(run: Run) -> Simulated | str:
         return "the run did not end in order, or did not write what its ranks did"
     if K < 2:
         return "one stage has no links"
+    if len(stats) < K:
+        return "ranks are missing"
     first = int(number(run.ranks.get("first_step")) or 0)
     later = _since(stats, run.ranks.get("halfway"), first)
     begin, end = stats[0]["steps"] - later[0]["steps"], stats[0]["steps"]

@@ -105,6 +105,51 @@ def test_ranks_of_another_form_are_left_out(folder, changed):
     assert "ranks.json is not what this version" in " ".join(run.notes)
 
 
+def changed(value, path, new):
+    """A JSON value with another one in some place of it."""
+    return new if not path else {**value, path[0]: changed(value[path[0]], path[1:], new)}
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "new"),
+    [
+        (METRICS, ["links", "0->1"], {}),
+        (METRICS, ["links", "0->1", "forward_bytes_sent"], None),
+        (METRICS, ["waits"], [1]),
+        (METRICS, ["hits"], "none"),
+        (METRICS, ["hits", "0->1"], [1]),
+        (METRICS, ["bits", "0->1"], ["x", 1, 1, 1]),
+        (RUN, ["settings"], None),
+        (RUN, ["settings", "activations"], 5),
+        (RANKS, ["end"], [{"rank": 0, "stage": 0, "replica": 0, "steps": 1, "seconds": {}, "links": {}}]),
+        (RANKS, ["end"], [{"rank": "0"}]),
+        (TRACE, ["traceEvents"], 1.5),
+        (TRACE, ["traceEvents"], None),
+        (TRACE, ["traceEvents"], [{"ph": "X", "name": "wait", "args": {}, "ts": 0, "dur": "1", "pid": 0}]),
+        (TRACE, ["traceEvents"], [{"ph": "X", "name": [], "args": {}, "ts": 0, "dur": 1, "pid": 0}]),
+    ],
+)
+def test_what_is_of_another_form_is_left_out_and_the_rest_is_shown(folder, name, path, new):
+    lines = (folder / name).read_text().splitlines()
+    at = STEPS - 1 if name == METRICS else 0
+    lines[at] = json.dumps(changed(json.loads(lines[at]), path, new))
+    (folder / name).write_text("\n".join(lines))
+    write_report([folder])
+    (run,) = read_runs([folder])
+    assert len(run.steps) == STEPS - (name == METRICS)
+    assert any(note.startswith(name) for note in run.notes)
+
+
+@pytest.mark.parametrize("foreign", [b"5\n", b'{"loss": 1}\n', b'{"step": "one"}\n', b"\xff\xfe\n"])
+def test_a_run_is_resumed_over_lines_of_another_form(folder, foreign):
+    lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
+    (folder / METRICS).write_bytes(b"".join([*lines[:2], foreign]))
+    recorder = Recorder(folder, after=5)
+    recorder.start(6)
+    recorder.step(6, loss=1.0)
+    assert [line["step"] for line in read_runs([folder])[0].steps] == [1, 2, 6]
+
+
 def test_a_file_of_metrics_alone_is_a_run(tmp_path):
     path = tmp_path / "old.jsonl"
     path.write_text('{"step": 1, "epoch": 1, "loss": 3.0}\n{"step": 2, "epoch": 1, "loss": 2.0}\n')
@@ -179,6 +224,14 @@ def test_runs_with_long_and_similar_names_have_bars_of_their_own(tmp_path):
     curves = figures.losses(all_told, over="steps").figure["data"]
     assert [curve["name"][:6] for curve in curves[::2]] == ["1. gpt", "2. gpt", "3. sho"]
     assert figures.losses(all_told[1:], over="steps").figure["data"][-1]["name"] == "short, held out"
+
+
+def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
+    """On an axis of numbers bars of the runs 7 and 20260301 are too thin to be seen."""
+    for name in ("7", "20260301"):
+        make_run(tmp_path / name, network=slow(), told=True)
+    chart = figures.predicted(list(map(told, read_runs([tmp_path]))))
+    assert chart.figure["layout"]["yaxis"]["type"] == "category"
 
 
 def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
