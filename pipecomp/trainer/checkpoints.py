@@ -29,7 +29,9 @@ from transformers.utils import logging as transformers_logging
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, write_state
 from pipecomp.cluster.collectives import broadcast
+from pipecomp.config import read_json_object
 from pipecomp.errors import ConfigError, WireError, require
+from pipecomp.files import replacing
 from pipecomp.stages.partition.planning import SplitPlan
 
 STATE_FILE = "trainer_state.json"
@@ -84,9 +86,9 @@ def find(
     if dist.get_rank() == 0:
         try:
             folder = _last(output_dir) if resume is True else Path(resume)
-            theirs = _read(folder, resume)
+            theirs, state = _read(folder, resume)
             due = theirs.pop(_DUE, [])
-            answer = str(folder), (folder / STATE_FILE).read_text(encoding="utf-8"), theirs == pipeline, due
+            answer = str(folder), state, theirs == pipeline, due
             if theirs != pipeline:
                 _log.warning(
                     f"{folder} is of {theirs}, this run is of {pipeline}: samples are sent as first visits once more, "
@@ -97,7 +99,7 @@ def find(
     answer = broadcast(answer, group=group)
     if isinstance(answer, dict):
         raise ConfigError(**answer)
-    return Found(answer[0], TrainerState(**json.loads(answer[1])), answer[2], tuple(answer[3]))
+    return Found(answer[0], TrainerState(**answer[1]), answer[2], tuple(answer[3]))
 
 
 def _last(output_dir: str) -> Path:
@@ -107,8 +109,8 @@ def _last(output_dir: str) -> Path:
     return max(numbered)[1]
 
 
-def _read(folder: Path, resume: object) -> dict[str, Any]:
-    """Read what pipeline a checkpoint is of. ConfigError if it is not one to go on from."""
+def _read(folder: Path, resume: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what pipeline a checkpoint is of, and its state. ConfigError if it is not one to go on from."""
     require((folder / STATE_FILE).is_file(), _KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
     require(
         (folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(),
@@ -116,7 +118,7 @@ def _read(folder: Path, resume: object) -> dict[str, Any]:
         str(resume),
         "a checkpoint of this trainer that was not written with save_only_model",
     )
-    return json.loads((folder / PIPELINE_FILE).read_text(encoding="utf-8"))
+    return read_json_object(_KEY, folder / PIPELINE_FILE), read_json_object(_KEY, folder / STATE_FILE)
 
 
 # -- what is written
@@ -134,7 +136,8 @@ def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int, d
     """
     pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {})
     (Path(folder) / PIPELINE_FILE).write_text(json.dumps(pipeline) + "\n", encoding="utf-8")
-    state.save_to_json(str(Path(folder) / STATE_FILE))
+    with replacing(Path(folder) / STATE_FILE) as part:  # half of it would pass for a complete checkpoint
+        state.save_to_json(str(part))
 
 
 def save_engine(engine: Any, folder: str, scheduler: Any, attempts: Attempts) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modelcard import TrainingSummary
 from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_utils import align_special_tokens, number_of_arguments, set_seed
 
 from pipecomp.checkpoint.writing import ModelAttempts, write_state
-from pipecomp.errors import ConfigError, require
+from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.plan.auto import wants_measuring
 from pipecomp.trainer import arguments, given_model, message_stores
 from pipecomp.trainer.losses import StepLoss
@@ -47,6 +48,7 @@ class EngineHolder:
         self._given, self._model_init = model, model_init
         self._taken = taken
         self._precision: dict[str, torch.dtype] = {}
+        self._trained = self._lost = False  # lost: what was trained of a folder's model, when its engine was closed
         self.engine: Any = None
 
     @property
@@ -64,9 +66,14 @@ class EngineHolder:
             processing_class: Trainer's.
             fire: Called with an event's name, tells the callbacks.
             tokens: Counts those of a sample, asked where bits are measured; None where that is not known.
+
+        Raises:
+            PipecompError: Where the folder's weights would pass for those that were trained.
         """
         from pipecomp.engine.initialize import initialize
 
+        if self._lost:
+            raise PipecompError("end() has closed the trained model: evaluate, predict and save_model come before it")
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer
         given_model.show(self._given)
         self._precision = given_model.precision(self._given)
@@ -96,6 +103,7 @@ class EngineHolder:
 
     def hide_given(self) -> None:
         """Let the given model no longer pass for the whole one; called when training begins."""
+        self._trained = True
         if self._pipeline.plan.num_stages > 1:
             given_model.hide(self._given, self._pipeline.plan.cuts, self._precision)
 
@@ -104,6 +112,7 @@ class EngineHolder:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+            self._lost = self._trained and not isinstance(self._given, nn.Module)
 
     def begin_training(self, args: Any, checkpoint: str | None) -> None:
         """Make a new model where there is a `model_init`, as Trainer does, and put the message stores in order.
@@ -120,6 +129,7 @@ class EngineHolder:
         if message_stores.needs_closed_engine(self._pipeline.settings, checkpoint):
             self.close()
         message_stores.prepare(self._pipeline.settings, self.engine, checkpoint)
+        self._lost = False  # a training may begin with the folder's weights, or with a checkpoint's
 
 
 def make_model(model_init: Callable[..., Any]) -> Any:

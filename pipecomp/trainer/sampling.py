@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
     if column in getattr(data, "column_names", ()):
         return [int(n) for n in data[column]]
     try:
-        return [len(sample[input_name]) for sample in data]
+        return [len(sample[input_name]) for sample in islice(data, len(data))]  # not all datasets end by IndexError
     except (KeyError, TypeError) as error:
         allowed = f"a column {column!r}, or samples with {input_name!r}"
         raise DataError(f"train_sampling_strategy 'group_by_length' needs {allowed}") from error

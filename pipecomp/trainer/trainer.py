@@ -200,7 +200,10 @@ class PipelineTrainer:
         return self.callback_handler.lr_scheduler
 
     def end(self) -> None:
-        """Finish the stores and end the connections in order; without it that is done when the program ends."""
+        """Finish the stores and end the connections in order; without it that is done when the program ends.
+
+        What was trained of a folder's model is gone then: save it before.
+        """
         self._holder.close()
 
     # -- training, evaluation, prediction
@@ -279,6 +282,8 @@ class PipelineTrainer:
         chosen = dataset_named(eval_dataset, self.eval_dataset)
         if isinstance(chosen, dict) and "input_ids" not in chosen:  # with that it is one dataset, by columns
             out: dict[str, float] = {}
+            without = [name for name, data in chosen.items() if data is None]  # that would mean all of them once more
+            require(not without, "eval_dataset", f"None for {without}", "a dataset for each name")
             for name, data in chosen.items():
                 out |= self.evaluate(data, metric_key_prefix=f"{metric_key_prefix}_{name}")
             return out

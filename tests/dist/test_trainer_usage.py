@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def evaluated(rank: int, world: int, note: Any, folder: str) -> str:
 def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     from pipecomp import PipelineTrainer
 
+    gpt2(2, 16).save_pretrained(f"{folder}/begun-{rank}")  # before the ranks join: then only the first one would write
     return {"counted": counted(PipelineTrainer, f"{folder}/counted"), "again": again(folder), "errors": errors(folder)}
 
 
@@ -119,6 +121,8 @@ def errors(folder: str) -> dict[str, str]:
         "rate": lambda: changed("learning_rate", 0.1, after=True),
         "hidden states": hidden_states,
         "modes": lambda: made(optimizer_cls_and_kwargs=(Modes, {"lr": 0.1})).train(),
+        "no dataset": lambda: made().evaluate({"first": work.unequal(3), "second": None}),
+        "ended": lambda: ended(folder),
         "labels": lambda: made(collate=labelled).train(),
     }
     out = {}
@@ -128,6 +132,19 @@ def errors(folder: str) -> dict[str, str]:
         except PipecompError as error:
             out[name] = f"{type(error).__name__}: {error}"
     return out
+
+
+def ended(folder: str) -> None:
+    """A trained model is saved too late, and would be the one of the folder that it began with."""
+    from pipecomp import PipelineTrainer
+
+    trainer = PipelineTrainer(
+        f"{folder}/begun-{os.environ['RANK']}", work.arguments(folder, max_steps=1), work.padded, work.unequal()
+    )
+    for _ in range(2):  # each begins with the folder's weights
+        trainer.train()
+        trainer.end()
+    trainer.save_model(f"{folder}/late")
 
 
 def again(folder: str) -> dict[str, Any]:
@@ -178,6 +195,8 @@ def test_tokens_and_operations_are_counted_as_trainer_counts_them(ran: Any, tmp_
         ("rate", "ConfigError: learning_rate: got 0.1, allowed: 0.002, with which this trainer was made"),
         ("hidden states", "ConfigError: config.output_hidden_states: got True"),
         ("modes", "ConfigError: optimizers[0]: got 'Modes', allowed: one without train() and eval()"),
+        ("no dataset", "eval_dataset: got \"None for ['second']\", allowed: a dataset for each name"),
+        ("ended", "end() has closed the trained model"),
         ("labels", "labels: sample 0 has 0 at place 6, to be predicted from padding"),
     ],
 )

@@ -349,6 +349,16 @@ def test_lengths_are_grouped_and_no_sample_is_lost() -> None:
 def test_lengths_from_a_column_or_counted() -> None:
     rows = [{"input_ids": [1] * n} for n in (2, 5)]
     assert lengths_of(rows, "length", "input_ids") == [2, 5]
+
+    class Again:  # a dataset that begins anew where others raise IndexError
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> dict[str, list[int]]:
+            assert i < 100, "it is read without end"
+            return rows[i % 2]
+
+    assert lengths_of(Again(), "length", "input_ids") == [2, 5, 2]
     table = SimpleNamespace(column_names=["length"])
     with pytest.raises(DataError, match="group_by_length"):
         lengths_of([{"words": 3}], "length", "input_ids")
@@ -706,6 +716,37 @@ def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-best").mkdir()
     assert checkpoints._last(str(tmp_path)).name == "checkpoint-40"
+
+
+def test_a_state_that_is_written_in_part_makes_no_whole_checkpoint(tmp_path: Path) -> None:
+    class Ended(TrainerState):
+        def save_to_json(self, json_path: str) -> None:
+            Path(json_path).write_text('{"epoch": ')
+            seen.extend(path.name for path in tmp_path.glob("*"))
+            raise KeyboardInterrupt
+
+    plan: Any = SimpleNamespace(cuts=(0, 1, 2))
+    seen: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.complete(str(tmp_path), Ended(), plan, 1)
+    assert checkpoints.STATE_FILE not in seen  # as a kill in that moment would leave it
+    checkpoints.complete(str(tmp_path), TrainerState(), plan, 1)
+    assert (tmp_path / checkpoints.STATE_FILE).is_file()
+
+
+@pytest.mark.parametrize("name", [checkpoints.PIPELINE_FILE, checkpoints.STATE_FILE])
+def test_a_checkpoint_of_which_a_file_was_cut_off_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / checkpoints.DEEPSPEED).mkdir()
+    checkpoints.complete(str(tmp_path), TrainerState(), SimpleNamespace(cuts=(0, 1, 2)), 1)  # type: ignore[arg-type]
+    (tmp_path / name).write_text((tmp_path / name).read_text()[:5])
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    told: list[Any] = []
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: told.append(value) or value)
+    with pytest.raises(ConfigError, match=f"resume_from_checkpoint: got '.*{name}'"):
+        checkpoints.find(str(tmp_path), str(tmp_path), {}, None)
+    assert told  # the other ranks do not wait for an answer
 
 
 @pytest.mark.parametrize(
