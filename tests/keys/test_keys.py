@@ -520,7 +520,7 @@ def test_the_command_line(tmp_path):
     found = tmp_path / "list.json"
     assert run.invoke(app, ["keys", "list", folder, "--json", str(found)]).exit_code == 0
     assert [(line["machine"], line["ranks"]) for line in json.loads(found.read_text())] == [("alpha", "0-1")]
-    done = run.invoke(app, ["keys", "invite", folder, "beta", "--listen", LOCAL, "--minutes", "0"])
+    done = run.invoke(app, ["keys", "invite", folder, "beta", "--listen", LOCAL, "--minutes", "0.001"])
     assert done.exit_code == 1
     assert "pipecomp keys join FOLDER --at 127.0.0.1:" in done.output
     assert run.invoke(app, ["keys", "revoke", folder, "alpha"]).exit_code == 0
