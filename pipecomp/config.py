@@ -25,6 +25,7 @@ from pipecomp.errors import ConfigError, require
 MAX_CLUSTERS = 1 << 16
 _TRUE = "true or false"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MOST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ class Config:
     in_flight: str | int = "auto"
 
     def __post_init__(self) -> None:
-        require(is_number(self.seed, 0, 2**32 - 1), "seed", self.seed, "a whole number from 0 to 2**32 - 1")
+        require(is_number(self.seed, 0, MOST_SEED), "seed", self.seed, "a whole number from 0 to 2**32 - 1")
         require(isinstance(self.tie, bool), "tie", self.tie, "true or false")
         ok = self.in_flight == "auto" or is_number(self.in_flight, 1)
         require(ok, "in_flight", self.in_flight, "'auto' or a whole number of at least 1")

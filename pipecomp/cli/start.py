@@ -115,11 +115,13 @@ def train(
 
 def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -> None:
     """Raise ConfigError for what can be seen before several processes start to find that out."""
+    from pipecomp.config import MOST_SEED
+
     for key, least in {"stages": 1, "epochs": 1, "max-steps": 1, "batch": 1, "save-every": 1, "block-size": 2}.items():
         value = given[f"--{key}"]
         named = "--tokens" if key == "block-size" else f"--{key}"
         require(value is None or value >= least, named, value, f"a whole number from {least}")
-    require(0 <= given["--seed"] < 2**32, "--seed", given["--seed"], "a whole number from 0 to 4294967295")
+    require(0 <= given["--seed"] <= MOST_SEED, "--seed", given["--seed"], f"a whole number from 0 to {MOST_SEED}")
     require(0 < given["--lr"] < math.inf, "--lr", given["--lr"], "a number above 0")
     require(given["--dtype"] in ("fp32", "bf16"), "--dtype", given["--dtype"], "fp32 or bf16")
     if given["--gradients"] is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.config import Activations
+from pipecomp.config import MOST_SEED, Activations
 from pipecomp.errors import require
 from pipecomp.rates import parse_rate
 
@@ -55,7 +55,7 @@ class Settings:
         require(len(set(self.methods)) == len(self.methods), "methods", ",".join(self.methods), "each method once")
         Activations(method="direct", forward_bits=self.forward_bits, backward_bits=self.backward_bits)
         parse_rate("bandwidth", self.bandwidth)
-        require(0 <= self.seed < 2**32, "seed", self.seed, "a whole number from 0 to 4294967295")
+        require(0 <= self.seed <= MOST_SEED, "seed", self.seed, f"a whole number from 0 to {MOST_SEED}")
 
     @property
     def per_epoch(self) -> int:

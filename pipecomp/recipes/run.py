@@ -30,14 +30,13 @@ from torch.distributed import distributed_c10d
 from pipecomp.cluster import start
 from pipecomp.cluster.meeting_point import torch_says_nothing
 from pipecomp.cluster.rendezvous import check_processes
+from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
 from pipecomp.tables import replace_unprintable
-
-MOST_SEED = 2**32 - 1  # of pipecomp's section
 
 
 class UsageError(PipecompError, ValueError):

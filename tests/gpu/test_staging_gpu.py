@@ -14,7 +14,7 @@ from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.ragged import Arriving, Visit
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
-from tests.stages.test_staging import H, S, but_for_norms, ends, train
+from tests.stages.test_staging import METHODS, H, S, but_for_norms, ends, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -62,16 +62,7 @@ def test_copies_and_computing_wait_for_each_other(pinned_bytes, late):
     assert bool((another.wait() == 7.0).all())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"forward_bits": 3},
-        {"first_visit": 8, "rotation": True},
-        {"rounding": "stochastic", "group_size": 3},
-        {"backward_top_k": 0.3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", METHODS, ids=str)
 def test_a_gpu_computes_sends_and_stores_what_the_host_does(tmp_path, staging, options):
     on_gpu, on_host = (train(tmp_path / name, s, **options) for name, s in (("gpu", staging), ("host", None)))
     assert on_gpu == but_for_norms(on_host)

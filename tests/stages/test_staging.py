@@ -29,6 +29,12 @@ from pipecomp.stages.link.transport import Outgoing, finished
 from tests.lazy_staging import LazyStaging
 
 S, H = 5, 8
+METHODS: list[dict[str, Any]] = [
+    {"forward_bits": 3},
+    {"first_visit": 8, "rotation": True},
+    {"rounding": "stochastic", "group_size": 3},
+    {"backward_top_k": 0.3},
+]
 LAYOUTS = [
     Layout((1, 2, 3), (0, 1, 0), (5, 3, 1), S),
     Layout((3, 1, 3), (0, 0, 0), (1, 5, 1), S),  # 3 comes twice
@@ -131,16 +137,7 @@ def _errors(up: LinkSender) -> float:
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "memory"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"forward_bits": 3},
-        {"first_visit": 8, "rotation": True},
-        {"rounding": "stochastic", "group_size": 3},
-        {"backward_top_k": 0.3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", METHODS, ids=str)
 def test_a_device_computes_sends_and_stores_what_the_host_does(tmp_path, options, backend):
     on_host = train(tmp_path / "host", None, backend, **options)
     assert train(tmp_path / "double", LazyStaging(), backend, **options) == but_for_norms(on_host)
