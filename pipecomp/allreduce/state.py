@@ -91,23 +91,23 @@ class State:
         chosen = self.options.chosen
         shared = not (chosen.by_hook and isinstance(group, (list, tuple)))
         self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s, shared=shared)
-        self.memory = Residuals(self.group.rank, self.group.size)
+        self._hooks_group = self.group.process_group if isinstance(group, (list, tuple, Group)) else group
         self._counters = Counters()
-        self._calls = 0
         self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
         self._next_number = itertools.count()  # no number comes again, though parameters go
-        layers = self.options.layerwise
-        self._hook = chosen.hook(self._hooks_group(group), layers)
-        self._average: Average | None = None
-        if self._hook is None:
-            self._average = AdaptiveAverage(chosen, layers, self.memory) if layers else chosen.average(self.memory)
+        self.forget()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
 
-    def _hooks_group(self, group: Any) -> Any:
-        """torch's hooks take the caller's own process group where there is one."""
-        return self.group.process_group if isinstance(group, (list, tuple, Group)) else group
+    def forget(self) -> None:
+        """Begin anew, without residuals; call it between steps, on all ranks. What was counted so far stays."""
+        self._calls, self.memory = 0, Residuals(self.group.rank, self.group.size)
+        chosen, layers = self.options.chosen, self.options.layerwise
+        self._hook = chosen.hook(self._hooks_group, layers)  # torch's take the caller's own process group
+        self._average: Average | None = None
+        if self._hook is None:
+            self._average = AdaptiveAverage(chosen, layers, self.memory) if layers else chosen.average(self.memory)
 
     # -- averaging
 
@@ -288,7 +288,7 @@ class State:
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Go on with what `state_dict` returned on the same rank.
+        """Go on with what `state_dict` returned on the same rank, and with nothing else.
 
         Args:
             state: of a state with the same options, rank and number of ranks.
@@ -301,6 +301,7 @@ class State:
         for key, value in mine.items():
             if state.get(key) != value:
                 raise ConfigError(f"state.{key}", state.get(key), f"{value}, as this state has")
+        self.forget()
         self._calls = state["calls"]
         self.memory.load_state_dict(state["memory"], torch.device(device))
         if (kept := self._kept()) is not None and kept.saved_as in state:

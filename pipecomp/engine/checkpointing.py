@@ -180,8 +180,12 @@ class Checkpoints:
         if same:
             with AllRanks(missed=engine.guard.missed).collective_errors():
                 load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
-        elif engine.global_rank == 0 and any(True for _ in engine.gradients.states()):
-            _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
+        else:
+            states = dict(engine.gradients.states())
+            for state in states.values():
+                state.forget()
+            if engine.global_rank == 0 and states:
+                _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
         self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])
         if own is not None:
             if same:

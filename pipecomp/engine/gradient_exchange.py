@@ -199,6 +199,8 @@ def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int,
             lacking = [r for r, (there,) in zip(state.group.ranks, found, strict=True) if not there]
             files = ", ".join(_file(name, r) for r in lacking)
             raise ConfigError("load_dir", str(folder), f"a folder that also has {files} on the machines of these ranks")
+        else:
+            state.forget()
 
 
 def _file(name: str, rank: int) -> str:

@@ -160,10 +160,10 @@ class AdamExchange:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on with what `state_dict` returned; residuals that are None start empty. device: of the parameters."""
-        memories = state["memories"]
-        if memories is None:
-            memories = {**self.momenta.state_dict(), "memory": {"worker": {}, "owner": {}}}
-        self.momenta.load_state_dict(memories, device)
+        if state["memories"] is None:
+            self.momenta.forget()
+        else:
+            self.momenta.load_state_dict(state["memories"], device)
         self._frozen = [list(chosen) for chosen in state["frozen"]]
 
     def close(self) -> None:

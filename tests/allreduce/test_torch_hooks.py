@@ -31,6 +31,7 @@ def averaged_alone(rank: int, world: int, note: Any) -> dict[str, Any]:
         found[method] = mean.flatten().tolist(), state.stats()["bytes_sent"], tuple(empty.shape)
         state.close()
     found["saved"] = saved_stays_as_it_was(State("powersgd", group=[rank]))
+    found["begun"] = begins_as_saved(*(State("powersgd", group=[rank]) for _ in range(2)))
     dist.barrier()  # the first rank has the store that the other one's groups are made with
     return found
 
@@ -51,7 +52,23 @@ def saved_stays_as_it_was(state: Any) -> bool:
     return bool(before.any()) and torch.equal(before, saved["torch"]["x"]["error_dict"][0])
 
 
+def begins_as_saved(state: Any, new: Any) -> bool:
+    """Whether a state that has averaged goes on as a new one does from what was saved at the beginning."""
+    import torch
+
+    x, saved, means = torch.randn(20, 20, generator=torch.Generator().manual_seed(0)), state.state_dict(), []
+    for _ in range(4):
+        state.submit(x, "x").wait()
+    for each in (state, new):
+        each.load_state_dict(saved)
+        assert not each.state_dict()["torch"]
+        means.append([each.submit(x, "x").wait().clone() for _ in range(4)])
+        each.close()
+    return all(torch.equal(*pair) for pair in zip(*means, strict=True))
+
+
 def test_torchs_hooks_average_over_the_states_ranks_and_take_tensors_without_values() -> None:
     for rank, found in run_ranks(2, averaged_alone, timeout_s=HANG_S).items():
         assert found.pop("saved"), "what goes on from a saved state changes it"
+        assert found.pop("begun"), "a state keeps what a saved one has not"
         assert found == dict.fromkeys(METHODS, ([rank + 1.0] * 4, 0, (0, 3)))

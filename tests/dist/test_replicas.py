@@ -93,8 +93,19 @@ def two_replicas(rank: int, world: int, note: Any, folder: str) -> dict[str, Any
         return {name: state.memory.norm() for name, state in engine.gradients.states()}
 
     engine = start(SQUEEZE)
+    engine.save_checkpoint(folder, tag="without")
     engine.train_batch()
     engine.save_checkpoint(folder)
+    next(Path(folder).glob(f"without/pipecomp-gradients-*-rank-{rank}.*")).unlink()
+    out["trained on"] = [norms(engine)]
+    engine.load_checkpoint(folder, tag="without")
+    out["trained on"].append(norms(engine))
+    engine.close()
+    engine = start(SQUEEZE, 2)
+    engine.train_batch()
+    out["trained on, cut otherwise"] = [norms(engine)]
+    engine.load_checkpoint(folder)
+    out["trained on, cut otherwise"].append(norms(engine))
     engine.close()
     for name, options in (("all", {}), ("module", {"load_module_only": True})):
         engine = start(SQUEEZE)
@@ -152,6 +163,15 @@ def test_residuals_are_loaded_with_the_rest_of_a_run_only(two: dict[int, Any]) -
     for rank in (0, 1):
         assert all(norm > 0 for norm in two[rank]["loaded all"].values())
         assert not any(two[rank]["loaded module"].values())
+
+
+@pytest.mark.parametrize("case", ["trained on", "trained on, cut otherwise"])
+def test_what_an_engine_had_is_forgotten_where_a_checkpoint_has_no_residuals(two: dict[int, Any], case: str) -> None:
+    for rank in (0, 1):
+        trained, loaded = two[rank][case]
+        assert all(norm > 0 for norm in trained.values())
+        assert trained.keys() == loaded.keys()
+        assert not any(loaded.values())
 
 
 def test_residuals_of_some_ranks_alone_are_refused(two: dict[int, Any]) -> None:
