@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp.schedule.in_flight import InFlight, KeptBytes, free_bytes
+from pipecomp.cluster.rendezvous import ranks_here
+from pipecomp.schedule.free_memory import free_bytes
+from pipecomp.schedule.in_flight import InFlight, KeptBytes
 from pipecomp.stages.link.boundary import Layout
 
 
@@ -54,4 +56,4 @@ class RunAhead:
         # Checkpointed blocks keep their inputs where autograd does not show them.
         values = engine.stage.kept_to_recompute(len(layout.ids), layout.tokens)
         self.kept.bytes += values * next(engine.stage.parameters()).element_size()
-        self.in_flight.allow(self.kept.bytes, free_bytes(engine.device))
+        self.in_flight.allow(self.kept.bytes, free_bytes(engine.device, ranks_here() or 1))

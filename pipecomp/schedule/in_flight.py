@@ -7,7 +7,6 @@ wait less and memory allows it. The order of additions does not change: results 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -111,10 +110,3 @@ class KeptBytes:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device, or on this machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
