@@ -25,6 +25,7 @@ from pipecomp.stages.link.sender import LinkSender
 
 _SUMMARY = struct.Struct("<QQ32s32s")  # samples, highest version, SHA-256 of the table, SHA-256 of the settings
 _ROW = np.dtype([("sample", "<u8"), ("version", "<u8"), ("digest", "<u4")])
+_MOST_VERSION = 1 << 63  # versions are counted on from there, and must fit into packets
 _SUMMARY_PART, _TABLE_PART, _READY_PART = 0, 1, 4  # 2 and 3 are those of a check for drift
 
 
@@ -57,6 +58,8 @@ def agree(end: LinkEnd, settings: dict[str, Any]) -> int:
     if theirs[3] != mine[3]:
         what = f"is configured otherwise than this rank, which has {described.decode()}"
         raise LinkError(end.peer(f"{what}: give all ranks the same configuration and the same version of pipecomp"))
+    if theirs[1] > _MOST_VERSION:
+        raise WireError(end.peer(f"holds version {theirs[1]} of an activation, allowed: at most {_MOST_VERSION}"))
     if isinstance(end, LinkSender):
         end.next_version = max(mine[1], theirs[1]) + 1
     if theirs[:3] == mine[:3]:

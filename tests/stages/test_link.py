@@ -527,6 +527,13 @@ class TestAgreement:
         assert_same_messages(up, down)
         assert min(m.version for m in held(up).values()) > 99
 
+    def test_a_version_that_leaves_none_for_packets_is_refused(self):
+        up, down = self.trained()
+        down.store.put(1, 2**64 - 1, torch.randn(S, H))
+        error = self.both(up, down)[0]
+        assert isinstance(error, WireError)
+        assert "rank 1 holds version 18446744073709551615 of an activation, allowed" in str(error)
+
     def test_different_settings_are_refused_at_both_ends(self):
         up, down = self.trained()
         for error in self.both(up, down, ({"bits": 3}, {"bits": 4})):
