@@ -37,6 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     f"{ALONE}AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
     f"{ALONE}AQ-SGD fw3 bw6, double_squeeze 8 bits": {"activations": AQSGD, "gradients": SQUEEZED | {"bits": 8}},
+    f"{ALONE}FP32, untied": {"tie": False},
+    f"{ALONE}AQ-SGD fw3 bw6, untied": {"activations": AQSGD, "tie": False},
     "FP32": {},
     "AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
     "AQ-SGD fw3 bw6, quantized_adam 4 bits": {"activations": AQSGD, "gradients": QUANTIZED_ADAM},

@@ -13,7 +13,16 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pipecomp.cli.bench import bench
-from pipecomp.cli.common import GradientsOption, JsonOption, console, plain_errors, say, whole_numbers, write_json
+from pipecomp.cli.common import (
+    GradientsOption,
+    JsonOption,
+    TieOption,
+    console,
+    plain_errors,
+    say,
+    whole_numbers,
+    write_json,
+)
 from pipecomp.cli.keys import keys
 from pipecomp.cli.start import init, train
 from pipecomp.cli.store import store
@@ -249,7 +258,7 @@ def plan_run(
     profile: Annotated[Path | None, typer.Option(help="Instead of --speed: a file from --measure --json.")] = None,
     memory: Annotated[float | None, typer.Option(help="GB of each node for the model; by default unlimited.")] = None,
     dtype: Annotated[str, typer.Option(help="Training precision: fp32, bf16 or fp16.")] = "fp32",
-    tie: Annotated[bool, typer.Option("--tie/--no-tie", help="Whether tied weights stay tied.")] = True,
+    tie: TieOption = True,
     gradients: GradientsOption = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: use activation checkpointing.")] = False,
     measure: Annotated[

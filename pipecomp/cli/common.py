@@ -60,6 +60,15 @@ GradientsOption = Annotated[
     ),
 ]
 
+TieOption = Annotated[
+    bool,
+    typer.Option(
+        "--tie/--no-tie",
+        help="Whether weights that several stages hold (as GPT-2's embedding) stay the same, or each stage trains its "
+        "copy apart, and nothing crosses the link for it.",
+    ),
+]
+
 
 def write_json(file: Path | None, value: Any) -> None:
     """Write what a command found, if its `--json` named a file. Raises ConfigError if it cannot be written."""

@@ -7,12 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pipecomp.cli.common import GradientsOption, console, plain_errors, say
+from pipecomp.cli.common import GradientsOption, TieOption, console, plain_errors, say
 from pipecomp.errors import ConfigError, require
 
 _RANK = "pipecomp.recipes.planned"
@@ -60,6 +61,7 @@ def train(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Training precision: fp32 or bf16.")] = "fp32",
     gradients: GradientsOption = None,
+    tie: TieOption = True,
     dropout: Annotated[
         float | None, typer.Option(help="Of embeddings, attention and blocks; by default the model's own.")
     ] = None,
@@ -100,6 +102,7 @@ def train(
         "--block-size": tokens,
         "--dtype": dtype,
         "--gradients": gradients,
+        "--no-tie": None if tie else True,
         "--dropout": dropout,
         "--seed": seed,
         "--save-every": save_every,
@@ -139,14 +142,15 @@ def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -
 
 
 def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_to: list[str]) -> list[str]:
-    """Make the command line of each rank. given: by the rank's arguments; None is left out."""
+    """Make the command line of each rank. given: by the rank's arguments; None is left out, True is a switch."""
     from pipecomp.report.record import default_folder
 
     folder = str(out or default_folder("train"))
     places = {"--deepspeed_config": f"{folder}/ds_config.json", "--run": folder, "--save": f"{folder}/model"}
     if given["--save-every"] is not None:
         places |= {"--checkpoint": f"{folder}/checkpoints", "--resume": "auto"}
-    words = [word for key, value in (given | places).items() if value is not None for word in (key, str(value))]
+    both = {key: value for key, value in (given | places).items() if value is not None}
+    words = chain.from_iterable([key] if value is True else [key, str(value)] for key, value in both.items())
     return [*words, "--train-file", *map(str, data), *(["--report-to", *report_to] if report_to else [])]
 
 

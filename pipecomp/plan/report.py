@@ -140,7 +140,7 @@ def tied_names(job: Job) -> str:
     )
 
 
-_UNTIED = '"tie": false in the configuration it is nothing, but then each stage trains a copy of its own.'
+_UNTIED = '--no-tie ("tie": false in the configuration) it is nothing, but then each stage trains a copy of its own.'
 
 
 def _of_compressed(p: Prediction, untouched_s: float) -> str:

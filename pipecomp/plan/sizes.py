@@ -54,7 +54,7 @@ def show_sizes(job: Job, console: Console) -> None:
     if job.tied:
         console.print(
             f"Stages also add up the gradients of tied weights in every step: {tied_names(job)}. gradients.method "
-            'compresses them; with "tie": false each stage trains a copy of its own.',
+            "compresses them; with --no-tie each stage trains a copy of its own.",
             highlight=False,
         )
     console.print(f"pipecomp.initialize(..., cuts={list(job.plan.cuts)})", highlight=False)

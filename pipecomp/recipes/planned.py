@@ -44,6 +44,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, required=True, metavar="RATE", help="AdamW's rate, after its warm-up")
     parser.add_argument("--store", metavar="FOLDER", help="for cached activations (default: in --run)")
     parser.add_argument("--gradients", choices=AVERAGES, help="how those of replicas and of tied weights travel")
+    parser.add_argument("--no-tie", action="store_true", help="each stage trains its copy of tied weights apart")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="training precision")
     return parser
 
@@ -141,6 +142,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
                 batch=batch,
                 tokens=size,
                 dtype=args.dtype,
+                tie=not args.no_tie,
                 gradients=args.gradients,
                 measure=True,
                 store=Path(args.store or folder / "messages"),
@@ -187,8 +189,11 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
     section = dict(planned["pipecomp"])
     if section.get("activations", {}).get("method") == "aqsgd":
         section["store"] = {"path": args.store or str(folder / "messages")}
-    if args.gradients is not None:  # what a plan of before says may be another method: going on is refused then
+    # What a plan of before says may be something else: going on is refused then.
+    if args.gradients is not None:
         section["gradients"] = {"method": args.gradients}
+    if args.no_tie:
+        section["tie"] = False
     warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
     return {
         **planned,

@@ -126,7 +126,8 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     write_text(tmp_path / "my text.txt")
     monkeypatch.setenv("PIPECOMP_KEYS", "my keys")
     peers = "198.51.100.1,me@198.51.100.2"
-    text = told("train", "--model", "gpt2", "--data", "my text.txt", "--peers", peers, "--stages", "4", "--dry-run")
+    given = ["train", "--model", "gpt2", "--data", "my text.txt", "--peers", peers, "--stages", "4", "--no-tie"]
+    text = told(*given, "--dry-run")
     lines = text.split(" -m pipecomp.recipes.planned")
     assert len(lines) == 5
     for rank, (host, line) in enumerate(zip(["198.51.100.1:", "me@198.51.100.2:"] * 2, sorted(lines[:4]), strict=True)):
@@ -135,6 +136,8 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     assert "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2" in text
     assert "'PIPECOMP_KEYS=my keys'" in text
     assert "--train-file 'my text.txt'" in text
+    assert text.count(" --no-tie --") == 4
+    assert "--no-tie" not in told(*given[:-1], "--dry-run")
 
 
 def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypatch):

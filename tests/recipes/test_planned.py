@@ -60,6 +60,14 @@ def test_bf16_can_be_saved_and_loaded(tmp_path: Path) -> None:
     assert made("--checkpoint", "c")["bf16"] == {"enabled": True}
 
 
+def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -> None:
+    def made(*more: str) -> dict:
+        return planned.ds_config(arguments(tmp_path, *more), {"pipecomp": {"seed": 1}}, tmp_path)["pipecomp"]
+
+    assert made() == {"seed": 1}
+    assert made("--no-tie") == {"seed": 1, "tie": False}
+
+
 def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: Path) -> None:
     args = arguments(tmp_path, "--checkpoint", str(tmp_path), "--resume", "auto")
     (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}))
