@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 DIRECTIONS = ("forward", "backward", "evaluation")
+_MEANS = ("mean_bits", "relative_error", "store_hit_rate")
+_AS_IT_IS = ("rank", "stage", "replica", "in_flight", "store_bytes", "local_steps")
 
 
 @dataclass(slots=True)
@@ -190,6 +192,22 @@ class BitsMeter:
         self._before = now
         ways = zip(DIRECTIONS[:2], spent[::2], spent[1::2], strict=True)
         return {f"{way}_bits": bits / values for way, bits, values in ways if values}
+
+
+def counted_since(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank has counted from one `comm_stats` to a later one; a mean over more than that is None."""
+    out: dict[str, Any] = {}
+    for key, value in now.items():
+        before = then.get(key)
+        if key in _AS_IT_IS or before is None:
+            out[key] = value
+        elif isinstance(value, Mapping):
+            out[key] = counted_since(before, value)
+        elif isinstance(value, (int, float)) and isinstance(before, (int, float)):
+            out[key] = None if key in _MEANS else value - before
+        else:
+            out[key] = value
+    return out
 
 
 def total_bytes(links: Iterable[dict], direction: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 from pipecomp.plan.network import Line, Network, uniform
 from pipecomp.plan.simulation import StageCosts, Step, measured_costs, measured_end, play
 from pipecomp.report.read import Run, number
+from pipecomp.stats import counted_since
 
 _FITTED = 0.002  # how closely a fitted network's step takes the measured seconds
 _SLOWEST, _FASTEST = 1e4, 1e12  # bits per second between which a link's rate is looked for
@@ -103,20 +104,7 @@ def _since(stats: Sequence[dict[str, Any]], halfway: Any, first: int) -> list[di
     if not halfway or halfway[0]["steps"] >= stats[0]["steps"]:
         return [{**rank, "steps": rank["steps"] - first} for rank in stats]
     before = {rank["rank"]: rank for rank in halfway}
-    return [_less(rank, before[rank["rank"]], ("rank", "stage", "replica", "in_flight")) for rank in stats]
-
-
-def _less(now: Mapping[str, Any], then: Mapping[str, Any], same: Sequence[str] = ()) -> dict[str, Any]:
-    """Differences of all numbers, names in `same` excepted."""
-    out: dict[str, Any] = {}
-    for key, value in now.items():
-        if isinstance(value, Mapping):
-            out[key] = _less(value, then.get(key) or {})
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and key not in same:
-            out[key] = value - (number(then.get(key)) or 0)
-        else:
-            out[key] = value
-    return out
+    return [counted_since(before[rank["rank"]], rank) for rank in stats]
 
 
 def _link(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:

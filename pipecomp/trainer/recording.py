@@ -11,6 +11,7 @@ from pipecomp.cluster.collectives import broadcast
 from pipecomp.report.command import try_report
 from pipecomp.report.live import LinkMeter
 from pipecomp.report.record import Recorder
+from pipecomp.stats import counted_since
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Recording:
         self._began = 0.0
         self._meter, self._group = LinkMeter(), trainer.group
         self._meter.since_last(before)
+        self._before, self._first_step = {rank["rank"]: rank for rank in before}, state.global_step
 
     def begin_step(self) -> None:
         """An optimizer step begins."""
@@ -75,11 +77,16 @@ class Recording:
         """Write the end of the training, and its page; every rank must call this."""
         last_step = engine.gather_last_step()
         self._flush(stats)
-        self._recorder.end(stats, last_step)
+        self._recorder.end(self._counted(stats), last_step)
         if page and self._recorder.folder is not None:
             _log.info("report: %s", try_report([self._recorder.folder]))
 
     def _flush(self, stats: Sequence[Mapping[str, Any]] | None = None) -> None:
         if self._step is not None:
-            self._recorder.step(stats=stats, **self._step)
+            self._recorder.step(stats=None if stats is None else self._counted(stats), **self._step)
             self._step = None
+
+    def _counted(self, stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What ranks have counted in this training: the engine may have trained before."""
+        counted = [counted_since(self._before[rank["rank"]], rank) for rank in stats]
+        return [{**rank, "steps": self._first_step + rank["steps"]} for rank in counted]

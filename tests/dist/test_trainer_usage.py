@@ -14,6 +14,9 @@ from transformers import TrainerCallback
 import tests.dist.trainer_work as work
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import PipecompError
+from pipecomp.report.measures import link_use
+from pipecomp.report.read import read_runs
+from pipecomp.report.simulated import simulate
 from tests.dist.small import gpt2
 from tests.limits import HANG_S
 
@@ -159,6 +162,22 @@ def again(folder: str) -> dict[str, Any]:
         losses.append(work.losses(trainer))
         trainer.end()
     out["losses"] = losses
+    trainer = PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/twice", max_steps=2), work.padded, work.unequal())
+    out["reports"] = []
+    for _ in range(2):
+        trainer.train()
+        if trainer.rank == 0:
+            (run,) = read_runs([f"{folder}/twice"])
+            (link,) = link_use(run)
+            found = simulate(run)
+            out["reports"].append(
+                {
+                    "sent": (link.sent, run.ranks["end"][1]["links"]["0->1"]["forward"]["messages"]),
+                    "steps": [rank["steps"] for rank in run.ranks["end"]],
+                    "simulated": found if isinstance(found, str) else found.raw_bytes,
+                }
+            )
+    trainer.end()
     try:
         model.save_pretrained(f"{folder}/model")
     except PipecompError as error:
@@ -209,6 +228,13 @@ def test_labels_that_padding_would_predict_are_not_evaluated(tmp_path: Path) -> 
     found = run_ranks(2, evaluated, str(tmp_path), timeout_s=HANG_S)
     for rank in (0, 1):
         assert "labels: sample 0 has 0 at place 6, to be predicted from padding" in found[rank]
+
+
+def test_the_report_of_a_second_training_is_of_that_alone(ran: Any) -> None:
+    first, second = ran[0]["again"]["reports"]
+    assert first == second
+    assert first["steps"] == [2, 2]
+    assert not isinstance(first["simulated"], str)
 
 
 def test_a_scripts_model_is_trained_on_and_does_not_pass_for_the_whole(ran: Any, tmp_path: Path) -> None:
