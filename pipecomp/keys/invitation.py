@@ -18,6 +18,7 @@ import secrets
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ from pipecomp.keys.stream import SecureStream, close, context, explain
 MINUTES = 15.0
 _CODE_BYTES = 10
 _CONTEXT = b"pipecomp keys join 1\0"
-_CONNECT_S = 10.0
+_CONNECT_S, _JOIN_S = 10.0, 30.0  # for each word of the inviting machine, and for all
 _REFUSED = "the code is wrong, or was used already"
 
 
@@ -220,6 +221,7 @@ def _ask(
         ) from error
     try:
         stream = SecureStream(sock, pinned, server=False)
+        stream.deadline = time.monotonic() + _JOIN_S
         stream.handshake()
         shown = stream.certificate()
         if not hmac.compare_digest(made.fingerprint(shown), fingerprint):

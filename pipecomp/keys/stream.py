@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import ssl
 import struct
@@ -93,6 +94,7 @@ class SecureStream:
         self.on_wait: Callable[[], None] | None = None  # called when the socket's timeout is over, to go on waiting
         self.before_wait: Callable[[], None] | None = None  # called when nothing more is there to be received
         self.heard = time.monotonic()  # when something came last
+        self.deadline = math.inf  # of monotonic, for a handshake: a byte now and then begins the socket's timeout anew
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = made.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._lock = threading.Lock()
@@ -193,6 +195,8 @@ class SecureStream:
     def _write(self, sealed: bytes) -> None:
         rest = memoryview(sealed)
         while rest:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError
             try:
                 rest = rest[self.sock.send(rest) :]
             except TimeoutError:
@@ -212,6 +216,8 @@ class SecureStream:
         if not count:
             raise EOFError
         self.heard = time.monotonic()
+        if self.heard > self.deadline:
+            raise TimeoutError
         with self._lock:
             self._incoming.write(self._buffer[:count])
 

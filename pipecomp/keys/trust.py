@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import ssl
 import threading
+import time
 from typing import Any
 
 from cryptography import x509
@@ -37,13 +39,17 @@ class Trust:
         self._newest = folder.read(REVOKED)  # list of revoked certificates
         self._number, self._revoked = folder.revoked()
 
-    def secure(self, sock: socket.socket, *, server: bool, early: bytes = b"") -> tuple[SecureStream, Identity]:
+    def secure(
+        self, sock: socket.socket, *, server: bool, early: bytes = b"", within_s: float = math.inf
+    ) -> tuple[SecureStream, Identity]:
         """Make a handshake, and say who is at the other end.
 
-        early: what was read from the socket already. Call `check` with the identity before anything else. KeysError if
-        the other end does not belong to this run; NoAnswerError, one of those, if it hung up or says nothing.
+        early: what was read from the socket already. within_s: for this and what is said next, in all. Call `check`
+        with the identity before anything else. KeysError if the other end does not belong to this run; NoAnswerError,
+        one of those, if it hung up or says nothing.
         """
         stream = SecureStream(sock, self._contexts[server], server=server, early=early)
+        stream.deadline = time.monotonic() + within_s
         try:
             stream.handshake()
         except (OSError, EOFError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from typing import Any, NamedTuple
 
 from pipecomp.errors import KeysError, LinkError, PipecompError, WireError
@@ -15,6 +16,8 @@ from pipecomp.keys.stream import SecureStream, not_made
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh.frames import VERSION
 
+DIAL_S = 30.0  # for all that the other end says until it is let in
+_ANSWER_S = 10.0  # for it to take the answer
 JOIN, PEER, RELAY, AGAIN = "join", "peer", "relay", "again"  # what a connection can be for
 
 
@@ -97,7 +100,7 @@ def greet(stream: SecureStream, who: Identity, trust: Trust, mine: Place, wish: 
 
 def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str, ...], early: bytes = b"") -> Guest:
     """The listening end's part up to the answer, which is `welcome` or `refuse`."""
-    stream, who = trust.secure(sock, server=True, early=early)
+    stream, who = trust.secure(sock, server=True, early=early, within_s=DIAL_S)
     try:
         asked = stream.receive_json()
         trust.check(who)
@@ -127,6 +130,7 @@ def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str,
 def welcome(guest: Guest, trust: Trust, mine: Place, received: int = 0) -> None:
     """Let it in; received: frames of it that have come."""
     answer = {"rank": mine.rank, "session": mine.session, "received": received, "revoked": trust.revoked}
+    guest.stream.deadline = time.monotonic() + _ANSWER_S
     guest.stream.send_json(answer)
 
 

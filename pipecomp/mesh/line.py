@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -189,6 +190,7 @@ class Line:
 
     def _prepare(self, stream: SecureStream) -> None:
         stream.sock.settimeout(_POLL_S)
+        stream.deadline = math.inf
         stream.on_wait = lambda: self._check_silence(stream)
         stream.before_wait = self._drained
         with contextlib.suppress(OSError):  # a socket pair, or another system

@@ -35,14 +35,15 @@ def connect(
 ) -> tuple[SecureStream, Answer]:
     """A connection to a rank that listens, and what it answers.
 
-    wait_s: for it to be there. answer_s: for each of its words; None: as long as a rank takes.
+    wait_s: for it to be there. answer_s: for each of its words; None: as long as a rank takes. All together may take
+    `hello.DIAL_S` more.
 
     OSError if nothing listens; KeysError (NoAnswerError, too) or RefusedError from `greet`.
     """
     sock = socket.create_connection((address.host, address.port), wait_s)
     sock.settimeout(_HELLO_S if answer_s is None else answer_s)
     try:
-        stream, who = trust.secure(sock, server=False)
+        stream, who = trust.secure(sock, server=False, within_s=hello.DIAL_S + (answer_s or 0.0))
         return stream, hello.greet(stream, who, trust, mine, wish)
     except BaseException:
         close(sock)
@@ -81,7 +82,7 @@ class Door:
             sock = socket.create_connection((self._address.host, self._address.port), _DIRECT_S)
             try:
                 sock.settimeout(_HELLO_S)
-                _, who = self._trust.secure(sock, server=False)
+                _, who = self._trust.secure(sock, server=False, within_s=hello.DIAL_S)
                 self._trust.check(who)
                 self._trust.check_rank(who, self.rank)
                 self.reached = True
@@ -220,7 +221,7 @@ class Routes:
                 raise KeysError(f"rank {guest.rank} is at the other end")
             hello.welcome(guest, self._trust, self._mine, received)
             return guest.stream, guest.received
-        inner, who = self._trust.secure(outer.sock, server=False, early=early)
+        inner, who = self._trust.secure(outer.sock, server=False, early=early, within_s=hello.DIAL_S)
         answer = hello.greet(inner, who, self._trust, self._mine, Wish(hello.PEER, other, received=received))
         return inner, answer.received
 

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from pipecomp.errors import LinkError, WireError
 from pipecomp.keys.listener import MOST_WAITING, Address
+from pipecomp.keys.stream import NoAnswerError
 from pipecomp.keys.trust import Trust
+from pipecomp.mesh import hello
 from pipecomp.mesh import inbox as inbox_module
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, Header, Kind, pack, unpack
 from pipecomp.mesh.inbox import Inbox
 from pipecomp.mesh.mesh import Meeting, meet
-from pipecomp.mesh.routes import RELAYED
+from pipecomp.mesh.routes import RELAYED, connect
 from tests.mesh.meshes import WAIT_S, close_all, free_address, keys_for, meet_all, together
 
 SECRET = b"a sample's text, which nobody else must read. " * 4000
@@ -219,6 +221,57 @@ def test_a_slow_handshake_keeps_nobody_out(folders, monkeypatch):
     assert ended == MOST_WAITING
     for sock in slow:
         sock.close()
+    close_all(meshes)
+
+
+@pytest.mark.parametrize(
+    ("joined", "beginning"), [(False, b"\x16\x03\x03\x40\x00"), (True, b"\x00\x40\x00\x00")], ids=["TLS", "JSON"]
+)
+def test_a_dial_that_gets_a_byte_now_and_then_ends(folders, monkeypatch, joined, beginning):
+    """Each byte ends one wait and begins the next: rank 0's place is taken by who says nothing so."""
+    monkeypatch.setattr("pipecomp.mesh.hello.DIAL_S", 1.0)
+    trust, over = Trust(folders[0]), threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with sock, contextlib.suppress(OSError):
+            say = sock.sendall
+            if joined:
+                say = trust.secure(sock, server=True)[0].send
+            for byte in itertools.chain(beginning, itertools.repeat(0, int(WAIT_S / 0.05))):
+                say(bytes([byte]))
+                if over.wait(0.05):
+                    break
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        where, wish = Address("127.0.0.1", server.getsockname()[1]), hello.Wish(hello.JOIN, 0)
+        with pytest.raises(NoAnswerError, match="it does not answer"):
+            connect(where, Trust(folders[1]), hello.Place(1, 2, ""), wish, wait_s=WAIT_S)
+        over.set()
+        thread.join(WAIT_S)
+
+
+def test_who_does_not_take_its_answer_is_waited_for_a_while_only(folders, monkeypatch):
+    """The listening side holds what its threads need while it answers."""
+    late: list[Exception] = []
+    real = hello.welcome
+
+    def welcome(*args):
+        try:
+            real(*args)
+        except TimeoutError as error:
+            late.append(error)
+            monkeypatch.setattr(hello, "_ANSWER_S", WAIT_S)
+            raise
+
+    meshes = meet_all(folders[:2])
+    monkeypatch.setattr(hello, "_ANSWER_S", -1.0)
+    monkeypatch.setattr(hello, "welcome", welcome)
+    meshes[1].connections[0].line.now()[0].close()
+    assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
+    assert len(late) == 1
     close_all(meshes)
 
 
