@@ -108,6 +108,10 @@ def check(args: Any) -> None:
             kwargs,
             "arguments of torch.utils.checkpoint.checkpoint",
         )
+    for end in ("", "_kwargs"):
+        old, wanted = getattr(args, f"gradient_checkpointing{end}", None), checkpointing(args, end)
+        allowed = f"{wanted!r}, as activation_checkpointing{end}, its new name: change that one, or both"
+        require(not old or old == wanted, f"gradient_checkpointing{end}", old, allowed)
     accelerate = args.accelerator_config
     for field in dataclasses.fields(AcceleratorConfig):
         value = getattr(accelerate, field.name, field.default)  # some are taken out once they were used
@@ -149,6 +153,11 @@ def _check_launched(args: Any) -> None:
         precision,
         "not set, or what TrainingArguments say, which have neither bf16 nor fp16",
     )
+
+
+def checkpointing(args: Any, end: str = "") -> Any:
+    """Return `args.activation_checkpointing`, by the old name where it has that alone. end: "" or "_kwargs"."""
+    return getattr(args, f"activation_checkpointing{end}", getattr(args, f"gradient_checkpointing{end}", None))
 
 
 def values(args: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -91,8 +91,8 @@ class EngineHolder:
         except ConfigError:
             engine.close()
             raise
-        if args.gradient_checkpointing:
-            engine.stage.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        if arguments.checkpointing(args):
+            engine.stage.gradient_checkpointing_enable(arguments.checkpointing(args, "_kwargs"))
         if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
             align_special_tokens(engine.stage, processing_class)
         # With one seed for all ranks, blocks of different stages would draw the same dropout masks.

@@ -186,7 +186,9 @@ def again(folder: str) -> dict[str, Any]:
     before = whole.lm_head.weight.detach().clone()
     args = work.arguments(folder, max_steps=1, per_device_train_batch_size=1)
     trainer = PipelineTrainer(whole, args, work.padded, work.unequal(), num_stages=1)
+    args.activation_checkpointing = True  # of which the engine, made later, hears
     trainer.train()
+    out["recomputed"] = any(getattr(m, "gradient_checkpointing", False) for m in trainer.engine.stage.modules())
     trainer.end()
     out["whole"] = bool((whole.state_dict()["lm_head.weight"] != before).any())
     return out
@@ -252,4 +254,5 @@ def test_a_scripts_model_is_trained_on_and_does_not_pass_for_the_whole(ran: Any,
         assert found["losses"][0] == pytest.approx(losses[0], rel=1e-4)
         assert found["losses"][1] == pytest.approx(losses[1], rel=1e-4)
         assert "trainer.save_model(folder)" in found["saved"]
+        assert found["recomputed"]
         assert found["whole"], "of one stage the script's model is the trained one"

@@ -105,6 +105,18 @@ def test_what_a_pipeline_cannot_do_is_named(usual: TrainingArguments, name: str,
     assert caught.value.key == {"deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED"}.get(name, name)
 
 
+@pytest.mark.parametrize(("end", "value"), [("", True), ("_kwargs", {"use_reentrant": True})])
+def test_the_old_name_of_activation_checkpointing_does_not_part_from_the_new_one(
+    usual: TrainingArguments, end: str, value: Any
+) -> None:
+    old, new = f"gradient_checkpointing{end}", f"activation_checkpointing{end}"
+    with pytest.raises(ConfigError, match=f"^{old}: .* as {new}"):
+        arguments.check(changed(usual, **{old: value}))
+    arguments.check(changed(usual, **{old: value, new: value}))
+    arguments.check(changed(usual, **{new: value}))
+    assert arguments.checkpointing(changed(usual, **{new: value}), end) == value
+
+
 def test_accelerators_settings_are_refused(usual: TrainingArguments) -> None:
     other = copy.deepcopy(usual.accelerator_config)
     other.split_batches = True  # type: ignore[union-attr]
