@@ -102,7 +102,8 @@ class LocalSteps:
             found: int = whole(low, high)(f"gradients.{key}", default if local[key] is None else local[key])
             return found
 
-        for key, default in (("local_steps_warmup", 0), ("fragments", 1), ("overlap", 0)):
+        needs_several = (("local_steps_warmup", 0), ("fragments", 1), ("overlap", 0), ("second_moments", "rows"))
+        for key, default in needs_several:
             allowed = "only with local_steps of at least 2"
             require(h > 1 or local[key] in (None, default), f"gradients.{key}", local[key], allowed)
         overlap = number("overlap", 0, 0, h - 1)

@@ -88,7 +88,6 @@ REFUSED = {
     "overlap": {"local_steps": 4, "overlap": 4},
     "second_moments": {"local_steps": 4, "second_moments": "all"},
     "mixing": {"local_steps": 4, "mixing": 0.5},
-    "local_steps_warmup": {"local_steps": 1, "local_steps_warmup": 3},
     "outer.momentum": {"local_steps": 4, "outer": {"momentum": 1.0}},
     "outer.lr": {"local_steps": 4, "outer": {"lr": 0}},
     "outer.optimizer": {"local_steps": 4, "outer": {"optimizer": "adam"}},
@@ -98,8 +97,21 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_makes_no_sense_is_refused(key):
+    assert_refused(key, REFUSED[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("local_steps_warmup", 3), ("fragments", 2), ("overlap", 1), ("second_moments", "own")]
+)
+def test_what_needs_several_local_steps_is_refused_with_one(key, value):
+    assert_refused(key, {"local_steps": 1, key: value})
+    default = LocalSteps(local_steps=1).as_dict()[key]
+    assert Gradients(method="none", local_steps=1, **{key: default}).local == LocalSteps(local_steps=1)
+
+
+def assert_refused(key, given):
     with pytest.raises(ConfigError) as caught:
-        Gradients(method="none", **REFUSED[key])
+        Gradients(method="none", **given)
     assert caught.value.key == f"gradients.{key}"
 
 
