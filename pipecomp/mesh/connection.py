@@ -111,12 +111,16 @@ class Connection:
         """Until the other side has ended the connection, at most so long."""
         self._receiver.join(wait_s)
 
-    def say_goodbye(self) -> None:
-        """The first half of `close`."""
-        self.drain(self._outbox.empty)
+    def say_goodbye(self, reason: str = "") -> None:
+        """The first half of `close`. reason: why this rank ends, which does not wait for what is on its way then."""
+        if not reason:
+            self.drain(self._outbox.empty)
         self.line.closing = True
-        self._outbox.notice(Header(Kind.BYE, 0))
-        self._outbox.handed_over(_CLOSE_S)
+        if reason:
+            self._say_why(reason)
+        else:
+            self._outbox.notice(Header(Kind.BYE, 0))
+            self._outbox.handed_over(_CLOSE_S)
 
     def finish(self) -> None:
         """The second half of `close`."""
@@ -201,9 +205,9 @@ class Connection:
                     stream.send(*_reason(explained))
                 self._end(explained)
 
-    def _say_why(self, error: Exception) -> None:
+    def _say_why(self, reason: object) -> None:
         """Tell the other side that this one gives up, which must not wait for a new connection."""
-        _, text = _reason(error)
+        _, text = _reason(reason)
         self._outbox.notice(Header(Kind.BYE, len(text)), text)
         self._outbox.handed_over(_SAY_S)
 
@@ -285,9 +289,9 @@ class Connection:
             raise WireError(f"a frame {header.kind.name} that this rank has not to do with")
 
 
-def _reason(error: Exception) -> tuple[bytes, bytes]:
+def _reason(reason: object) -> tuple[bytes, bytes]:
     """A frame that says why the connection ends."""
-    text = json.dumps(str(error)[:_REASON]).encode()
+    text = json.dumps(str(reason)[:_REASON]).encode()
     return pack(Header(Kind.BYE, len(text))), text
 
 

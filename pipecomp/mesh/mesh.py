@@ -91,16 +91,19 @@ class Mesh:
         for connection in self.connections.values():
             connection.hurry = True
 
-    def close(self) -> None:
-        """End all connections in order; rank 0, which serves the store and relays, goes last."""
+    def close(self, reason: str = "") -> None:
+        """End all connections in order; rank 0, which serves the store and relays, goes last.
+
+        reason: for the others, why this rank does not go on, which then waits for nobody.
+        """
         with self._came:
             self._over = True
             every = list(self.connections.values())  # no threads: at the interpreter's end none can be started
-        deadline = time.monotonic() + (_LAST_S if self.rank == 0 else 0.0)
+        deadline = time.monotonic() + (_LAST_S if self.rank == 0 and not reason else 0.0)
         for connection in every:
             connection.wait_for_end(max(0.0, deadline - time.monotonic()))
         for connection in every:
-            connection.say_goodbye()
+            connection.say_goodbye(reason)
         for connection in every:
             connection.finish()
         for part in (self._routes, self._listener, self._relay):
@@ -242,6 +245,22 @@ class Mesh:
 
     # -- all
 
+    def _wait_for_all(self) -> None:
+        """Until all ranks are connected. Rank 0 raises what has ended one, and so ends the waiting of the others."""
+        ready = {rank: _READY.format(rank) for rank in range(self.world)}
+        problem = "did not connect to all others"
+        if self._table is None:
+            wait_for_keys(self.store, ready, _READY_S, problem)
+            return
+        began = time.monotonic()
+        while not self._table.wait(list(ready.values()), _AGAIN_S):
+            for connection in self.connections.values():
+                if connection.failure is not None:
+                    raise connection.failure
+            if time.monotonic() - began > _READY_S:
+                missing = min(rank for rank, key in ready.items() if not self._table.has([key]))
+                raise LinkTimeoutError(f"rank {missing} {problem} within {_READY_S:g} s")
+
     def _connect(self, rank: int, way: Way) -> None:
         table, questions = self._table, self._questions if rank == 0 else None
         connection = Connection(
@@ -299,11 +318,10 @@ def meet(meeting: Meeting, trust: Trust, *, wait_s: float) -> Mesh:
             made._join(wait_s)
             made._find_all(wait_s)
         made.store.set(_READY.format(made.rank), "")
-        ready = {rank: _READY.format(rank) for rank in range(made.world)}
-        wait_for_keys(made.store, ready, _READY_S, "did not connect to all others")
+        made._wait_for_all()
         threading.Thread(target=made._knock, name="pipecomp-knock", daemon=True).start()
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(Exception):
-            made.close()
+            made.close(f"{type(error).__name__}: {error}".rstrip(": "))
         raise
     return made

@@ -519,6 +519,28 @@ class TestStart:
         assert str(second) == "rank 2 did not come to the start of the run within 1 s"
         assert "rank 2 did not come to the start of the run within 4 s" in str(first)
 
+    @pytest.mark.parametrize("error", [LinkError("no way leads there"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+    def test_why_a_rank_does_not_connect_is_told_to_all(self, folders, monkeypatch, error):
+        monkeypatch.setattr("pipecomp.mesh.mesh._READY_S", 30.0)
+        address, original = free_address(), Routes.find
+
+        def find(self, other: int):
+            if self._mine.rank == 2:
+                raise error
+            return original(self, other)
+
+        def one(rank: int) -> BaseException:
+            with pytest.raises((LinkError, type(error))) as raised:
+                meet(Meeting(rank, 3, address), Trust(folders[rank]), wait_s=WAIT_S)
+            return raised.value
+
+        monkeypatch.setattr(Routes, "find", find)
+        found = together([lambda rank=rank: one(rank) for rank in range(3)])
+        said = f"rank 2 gave up the connection to this rank: {type(error).__name__}"
+        assert said in str(found[0])
+        assert said in str(found[1])
+        assert found[2] is error
+
     def test_a_rank_is_connected_as_soon_as_it_is_found(self, folders, monkeypatch):
         made = Mesh(Meeting(1, 4, free_address()), Trust(folders[1]))
         connected: list[int] = []
