@@ -27,6 +27,7 @@ _GRACE_S, _POLL_S = 60.0, 0.05
 # Variables that other machines get, too; what names this machine's own network or devices is not among them.
 _CARRIED = ("PIPECOMP_", "HF_", "TRACKIO_", "MLFLOW_", "WANDB_", "DS_ACCELERATOR", "PYTHONPATH")
 _STAYS = ("PIPECOMP_LISTEN", "PIPECOMP_LAUNCHER")
+_READ = ("sh", "-c", 'eval "$(cat)" && exec "$@"', "sh")  # what `exports` writes, then a command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,25 @@ class Rank:
     command: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def line(self, folder: str, environment: Mapping[str, str]) -> str:
-        """Write the shell's line that starts it on its host, in `folder`."""
-        carried = {
-            name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in _STAYS
-        }
-        words = ["env", *(f"{name}={value}" for name, value in {**carried, **self.variables}.items()), *self.command]
+    def line(self, folder: str, environment: Mapping[str, str], *, reads: bool = False) -> str:
+        """Write the shell's line that starts it on its host, in `folder`.
+
+        reads: what is carried of `environment` comes on its standard input (`exports`), not in the line, which every
+        user of both machines can see.
+        """
+        shown = {**({} if reads else carried(environment)), **self.variables}
+        words = [*(_READ if reads else ()), "env", *(f"{name}={value}" for name, value in shown.items()), *self.command]
         return f"cd {shlex.quote(folder)} && {shlex.join(words)}"
+
+
+def carried(environment: Mapping[str, str]) -> dict[str, str]:
+    """Pick the variables that other machines get, too."""
+    return {name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in _STAYS}
+
+
+def exports(environment: Mapping[str, str]) -> str:
+    """Write them for a shell."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in carried(environment).items())
 
 
 def ranks_of(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> list[Rank]:
@@ -156,15 +169,20 @@ def run_ranks_of(ranks: Sequence[Rank]) -> int:
 
 def _started(rank: Rank) -> subprocess.Popen[bytes]:
     if rank.host is None:
-        command, environment = list(rank.command), {**os.environ, **rank.variables}
+        command, environment, given = list(rank.command), {**os.environ, **rank.variables}, ""
     else:
-        command, environment = [*_SSH, rank.host, rank.line(os.getcwd(), os.environ)], dict(os.environ)
+        command = [*_SSH, rank.host, rank.line(os.getcwd(), os.environ, reads=True)]
+        environment, given = dict(os.environ), exports(os.environ)
     try:
         # A session of its own: Ctrl-C in a terminal reaches it once, from here.
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
     except OSError as error:
         allowed = f"a program that can be started ({error.strerror}); --dry-run says what to run on each host"
         raise ConfigError("command", command[0], allowed) from error
+    assert started.stdin is not None
+    with contextlib.suppress(BrokenPipeError), started.stdin:  # one that has ended at once says why by its status
+        started.stdin.write(os.fsencode(given))
+    return started
 
 
 def _status_of(running: Sequence[subprocess.Popen[bytes]]) -> int:

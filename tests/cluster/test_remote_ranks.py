@@ -70,6 +70,22 @@ def test_the_line_for_another_machine_survives_its_shell():
     assert done.stdout.strip() == "/ my keys ['a b', '$HOME']"
 
 
+def test_what_other_machines_are_given_stands_on_no_command_line(tmp_path, monkeypatch, capfd):
+    """With a stand-in for ssh that shows its arguments, and starts the line with none of this machine's variables."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$@"\nexec env -i PATH="$PATH" sh -c "$4"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("HF_TOKEN", secret := "it's \\ a\nsecret")
+    program = "import os, sys; print(ascii(os.environ['HF_TOKEN']), os.environ['RANK'], sys.stdin.read() == '')"
+    rank = Rank(number=1, host="two", command=(sys.executable, "-c", program), variables={"RANK": "1"})
+    assert run_ranks_of([rank]) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[-1] == f"{secret!a} 1 True"
+    assert "RANK=1" in " ".join(said[:-1])
+    assert "secret" not in " ".join(said[:-1])
+
+
 def python(*programs: str) -> list[Rank]:
     return [Rank(number=n, host=None, command=(sys.executable, "-c", text)) for n, text in enumerate(programs)]
 
