@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from pipecomp.activation_config import bits_text
@@ -15,6 +16,8 @@ from pipecomp.plan.prediction import Job, Prediction
 from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
+
+_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def stage_table(title: str, job: Job, more: Mapping[str, Sequence[str]]) -> Table:
@@ -168,8 +171,13 @@ def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
 
 
 def configuration(choice: Choice) -> dict[str, Any]:
-    """Make what to write into DeepSpeed's configuration."""
+    """Make what to write into DeepSpeed's configuration; half precision so that it can be saved and loaded."""
     job = choice.prediction.job
+    half: dict[str, Any] = {}
+    if job.dtype in _HALF:
+        half = {_HALF[job.dtype]: {"enabled": True}, "zero_optimization": {"stage": 1}}
+        if job.dtype == torch.bfloat16:
+            half["data_types"] = {"grad_accum_dtype": "fp32"}
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         section["activations"] = {
@@ -186,6 +194,7 @@ def configuration(choice: Choice) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": job.samples,
         "gradient_accumulation_steps": job.micro_batches,
+        **half,
         "pipecomp": section,
     }
 

@@ -32,6 +32,7 @@ from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
 from pipecomp.report.record import PLAN
 
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # precision is as --checkpoint needs it
 MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
 
 
@@ -196,7 +197,7 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
         section["tie"] = False
     warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
     return {
-        **planned,
+        **{key: planned[key] for key in _BATCH if key in planned},
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
         "gradient_clipping": 1.0,

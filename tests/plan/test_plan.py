@@ -17,6 +17,7 @@ from pipecomp.allreduce import predict as predict_average
 from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
 from pipecomp.config import Config
+from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
@@ -539,6 +540,18 @@ def test_tied_weights_are_named_with_what_they_take(folder):
     assert "gradients" not in json.loads(out.read_text())["config"]["pipecomp"]
     done = CliRunner().invoke(app, [*arguments, "--gradients", "topk"])
     assert "gradients: got 'topk', allowed: none, fp16, global_qsgd, double_squeeze" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_configuration_has_the_precision_that_was_planned(folder, dtype):
+    out = folder / "plan.json"
+    arguments = ["plan", "--model", str(folder / "model"), "--tokens", "64", "--stages", "2", "--speed", "1"]
+    assert CliRunner().invoke(app, [*arguments, "--dtype", dtype, "--json", str(out)]).exit_code == 0
+    config = json.loads(out.read_text())["config"]
+    check_precision(config)
+    assert [name for name in ("bf16", "fp16") if config.get(name) == {"enabled": True}] == [dtype] * (dtype != "fp32")
+    assert config.get("zero_optimization") == (None if dtype == "fp32" else {"stage": 1})
+    assert config.get("data_types") == ({"grad_accum_dtype": "fp32"} if dtype == "bf16" else None)
 
 
 def test_replicas_of_a_whole_model_average_over_the_network(folder):
