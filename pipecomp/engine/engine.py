@@ -209,7 +209,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
         Raises:
             DataError: A batch has more samples than allowed; nothing of it was sent.
+            ConfigError: `num_micro_batches` is less than 1: there is no mean of no losses.
         """
+        count = kwargs.get("num_micro_batches")
+        require(on_logits is not None or count is None or count >= 1, "num_micro_batches", count, "1 or more, or None")
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
         with self.propagate_failure(), self._work.handing_over(on_logits), self.common_weights():

@@ -59,6 +59,8 @@ def bare(rank: int, world: int, note: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with pytest.raises(ConfigError, match="samples: got 0, allowed: a whole number, 1 or more"):
         engine.allow_evaluation(0)
+    with pytest.raises(ConfigError, match="num_micro_batches: got 0, allowed: 1 or more"):
+        engine.eval_batch(iter(()), num_micro_batches=0)
     data = samples(EVALUATED, length=8)
     found["loss"] = float(engine.eval_batch(iter(eval_batches(data, EVALUATED)), num_micro_batches=1))
     found["waited"] = [link["wait_seconds"] for link in engine.comm_stats()["links"].values()]
