@@ -193,6 +193,7 @@ def test_an_argument_block_is_filled_alike_at_once_and_field_by_field(block):
     assert not any(bytes(filled[0]))
 
 
+@needs_native
 def test_a_forked_process_can_quantize():
     code = (
         "import os, torch\n"
