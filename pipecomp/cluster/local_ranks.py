@@ -14,11 +14,12 @@ import queue
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from pipecomp.cluster.network_interfaces import free_port
-from pipecomp.errors import PipecompError
+from pipecomp.errors import ConfigError, PipecompError
 
 _LARGE_PACKAGES = [
     "torch.distributed",
@@ -46,6 +47,15 @@ def preload_large_packages(*more: str) -> None:
         multiprocessing.set_forkserver_preload(_LARGE_PACKAGES)
 
 
+def start_server() -> None:
+    """Start the server that forks ranks, if it does not run. Raises ConfigError where its socket finds no place."""
+    try:
+        forkserver.ensure_running()
+    except OSError as error:  # of a path too long for a socket, or no folder at all
+        allowed = f"a folder with a short path (of at most 70 bytes), which can be written ({error})"
+        raise ConfigError("TMPDIR", os.environ.get("TMPDIR"), allowed) from error
+
+
 def run_ranks(
     world: int,
     function: Callable[..., Any],
@@ -57,8 +67,9 @@ def run_ranks(
     """Return what `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
 
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
-    may end without a result. Raises RankFailedError.
+    may end without a result. Raises RankFailedError, and ConfigError as `start_server` does.
     """
+    start_server()
     # A server that has imported torch once forks the ranks. Its environment is that of its own start, so the ranks are
     # given the caller's.
     context = multiprocessing.get_context("forkserver")

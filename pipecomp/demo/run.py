@@ -15,11 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks
+from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks, start_server
 from pipecomp.demo.lengthen import check_same_start, lengthen
 from pipecomp.demo.plot import plot
 from pipecomp.demo.results import compare, summary
@@ -59,7 +58,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
         raise ConfigError("out", settings.out, f"a folder that is there or can be made ({error.strerror})") from error
     report("Reading Python's documentation", 0, 1, None)
     preload_large_packages()
-    forkserver.ensure_running()  # it imports while this process reads
+    start_server()  # it imports while this process reads
     task = documentation_task(vocabulary=settings.vocabulary, length=settings.length, training=settings.training)
     report("Reading Python's documentation", 1, 1, None)
     with tempfile.TemporaryDirectory() as folder:

@@ -121,6 +121,8 @@ def check_software_lab(environ: Mapping[str, str]) -> list[Finding]:
 def _local_ranks() -> list[Finding]:
     try:
         found = run_ranks(_LOCAL_RANKS, _measure_here, timeout_s=_LOCAL_LIMIT_S)[0]
+    except ConfigError as error:
+        return [Finding("ranks", PROBLEM, str(error), "export TMPDIR=/tmp")]
     except RankFailedError as error:
         advice = "Two ranks on this machine could not talk over the loopback interface: see the lines above."
         return [Finding("ranks", PROBLEM, str(error).strip().splitlines()[-1], advice)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -35,3 +38,14 @@ def test_ctrl_c_between_two_starts_ends_those_that_run(monkeypatch):
     assert not first.is_alive()
     assert first.exitcode is not None
     assert second.pid is None
+
+
+def test_a_path_too_long_for_the_servers_socket_is_named(tmp_path):
+    """The name of a socket has at most 107 bytes, whatever a file's may have."""
+    folder = tmp_path / ("t" * 100)
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", "from pipecomp.cluster.local_ranks import run_ranks\nrun_ranks(1, len, timeout_s=1)"],
+        env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1].startswith(f"pipecomp.errors.ConfigError: TMPDIR: got '{folder}', allowed: ")

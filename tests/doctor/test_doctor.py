@@ -692,14 +692,22 @@ def test_ranks_of_a_launcher_can_be_left_out(quick, monkeypatch):
     assert CliRunner().invoke(app, ["doctor", "--json", "--no-ranks"]).exit_code == 1
 
 
-def test_two_ranks_here_that_fail(quick, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (examination.RankFailedError("rank 1 failed:\nRuntimeError: no loopback"), "no loopback"),
+        (ConfigError("TMPDIR", "/far/away", "a folder with a short path"), "short path"),
+    ],
+    ids=["loopback", "TMPDIR"],
+)
+def test_two_ranks_here_that_fail(quick, monkeypatch, error, said):
     def fail(*a, **k):
-        raise examination.RankFailedError("rank 1 failed:\nRuntimeError: no loopback")
+        raise error
 
     monkeypatch.setattr(examination, "run_ranks", fail)
     told: list[Finding] = []
     assert examine(told.extend, store=Path("m"), ranks=True, environ={})
-    expect(told[-1], PROBLEM, "no loopback")
+    expect(told[-1], PROBLEM, said)
 
 
 @pytest.mark.soak
