@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipecomp.config import MOST_SEED
 from pipecomp.demo.task import pretrain
-from pipecomp.errors import require
+from pipecomp.errors import DataError, require
+from pipecomp.recipes import run
 from pipecomp.recipes.encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
+from pipecomp.recipes.resume import make_folder
 from pipecomp.recipes.text import blocks, read_text
 
 SHARE, MASKED, REPLACED = 0.15, 0.8, 0.1
@@ -78,15 +81,9 @@ def held_out_loss(masking: Masking, rows: list[list[int]], batch: int) -> float:
     return total / max(1, found)
 
 
-def main() -> None:
+def main(args: argparse.Namespace) -> None:
     """See the top of the file."""
-    args = _arguments()
-    require(
-        args.vocabulary >= MIN_VOCABULARY,
-        "--vocabulary",
-        args.vocabulary,
-        f"a whole number of at least {MIN_VOCABULARY}",
-    )
+    require(args.width % args.heads == 0, "--width", args.width, f"a multiple of --heads, {args.heads}")
     from transformers import DebertaV2ForMaskedLM
 
     lines = list(chain.from_iterable(map(plain_lines, args.train_file)))
@@ -110,6 +107,10 @@ def main() -> None:
     training = rows(lines)
     if args.max_blocks is not None:
         training = training[: args.max_blocks]
+    if len(training) < args.batch:
+        raise DataError(f"{len(training)} samples of {args.block_size} tokens are too few for --batch {args.batch}")
+    held_out = [] if args.eval_file is None else rows(plain_lines(args.eval_file))
+    make_folder("--save", args.save)  # what is wrong is said before the training, which would be lost
     sizes = f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(training):,} blocks of {args.block_size}"
     print(f"{len(tokenizer):,} tokens in the vocabulary, {sizes}", flush=True)
     began = shown = time.monotonic()
@@ -129,31 +130,33 @@ def main() -> None:
         "seconds": time.monotonic() - began,
     }
     if args.eval_file is not None:
-        report["eval_loss"] = held_out_loss(masking, rows(plain_lines(args.eval_file)), args.batch)
+        report["eval_loss"] = held_out_loss(masking, held_out, args.batch)
     model.save_pretrained(args.save)
     tokenizer.save_pretrained(args.save)
     (Path(args.save) / "pretraining.json").write_text(json.dumps({**vars(args), **report}, indent=1) + "\n")
     print("  ".join(f"{name} {value:.4f}" for name, value in report.items()) + f"; saved in {args.save}")
 
 
-def _arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--train-file", nargs="+", required=True, metavar="FILE", help="UTF-8 text")
     add("--eval-file", metavar="FILE", help="held-out text, evaluated at the end")
     add("--save", required=True, metavar="FOLDER", help="where model and tokenizer are written")
-    add("--vocabulary", type=int, default=4000, metavar="V", help="tokens, made from the text (4000)")
-    add("--layers", type=int, default=4, help="blocks (4)")
-    add("--width", type=int, default=128, help="width of the blocks (128)")
-    add("--heads", type=int, default=4, help="attention heads (4)")
-    add("--block-size", type=int, default=64, metavar="S", help="tokens in a sample (64)")
-    add("--batch", type=int, default=32, help="samples in a step (32)")
-    add("--epochs", type=int, default=1, help="passes over the text (1)")
-    add("--max-blocks", type=int, metavar="N", help="use only the first N samples")
+    vocabulary = run.at_least(MIN_VOCABULARY)
+    add("--vocabulary", type=vocabulary, default=4000, metavar="V", help="tokens, made from the text (4000)")
+    add("--layers", type=run.at_least(1), default=4, help="blocks (4)")
+    add("--width", type=run.at_least(1), default=128, help="width of the blocks (128)")
+    add("--heads", type=run.at_least(1), default=4, help="attention heads (4)")
+    add("--block-size", type=run.at_least(1), default=64, metavar="S", help="tokens in a sample (64)")
+    add("--batch", type=run.at_least(1), default=32, help="samples in a step (32)")
+    add("--epochs", type=run.at_least(1), default=1, help="passes over the text (1)")
+    add("--max-blocks", type=run.at_least(1), metavar="N", help="use only the first N samples")
     add("--lr", type=float, default=2e-3, help="highest learning rate (2e-3)")
-    add("--seed", type=int, default=0, help="of weights, order and masks (0)")
-    return parser.parse_args()
+    add("--seed", type=run.at_least(0, MOST_SEED), default=0, help="of weights, order and masks (0)")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    run.run(main, arguments())

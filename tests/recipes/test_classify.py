@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import ConfigError, DataError, PipecompError
 from pipecomp.recipes import classify, encoder, run
 from pipecomp.recipes.classify import COLA, QNLI, Padding, Row, Samples, counts, read_rows, scores
 
@@ -253,13 +254,41 @@ class TestModels:
             encoder.load_tokenizer(str(tmp_path), [])
 
 
-def test_pretraining_hides_what_bert_hides() -> None:
+@pytest.fixture(scope="module")
+def pretraining() -> Any:
+    """The script that pre-trains a DeBERTa, as a module."""
     spec = importlib.util.spec_from_file_location("pretrain_deberta", ROOT / "recipes" / "pretrain_deberta.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    masking = script.Masking(torch.nn.Identity(), mask=3, first=4, vocabulary=1000, seed=0)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (("--eval-file", "missing.txt"), "missing.txt: cannot be read"),
+        (("--eval-file", "short.txt"), "too few for one block"),
+        (("--save", "short.txt"), "--save: got 'short.txt'"),
+        (("--max-blocks", "3"), "3 samples of 16 tokens are too few for --batch 4"),
+        (("--width", "30"), "--width: got 30, allowed: a multiple of --heads, 4"),
+    ],
+)
+def test_pretraining_says_what_is_wrong_before_it_trains(
+    pretraining: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a small model keeps what a link sends\n" * 50)
+    Path("short.txt").write_text("a link\n")
+    monkeypatch.setattr(pretraining, "pretrain", lambda *given, **options: pytest.fail("it has trained"))
+    given = ("--train-file=text.txt", "--save=model", "--vocabulary=300", "--layers=1", "--block-size=16", "--batch=4")
+    with pytest.raises(PipecompError, match=re.escape(error)):
+        pretraining.main(pretraining.arguments().parse_args([*given, *more]))
+
+
+def test_pretraining_hides_what_bert_hides(pretraining: Any) -> None:
+    masking = pretraining.Masking(torch.nn.Identity(), mask=3, first=4, vocabulary=1000, seed=0)
     ids = torch.randint(0, 1000, (200, 500), generator=torch.Generator().manual_seed(1))
     ids[:, 0] = 1
     seen, wanted = masking.masked(ids)
