@@ -139,7 +139,10 @@ class Training:
         logs: dict[str, float] = {}
         for update in range(first, length.updates):
             fire(trainer, "on_step_begin")
-            logs = self._step(length.micro_batches(update))
+            micro_batches = length.micro_batches(update)
+            if micro_batches > 1 and (trainer.control.should_epoch_stop or trainer.control.should_training_stop):
+                break  # Trainer looks after the first micro-batch, and takes the step if that is all of it
+            logs = self._step(micro_batches)
             if trainer.args.include_num_input_tokens_seen != "no":
                 self._gather_reports()  # callbacks may go by their number in any step, as with Trainer
             trainer.state.global_step += 1

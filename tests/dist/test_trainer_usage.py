@@ -64,6 +64,26 @@ def counted(kind: Any, folder: str) -> dict[str, Any]:
     }
 
 
+class StopsEarly(TrainerCallback):
+    """When the second epoch begins."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_training_stop = state.global_step > 0
+
+
+def stopped(kind: Any, folder: str) -> list[tuple[int, float]]:
+    """Steps and epochs of trainings that end so, with two micro-batches in a step and with one."""
+    found = []
+    for accumulation in (2, 1):
+        args = work.arguments(folder, gradient_accumulation_steps=accumulation)
+        trainer = kind(gpt2(2, 16), args, work.padded, work.unequal(), callbacks=[StopsEarly])
+        trainer.train()
+        if hasattr(trainer, "engine"):
+            trainer.end()
+        found.append((trainer.state.global_step, trainer.state.epoch))
+    return found
+
+
 class Modes(torch.optim.SGD):
     """An optimizer whose weights differ in training and evaluation."""
 
@@ -93,7 +113,12 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     from pipecomp import PipelineTrainer
 
     gpt2(2, 16).save_pretrained(f"{folder}/begun-{rank}")  # before the ranks join: then only the first one would write
-    return {"counted": counted(PipelineTrainer, f"{folder}/counted"), "again": again(folder), "errors": errors(folder)}
+    return {
+        "counted": counted(PipelineTrainer, f"{folder}/counted"),
+        "stopped": stopped(PipelineTrainer, f"{folder}/stopped"),
+        "again": again(folder),
+        "errors": errors(folder),
+    }
 
 
 def errors(folder: str) -> dict[str, str]:
@@ -207,6 +232,15 @@ def test_tokens_and_operations_are_counted_as_trainer_counts_them(ran: Any, tmp_
     assert expected["ends"][0]["total_flos"] > expected["saved"]["total_flos"] > 0
     for rank in (0, 1):
         assert ran[rank]["counted"] == expected
+
+
+def test_a_callback_that_stops_training_before_a_step_stops_it_where_trainer_does(ran: Any, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    expected = stopped(Trainer, str(tmp_path))
+    assert [step for step, _ in expected] == [3, 6]
+    for rank in (0, 1):
+        assert ran[rank]["stopped"] == expected
 
 
 @pytest.mark.parametrize(
