@@ -96,6 +96,22 @@ def test_systemd_takes_the_unit(tmp_path):
     assert "pipecomp.service:" not in done.stderr, done.stderr
 
 
+def test_what_was_installed_is_checked_and_not_the_checkout(tmp_path):
+    """The page of systemd installs from a checkout, in which pipecomp is importable, without compiled kernels."""
+    (tmp_path / "pipecomp" / "kernels").mkdir(parents=True)
+    (tmp_path / "pipecomp" / "kernels" / "dispatch.py").write_text("raise SystemExit('the one of the checkout')")
+    found = shlex.quote(sys.executable)
+    makes = f'#!/bin/sh\nmkdir -p "$3/bin"; ln -s /bin/true "$3/bin/pip"; ln -s {found} "$3/bin/python"\n'
+    (tmp_path / "python3").write_text(makes)
+    (tmp_path / "python3").chmod(0o755)
+    done = subprocess.run(
+        ["sh", EXAMPLES / "docker" / "install.sh", ".", "made"], cwd=tmp_path, capture_output=True, text=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert "the one of the checkout" not in done.stderr
+    assert (tmp_path / "made" / "bin" / "python").is_file()
+
+
 def test_slurm_asks_for_what_the_page_says():
     text = (EXAMPLES / "slurm" / "train.sbatch").read_text()
     asked = re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?$", text, re.MULTILINE)

@@ -14,7 +14,8 @@ if [ -n "${TORCH_INDEX_URL:-}" ]; then
 fi
 $pip install "$source"
 # The kernels come compiled, or the image would quantize dozens of times slower without a word.
-"$folder/bin/python" - <<'CHECK'
+# -I: what was installed is looked at, and not the checkout in which this may be started.
+"$folder/bin/python" -I - <<'CHECK'
 import sys
 
 from pipecomp.kernels import dispatch
