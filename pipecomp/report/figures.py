@@ -15,6 +15,7 @@ from pipecomp.report.words import Told, planned
 COLORS = ("#3b82d6", "#e07b2e", "#2aa37c", "#c4569f", "#8a6ee0", "#b8961f", "#d1495b", "#71839a")
 PART_COLORS = dict(zip(measures.PARTS, ("#3b82d6", "#e07b2e", "#a9b4c2", "#8a6ee0", "#b8961f", "#d5cfc4"), strict=True))
 
+_POINTS = 4000  # of a curve: about four for each pixel of a wide screen, so that some are left to zoom into
 _SHORT = 24  # characters of a run's name beside bars
 _DOWN = {"type": "category", "autorange": "reversed", "automargin": True}  # names, also "7"; the first row on top
 
@@ -57,7 +58,7 @@ def losses(all_told: Sequence[Told], *, over: str) -> Chart | None:
         color = COLORS[i % len(COLORS)]
         x = _axis(one.curve, over)
         if x:
-            y = one.curve.smooth()
+            x, y = _thinned(x, one.curve.smooth())
             tip = f"{name}<br>loss %{{y:.4f}} at %{{x:,}}<extra></extra>"
             traces.append(_line(x, y, name, color, tip))
         at = _axis(one.held_out, over)
@@ -77,6 +78,18 @@ def losses(all_told: Sequence[Told], *, over: str) -> Chart | None:
             "layout": {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": "loss"}}},
         },
     )
+
+
+def _thinned(x: list[Any], y: list[float]) -> tuple[list[Any], list[float]]:
+    """Both ends of a long curve, and of each of many stretches the lowest and the highest point: it looks the same."""
+    n, stretches = len(y), _POINTS // 2
+    if n <= _POINTS:
+        return x, y
+    kept = {0, n - 1}
+    for i in range(stretches):
+        stretch = range(i * n // stretches, (i + 1) * n // stretches)
+        kept |= {min(stretch, key=y.__getitem__), max(stretch, key=y.__getitem__)}
+    return [x[i] for i in sorted(kept)], [y[i] for i in sorted(kept)]
 
 
 def _axis(curve: measures.Curve, over: str) -> list[Any]:

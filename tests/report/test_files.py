@@ -234,6 +234,26 @@ def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
     assert chart.figure["layout"]["yaxis"]["type"] == "category"
 
 
+def test_a_long_curve_has_its_ends_and_what_stands_out_in_few_points(tmp_path):
+    steps, peaks = 20_000, {7_001: 9.0, 7_500: 9.5, 12_345: 0.5}
+    lines = [{"step": i, "seconds": i / 2, "loss": peaks.get(i, 2 + i % 2)} for i in range(1, steps + 1)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (one,) = map(told, read_runs([tmp_path]))
+    smooth = dict(zip(one.curve.steps, one.curve.smooth(), strict=True))
+    for over, per_step in (("steps", 1), ("seconds", 0.5)):
+        (curve,) = figures.losses([one], over=over).figure["data"]
+        drawn = dict(zip([x / per_step for x in curve["x"]], curve["y"], strict=True))
+        assert len(curve["x"]) == len(drawn) < 4_100
+        assert curve["x"] == sorted(curve["x"])
+        assert drawn == {step: pytest.approx(smooth[step], abs=1e-6) for step in drawn}
+        assert {1, steps} <= drawn.keys()
+        for begin in range(1, steps, 100):  # about ten stretches
+            part = range(begin, begin + 100)
+            told_here = [drawn[step] for step in part if step in drawn]
+            assert max(told_here) == pytest.approx(max(smooth[step] for step in part), abs=1e-6)
+            assert min(told_here) == pytest.approx(min(smooth[step] for step in part), abs=1e-6)
+
+
 def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
     make_run(tmp_path / "fast", network=slow(bits_per_s=1e9))
     make_run(tmp_path / "slow", network=slow())
