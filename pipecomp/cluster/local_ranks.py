@@ -11,6 +11,8 @@ import gc
 import multiprocessing
 import os
 import queue
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -48,12 +50,20 @@ def preload_large_packages(*more: str) -> None:
 
 
 def start_server() -> None:
-    """Start the server that forks ranks, if it does not run. Raises ConfigError where its socket finds no place."""
+    """Start the server that forks ranks, if it does not run. Raises ConfigError where its socket finds no place.
+
+    Ctrl-C, which a terminal sends to all processes, is for the one alone that calls this, and ends the others.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
     try:
         forkserver.ensure_running()
     except OSError as error:  # of a path too long for a socket, or no folder at all
         allowed = f"a folder with a short path (of at most 70 bytes), which can be written ({error})"
         raise ConfigError("TMPDIR", os.environ.get("TMPDIR"), allowed) from error
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def run_ranks(

@@ -10,9 +10,13 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # Ctrl-C ends this process without a traceback while it imports, for many seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
@@ -235,4 +239,5 @@ def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) ->
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run.run(main, arguments())

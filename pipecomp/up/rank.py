@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C ends this process without a traceback while it imports, for many seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist
 from rich.console import Console
@@ -62,6 +66,8 @@ def main(words: Sequence[str]) -> None:
     except PipecompError as error:
         print(f"pipecomp up: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     say("up: training begins")
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
@@ -126,4 +132,5 @@ def _value(command: Sequence[str], flag: str) -> str | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1:])

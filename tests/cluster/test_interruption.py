@@ -125,6 +125,28 @@ def test_one_rank_decides_for_all() -> None:
     assert Interrupted("SIGTERM on rank 1").code == REQUEUE_STATUS == 75
 
 
+@pytest.mark.parametrize("module", ["pipecomp.recipes.planned", "pipecomp.up.rank"])
+def test_ctrl_c_while_a_rank_imports_leaves_no_traceback(tmp_path: Path, module: str) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(10000)\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = started(f"import os, sys; os.execv(sys.executable, [sys.executable, '-m', '{module}'])", PYTHONPATH=path)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert (process.returncode, output) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_before_the_training_of_up_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipecomp.up import rank
+
+    def interrupted(**given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank, "start_processes", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        rank.main(["{}", "train.py"])
+    assert ended.value.code == 130
+
+
 # -- launchers
 
 

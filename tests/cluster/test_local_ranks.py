@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,21 @@ def test_ctrl_c_between_two_starts_ends_those_that_run(monkeypatch):
     assert not first.is_alive()
     assert first.exitcode is not None
     assert second.pid is None
+
+
+def ignores_ctrl_c(rank: int, world: int, note: Any) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_ctrl_c_in_a_terminal_is_for_the_caller_alone():
+    """Which ends the ranks: they and their server, which may still import, say nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.cluster.test_local_ranks import *\n"
+         "print(run_ranks(1, ignores_ctrl_c, timeout_s=HANG_S))\n"
+         "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.stdout == "{0: True}\nTrue\n", done.stderr
 
 
 def test_a_path_too_long_for_the_servers_socket_is_named(tmp_path):
