@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Container, Iterable
 from typing import Any
@@ -18,6 +19,30 @@ def replace_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+class _Lasting(io.FileIO):
+    """A descriptor that leads nowhere from when nobody reads it any more."""
+
+    def write(self, data: Any) -> Any:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())  # for all that writes there, in any language
+            return len(data)
+
+
+def outlast_readers() -> None:
+    """Let this process go on where nobody reads its output any more, as behind `| head`: a training costs money."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor:
+            stream.flush()
+            raw = _Lasting(descriptor, "w", closefd=False)
+            file: Any = raw if stream.write_through else io.BufferedWriter(raw)  # as Python makes it with -u
+            form: Any = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            setattr(sys, name, io.TextIOWrapper(file, **form, write_through=stream.write_through))
 
 
 def table(

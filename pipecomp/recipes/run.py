@@ -36,7 +36,7 @@ from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
-from pipecomp.tables import replace_unprintable
+from pipecomp.tables import outlast_readers, replace_unprintable
 
 
 class UsageError(PipecompError, ValueError):
@@ -129,6 +129,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         parser: From `arguments`.
     """
     replace_unprintable()
+    outlast_readers()
     try:
         main(parser.parse_args())
         status = 0

@@ -125,6 +125,32 @@ def test_one_rank_decides_for_all() -> None:
     assert Interrupted("SIGTERM on rank 1").code == REQUEUE_STATUS == 75
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_recipe_goes_on_when_nobody_reads_its_output(tmp_path: Path, unbuffered: str) -> None:
+    process = started(
+        f"""
+        import argparse, os, sys, time
+        from pathlib import Path
+        from pipecomp.recipes import run
+
+        def main(args):
+            print("ready", flush=True)
+            for line in range(20_000):
+                print("line", line)
+                print("error", line, file=sys.stderr)
+            os.write(1, b"from elsewhere")
+            Path({str(tmp_path)!r}, "trained").touch()
+
+        run.run(main, argparse.ArgumentParser())
+        """,
+        PYTHONUNBUFFERED=unbuffered,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(HANG_S) == 0
+    assert (tmp_path / "trained").exists()
+
+
 @pytest.mark.parametrize("module", ["pipecomp.recipes.planned", "pipecomp.up.rank"])
 def test_ctrl_c_while_a_rank_imports_leaves_no_traceback(tmp_path: Path, module: str) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(10000)\n")
