@@ -22,7 +22,7 @@ from pipecomp.errors import ConfigError, KeysError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NAMES = "letters, digits, '.', '_' and '-', at most 64, not beginning with '.', '_' or '-'"
 MAX_RANK = 65535
-_EARLIER = datetime.timedelta(minutes=5)  # that clocks of two machines may differ
+_EARLIER = datetime.timedelta(days=1)  # that clocks of two machines may differ: some have their time zone wrong
 _SHORTEST = datetime.timedelta(hours=1)  # that a new certificate is good for
 _URI = "pipecomp:{}/{}"
 

@@ -255,6 +255,17 @@ def test_the_peers_certificate_out_of_time(first, tmp_path, monkeypatch, shift, 
     assert said in str(meet(Trust(first), trust)[0])
 
 
+@pytest.mark.parametrize("hours", [-14, 14])
+def test_clocks_that_differ_by_hours_keep_nobody_out(tmp_path, monkeypatch, hours):
+    """As where one machine has the time of its zone for that of Greenwich; the authority's is another one here."""
+    then = certificates.now() + datetime.timedelta(hours=hours)
+    monkeypatch.setattr(certificates, "now", lambda: then)
+    first = new(tmp_path / "first")
+    second = machine(first, tmp_path / "second", "second", (1,))
+    monkeypatch.undo()
+    assert [who.machine for who in meet(Trust(first), Trust(second))] == ["second", "first"]
+
+
 def test_a_rank_that_the_certificate_does_not_name(first, second):
     trust = Trust(first)
     peer = meet(trust, Trust(second))[0]
