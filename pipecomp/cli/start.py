@@ -108,10 +108,7 @@ def train(
         "--save-every": save_every,
         "--store": store,
     }
-    check_arguments({**given, "--stages": stages}, data, out)
-    if "RANK" in os.environ:
-        require(peers is None, "--peers", peers, "nothing where a launcher has started this process as a rank")
-        require(out is not None, "--out", None, "a folder where a launcher has started this process: one for all ranks")
+    check_arguments({**given, "--stages": stages, "--peers": peers}, data, out)
     words = arguments({**given, "--stages": stages if "RANK" in os.environ else None}, data, out, report_to or [])
     start(words, stages, None if peers is None else [host.strip() for host in peers.split(",")], dry_run=dry_run)
 
@@ -131,6 +128,10 @@ def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -
         from pipecomp.plan.search import AVERAGES
 
         require(given["--gradients"] in AVERAGES, "--gradients", given["--gradients"], ", ".join(AVERAGES))
+    if "RANK" in os.environ:
+        place = "where a launcher has started this process"
+        require(given["--peers"] is None, "--peers", given["--peers"], f"nothing {place} as a rank")
+        require(out is not None, "--out", None, f"a folder {place}: one for all ranks")
     dropout = given["--dropout"]
     require(dropout is None or 0 <= dropout < 1, "--dropout", dropout, "0, or a share below 1")
     going_on = "a folder: with --save-every a run goes on there"
