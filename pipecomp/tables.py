@@ -33,11 +33,18 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
+def _descriptor(stream: io.TextIOWrapper) -> int | None:
+    try:
+        return stream.fileno()
+    except io.UnsupportedOperation:  # of a stream in memory
+        return None
+
+
 def outlast_readers() -> None:
     """Let this process go on where nobody reads its output any more, as behind `| head`: a training costs money."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor:
+        if isinstance(stream, io.TextIOWrapper) and _descriptor(stream) == descriptor:
             stream.flush()
             raw = _Lasting(descriptor, "w", closefd=False)
             file: Any = raw if stream.write_through else io.BufferedWriter(raw)  # as Python makes it with -u

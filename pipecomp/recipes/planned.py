@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # Ctrl-C ends this process without a traceback while it imports, for many seconds
+# Ctrl-C ends this process without a traceback while it imports, for many seconds, unless its caller has it ignored.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
@@ -239,5 +240,6 @@ def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) ->
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run.run(main, arguments())

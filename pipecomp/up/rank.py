@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C ends this process without a traceback while it imports, for many seconds
+# Ctrl-C ends this process without a traceback while it imports, for many seconds, unless its caller has it ignored.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist
@@ -132,5 +133,6 @@ def _value(command: Sequence[str], flag: str) -> str | None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1:])
