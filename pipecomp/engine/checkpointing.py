@@ -99,6 +99,7 @@ class Checkpoints:
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         own["pipeline"] = asdict(reshard_load.describe(engine))
+        own["per_epoch"] = engine.micro_batches_per_epoch
         if wants_measuring(engine.configured):
             own["bits"] = [_bits(engine.configured), _bits(engine.pipecomp_config)]
         if engine.local is not None:
@@ -230,9 +231,7 @@ class Checkpoints:
 
     def _go_on(self, own: dict[str, Any], folder: Path, same: bool) -> None:
         engine = self._engine
-        pipeline, replicas = own["pipeline"], engine.grid.data_parallel_size
-        samples = own["batches_taken"] * pipeline["micro_batch"] * pipeline["replicas"]
-        engine.progress = Progress(samples // (engine.micro_batch_size * replicas), own["evaluations"])
+        engine.progress = Progress(self._batches_taken(own), own["evaluations"])
         engine.seek_loader()
         file = _rank_file(folder, engine.global_rank)
         saved = torch.load(file, weights_only=True) if same and file.is_file() else None
@@ -248,6 +247,18 @@ class Checkpoints:
                 exact = self._take_messages(folder, saved["messages"])
         dropped = engine.links.agree()
         engine.resumed = Resumed(all(all_ranks.all_gather_object(exact and not dropped)), dropped)
+
+    def _batches_taken(self, own: dict[str, Any]) -> int:
+        """Where this run goes on in its data: in the same epoch, of which as many samples were taken.
+
+        Epochs leave out what fills no micro-batch, which is more or less with micro-batches of another size.
+        """
+        engine, pipeline, per_epoch = self._engine, own["pipeline"], self._engine.micro_batches_per_epoch
+        epoch, place = 0, own["batches_taken"]
+        if per_epoch is not None and own.get("per_epoch") is not None:
+            epoch, place = divmod(place, own["per_epoch"])
+        samples = place * pipeline["micro_batch"] * pipeline["replicas"]
+        return epoch * (per_epoch or 0) + samples // (engine.micro_batch_size * engine.grid.data_parallel_size)
 
     def _take_messages(self, folder: Path, held: dict[str, Any]) -> bool:
         """Hold what this rank held at the checkpoint, if that is possible. False if it is not."""

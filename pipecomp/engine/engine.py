@@ -138,6 +138,11 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self._loader = loader
         self.set_dataloader(loader)
 
+    @property
+    def micro_batches_per_epoch(self) -> int | None:
+        """How many a replica takes of the training data in an epoch; None without training data."""
+        return None if self._loader is None else self._loader.sampler.per_epoch
+
     def seek_loader(self) -> None:
         """Go on in the training data where `progress` says."""
         if self._loader is not None:

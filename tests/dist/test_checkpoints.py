@@ -18,10 +18,11 @@ from tests.limits import HANG_S
 pytestmark = pytest.mark.ranks
 
 
-def engine_of(stages: int, *, seed: int = 0) -> Any:
+def engine_of(stages: int, *, seed: int = 0, **sizes: int) -> Any:
     import pipecomp
 
-    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=ds_config(), training_data=samples())
+    config = ds_config(**sizes)
+    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=samples())
 
 
 def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
@@ -38,6 +39,17 @@ def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     engine.load_checkpoint(own)
     out["own disks"] = expected, losses(engine, 2)
     engine.close()
+
+    engine = engine_of(2, micro_batch=5)
+    losses(engine, 2)  # an epoch of four micro-batches, and two more
+    engine.save_checkpoint(f"{folder}/sizes")
+    engine.close()
+    out["places"] = {}
+    for size, replicas in ((2, 1), (5, 2), (2, 2), (5, 1)):
+        engine = engine_of(2 // replicas, micro_batch=size)
+        engine.load_checkpoint(f"{folder}/sizes")
+        out["places"][size, replicas] = divmod(engine.progress.batches_taken, engine.micro_batches_per_epoch)
+        engine.close()
 
     if rank == 0:
         Path(common, "0", "notes.txt").write_text("mine")
@@ -70,6 +82,8 @@ def test_what_is_loaded_is_one_whole_checkpoint(tmp_path: Path) -> None:
         for name in ("own disks", "written over"):
             expected, got = out[name]
             assert got == expected, name
+        # The second epoch, after ten samples or as many whole micro-batches: not the first one's four left-out samples.
+        assert out["places"] == {(2, 1): (1, 5), (5, 2): (1, 1), (2, 2): (1, 2), (5, 1): (1, 2)}
         assert out["tags"] == ["0", "latest"]
         assert out["notes"] == "mine"
         assert out["cut off"].startswith(f"ConfigError: {place}finished checkpoint")
