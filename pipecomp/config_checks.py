@@ -10,6 +10,15 @@ from typing import Any
 
 from pipecomp.errors import ConfigError, require
 
+_OBJECTS = ("activation_checkpointing", "bf16", "fp16", "optimizer", "scheduler", "torch_autocast", "zero_optimization")
+
+
+def require_objects(ds_config: Mapping[str, Any]) -> None:
+    """ConfigError for a section of DeepSpeed's that is no object, as in "bf16": true; null is none, either."""
+    for key in _OBJECTS:
+        allowed = "an object with keys and values, or leave it out"
+        require(isinstance(ds_config.get(key, {}), Mapping), key, ds_config.get(key), allowed)
+
 
 def is_number(value: object, low: float, high: float = math.inf, kind: type | tuple[type, ...] = int) -> bool:
     """Whether it is a number of that kind from `low` to `high`, not a bool."""

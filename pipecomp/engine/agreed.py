@@ -17,6 +17,7 @@ from pipecomp.cluster.agreement import AllRanks, settings_of
 from pipecomp.cluster.closed import KEYS, check_network
 from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.config import Config, read_json_object
+from pipecomp.config_checks import require_objects
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.mesh.process_group import BACKEND
@@ -57,6 +58,7 @@ def agree(
         _check_stages(settings, split_plan)
         check_auto(ds_config)
         check_precision(ds_config)
+        check_timers(ds_config, split_plan.num_stages)
         check_gradients(settings.gradients, ds_config, split_plan, dist.get_world_size() // split_plan.num_stages)
         _complete(ds_config)
         recomputes = take_checkpointing(ds_config)
@@ -126,7 +128,11 @@ def _read_config(config: str | os.PathLike | dict[str, Any] | None) -> dict[str,
 
 
 def check_section(ds_config: dict[str, Any]) -> None:
-    """Refuse the section under a similar name, and its parts outside: DeepSpeed takes any key, and nothing happens."""
+    """Refuse the section under a similar name, and its parts outside: DeepSpeed takes any key, and nothing happens.
+
+    Refuse sections of DeepSpeed's that are none, too.
+    """
+    require_objects(ds_config)
     for key, value in ds_config.items():
         meant = key != SECTION and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.7)
         require(not meant, key, value, f"the section's name {SECTION!r}")
@@ -166,6 +172,15 @@ def check_precision(ds_config: dict[str, Any]) -> None:
         autocast.get("dtype"),
         "bfloat16: each rank would have a loss scale of its own, or the section fp16 with ZeRO 1",
     )
+
+
+def check_timers(ds_config: dict[str, Any], stages: int) -> None:
+    """Refuse what times steps: with several stages DeepSpeed starts a timer of the backward pass twice, and fails."""
+    timed = {"wall_clock_breakdown": ds_config.get("wall_clock_breakdown")}
+    timed["flops_profiler.enabled"] = (ds_config.get("flops_profiler") or {}).get("enabled")
+    for key, value in timed.items():
+        allowed = "false with several stages, where DeepSpeed cannot; engine.comm_stats() tells where time goes"
+        require(stages == 1 or not value, key, value, allowed)
 
 
 def _complete(ds_config: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipecomp.config import Config, read_json_object
+from pipecomp.config_checks import require_objects
 from pipecomp.errors import ConfigError, DataError, require
 
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
@@ -42,6 +43,7 @@ class Plan:
 def read_config(path: str) -> dict[str, Any]:
     """Read DeepSpeed's configuration from a JSON file and check its "pipecomp" section. Raises ConfigError."""
     config = read_json_object("--deepspeed_config", path)
+    require_objects(config)
     Config.from_dict(config.get("pipecomp", {}))
     return config
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.config import Config, read_json_object
+from pipecomp.config_checks import require_objects
 from pipecomp.errors import ConfigError, require
 
 SECTION = "pipecomp"
@@ -110,6 +111,7 @@ def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> di
     require(
         isinstance(config.setdefault(SECTION, {}), dict), SECTION, config[SECTION], "an object with keys and values"
     )
+    require_objects(config)
     return config
 
 

@@ -377,6 +377,8 @@ def refused(rank, world, note):
             gpt2(), num_stages=2, config=ds_config({"activations": {"method": "direct", "forward_bits": [4, 4]}})
         ),
         "file": lambda: pipecomp.initialize(gpt2(), num_stages=2, config="no/such.json"),
+        "section": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(bf16=True)),
+        "timers": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(wall_clock_breakdown=True)),
     }.items():
         try:
             call()
@@ -400,6 +402,8 @@ def test_what_is_refused():
         assert "activations.bits" in out["key"]
         assert "activations.forward_bits: got [4, 4], allowed: one number, or 1: one for each link" in out["bits"]
         assert "no/such.json" in out["file"]
+        assert "bf16: got True, allowed: an object with keys and values" in out["section"]
+        assert "wall_clock_breakdown: got True, allowed: false with several stages" in out["timers"]
     assert "training_data" in ranks[0]["no data"]
     assert "rank 0 stopped: DataError: no data" in ranks[1]["no data"]
 

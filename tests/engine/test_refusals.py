@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipecomp.engine.agreed import check_auto, check_precision, check_section
+from pipecomp.engine.agreed import check_auto, check_precision, check_section, check_timers
 from pipecomp.errors import ConfigError
 
 
@@ -54,3 +54,21 @@ def test_deepspeeds_sections_are_not():
 
 def test_deepspeeds_own_auto_is_not():
     check_auto({"pipeline": {"stages": "auto"}, "pipecomp": {"in_flight": "auto"}, "scheduler": {"params": {"a": 1}}})
+
+
+@pytest.mark.parametrize("key", ["wall_clock_breakdown", "flops_profiler.enabled"])
+def test_timers_that_deepspeed_starts_twice_are_refused_with_several_stages(key):
+    config = {"wall_clock_breakdown": True} if "." not in key else {"flops_profiler": {"enabled": True}}
+    with pytest.raises(ConfigError, match=rf"^{key}: got True, allowed: false with several stages"):
+        check_timers(config, 2)
+    check_timers(config, 1)
+    check_timers({"wall_clock_breakdown": False, "flops_profiler": None}, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("bf16", True), ("fp16", None), ("zero_optimization", 1), ("optimizer", "AdamW")]
+)
+def test_a_section_that_is_no_object_is_refused(key, value):
+    with pytest.raises(ConfigError, match=f"^{key}: got {value!r}, allowed: an object with keys and values"):
+        check_section({"pipecomp": {}, key: value})
+    check_section({key: {}})

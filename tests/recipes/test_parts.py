@@ -261,7 +261,7 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match=f"scheduler.params.{key}"):
             steps.complete({"scheduler": {"params": {key: "auto"}}}, plan, None)
 
-    @pytest.mark.parametrize("text", ["{", "[]", '{"pipecomp": {"activations": {"method": "zip"}}}'])
+    @pytest.mark.parametrize("text", ["{", "[]", '{"bf16": true}', '{"pipecomp": {"activations": {"method": "zip"}}}'])
     def test_files_that_are_no_configuration(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ConfigError):

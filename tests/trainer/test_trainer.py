@@ -219,6 +219,7 @@ def test_a_whole_configuration_from_dict_file_and_argument(usual: TrainingArgume
         ({}, {"pipecomp": {}, "optimizer": {"params": {"lr": 1.0}}}, "optimizer.params.lr"),
         ({}, {"pipecomp": {}, "optimizer": {"params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({}, {"pipecomp": {}, "scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({}, {"pipecomp": {}, "fp16": None}, "fp16"),
         ({}, {"pipecomp": 3}, "pipecomp"),
         ({}, 3, "pipecomp"),
         ({}, "no/such/file.json", "pipecomp"),
