@@ -124,6 +124,21 @@ def current_interruption() -> Interruption | None:
     return _current
 
 
+def end_quietly() -> None:
+    """Let Ctrl-C end this process without a traceback, unless its caller has it ignored."""
+    _replace_handler(signal.default_int_handler, signal.SIG_DFL)
+
+
+def end_with_exception() -> None:
+    """Let it raise KeyboardInterrupt again, as Python begins with."""
+    _replace_handler(signal.SIG_DFL, signal.default_int_handler)
+
+
+def _replace_handler(before: Any, after: Any) -> None:
+    if signal.getsignal(signal.SIGINT) is before:
+        signal.signal(signal.SIGINT, after)
+
+
 def _noted(number: int, frame: FrameType | None) -> None:
     """Do nothing: the thread has it from the system."""
 

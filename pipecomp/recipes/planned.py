@@ -10,14 +10,14 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Ctrl-C ends this process without a traceback while it imports, for many seconds, unless its caller has it ignored.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from pipecomp.cluster import interruption
+
+if __name__ == "__main__":
+    interruption.end_quietly()  # for the many seconds that the imports below take
 
 import torch
 import torch.distributed as dist
@@ -240,6 +240,5 @@ def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) ->
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    interruption.end_with_exception()
     run.run(main, arguments())

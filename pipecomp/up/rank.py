@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# Ctrl-C ends this process without a traceback while it imports, for many seconds, unless its caller has it ignored.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from pipecomp.cluster import interruption
+
+if __name__ == "__main__":
+    interruption.end_quietly()  # for the many seconds that the imports below take
 
 import torch.distributed as dist
 from rich.console import Console
@@ -133,6 +133,5 @@ def _value(command: Sequence[str], flag: str) -> str | None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    interruption.end_with_exception()
     main(sys.argv[1:])
