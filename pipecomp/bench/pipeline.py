@@ -221,13 +221,14 @@ def counted(first: Row, last: Row, steps: int) -> Row:
 
 
 def _config(line: Line, tokens: Any) -> dict[str, Any]:
-    half = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    from pipecomp.plan.report import precision
+
     return {
         "train_micro_batch_size_per_gpu": len(tokens) // line.replicas // line.micro_batches,
         "gradient_accumulation_steps": line.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "steps_per_print": 10**9,
-        **(half if line.dtype == "bf16" else {}),
+        **precision(line.dtype),
     }
 
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from pipecomp.activation_config import bits_text
 from pipecomp.plan.network import Network
+from pipecomp.plan.options import DTYPES
 from pipecomp.plan.prediction import Job, Prediction
 from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
-_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def stage_table(title: str, job: Job, more: Mapping[str, Sequence[str]]) -> Table:
@@ -171,13 +171,8 @@ def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
 
 
 def configuration(choice: Choice) -> dict[str, Any]:
-    """Make what to write into DeepSpeed's configuration; half precision so that it can be saved and loaded."""
+    """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
-    half: dict[str, Any] = {}
-    if job.dtype in _HALF:
-        half = {_HALF[job.dtype]: {"enabled": True}, "zero_optimization": {"stage": 1}}
-        if job.dtype == torch.bfloat16:
-            half["data_types"] = {"grad_accum_dtype": "fp32"}
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         section["activations"] = {
@@ -194,9 +189,20 @@ def configuration(choice: Choice) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": job.samples,
         "gradient_accumulation_steps": job.micro_batches,
-        **half,
+        **precision(_NAMES[job.dtype]),
         "pipecomp": section,
     }
+
+
+def precision(dtype: str) -> dict[str, Any]:
+    """Make DeepSpeed's sections for fp32, fp16 or bf16: with ZeRO 1 the last two can be saved and loaded.
+
+    Gradients in bf16 are summed in float32, or each micro-batch would round the sum to 8 bits.
+    """
+    if dtype == "fp32":
+        return {}
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" else {}
+    return {dtype: {"enabled": True}, "zero_optimization": {"stage": 1}, **sums}
 
 
 def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:

@@ -33,11 +33,12 @@ from pipecomp.files import write_whole
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
+from pipecomp.plan.report import precision
 from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
 from pipecomp.report.record import PLAN
 
-_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # precision is as --checkpoint needs it
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
 
 
@@ -206,17 +207,9 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
         "gradient_clipping": 1.0,
-        **_bf16(args),
+        **precision(args.dtype),
         "pipecomp": section,
     }
-
-
-def _bf16(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the sections of half precision: DeepSpeed cannot load what it saves of it without ZeRO 1."""
-    if args.dtype != "bf16":
-        return {}
-    zero = {} if args.checkpoint is None else {"zero_optimization": {"stage": 1}}
-    return {"bf16": {"enabled": True}, **zero}
 
 
 def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) -> dict[str, Any] | None:

@@ -51,13 +51,12 @@ def test_kinds_of_files(tmp_path: Path) -> None:
     assert not planned.holds_documents(arguments(tmp_path, "--train-file", "a.txt", "b", "--eval-file", "c.md"))
 
 
-def test_bf16_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    def made(*more: str) -> dict:
-        return planned.ds_config(arguments(tmp_path, "--dtype", "bf16", *more), {"pipecomp": {}}, tmp_path)
-
-    assert "zero_optimization" not in made()
-    assert made("--checkpoint", "c")["zero_optimization"] == {"stage": 1}
-    assert made("--checkpoint", "c")["bf16"] == {"enabled": True}
+@pytest.mark.parametrize("more", [(), ("--checkpoint", "c")])
+def test_bf16_can_be_saved_and_loaded_and_is_summed_in_float32(tmp_path: Path, more: tuple[str, ...]) -> None:
+    made = planned.ds_config(arguments(tmp_path, "--dtype", "bf16", *more), {"pipecomp": {}}, tmp_path)
+    assert made["bf16"] == {"enabled": True}
+    assert made["zero_optimization"] == {"stage": 1}
+    assert made["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -> None:
