@@ -6,8 +6,8 @@ python=${PYTHON:-python3}
 torch_version=2.13.0
 steps=4 number=0 work= kernels=
 
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    echo "pipecomp needs Python 3.10 or newer; '$python' is $("$python" --version 2>&1). Try: make PYTHON=python3.12" >&2
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "pipecomp needs Python 3.11 or newer; '$python' is $("$python" --version 2>&1). Try: make PYTHON=python3.12" >&2
     exit 1
 fi
 

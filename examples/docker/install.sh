@@ -3,7 +3,7 @@
 #
 #   install.sh SOURCE FOLDER
 #
-# TORCH_INDEX_URL, if it is set, is searched for torch before the configured package indexes. Needs Python 3.10 or newer
+# TORCH_INDEX_URL, if it is set, is searched for torch before the configured package indexes. Needs Python 3.11 or newer
 # with venv, and a C++ compiler for fast CPU kernels. The Dockerfile runs it; it works without Docker just as well.
 set -eu
 source=$1 folder=$2

@@ -39,7 +39,7 @@ class Identity(NamedTuple):
 
 def now() -> datetime.datetime:
     """The time, in UTC."""
-    return datetime.datetime.now(datetime.timezone.utc)
+    return datetime.datetime.now(datetime.UTC)
 
 
 def check_name(key: str, name: str) -> str:
