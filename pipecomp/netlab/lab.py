@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
 from pipecomp.errors import require
 from pipecomp.netlab import filters, kernel, probe, wireguard
@@ -22,9 +22,6 @@ from pipecomp.netlab.processes import Job, OnLine, Processes, kill
 from pipecomp.netlab.shape import Options, Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 from pipecomp.rates import parse_rate
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 LAUNCHERS = ("none", "deepspeed")
 _TICK_S = 0.02

@@ -8,13 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict, Unpack
 
 from pipecomp.errors import ConfigError, require
 from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MAX_CUT_S = 86400.0
 MAX_NODES = 64
