@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +86,7 @@ def encode_fewest(
     check_payload(payload, _total(visits, high))
     bits, encoded = _fitted(visits, error, low, high, backend, payload)
     if encoded:
-        return bits, Verdict(FINE_FLAG, partial(bad_visit, visits))
+        return bits, Verdict(FINE_FLAG, bad_visit(visits))
     visits = [v._replace(options=v.options and v.options._replace(bits=bits)) for v in visits]
     return bits, encode_batch(visits, payload[: _total(visits, bits)], backend=backend)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from pipecomp.errors import NonFiniteError
 from pipecomp.kernels import layout, reference
 from pipecomp.kernels.layout import Options
+from pipecomp.kernels.rng import MASK32
 
 FINE = 2**63 - 1  # of a call's flag: every value could be encoded
 FINE_FLAG = torch.tensor([FINE])  # for who knows already; nobody changes it
@@ -79,12 +80,18 @@ def parts(payload: Tensor, samples: Sequence[Visit] | Sequence[Arriving]) -> Ite
         start += size
 
 
-def bad_visit(visits: Sequence[Visit], flag: int) -> NonFiniteError:
-    """Make the error for the sample and row that a call of `encode_batch` noted."""
-    visit, row = visits[flag >> 32], flag & 0xFFFFFFFF
-    if visit.options is None:
-        return NonFiniteError("NaN or Inf")
-    return reference.non_finite("a - m" if visit.delta else "x", row)
+def bad_visit(visits: Sequence[Visit]) -> Callable[[int], NonFiniteError]:
+    """Give what makes the error for the sample and row that a call of `encode_batch` noted.
+
+    It keeps no tensor of the samples: it is with their packet, which may wait for a slow link.
+    """
+    kinds = [(v.options is None, v.delta) for v in visits]
+
+    def error(flag: int) -> NonFiniteError:
+        plain, delta = kinds[flag >> 32]
+        return NonFiniteError("NaN or Inf") if plain else reference.non_finite("a - m" if delta else "x", flag & MASK32)
+
+    return error
 
 
 def seal(packet: Tensor) -> None:

@@ -6,7 +6,6 @@ All backends give the bytes that sample by sample `ops.quantize` and `ops.delta_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def encode_batch(
         others += (x, m)
     check_payload(payload, size)
     flag = dispatch.pick(backend, payload, *others).encode_batch(visits, payload, packet)
-    return Verdict(flag, partial(bad_visit, visits), sealed=packet is not None)
+    return Verdict(flag, bad_visit(visits), sealed=packet is not None)
 
 
 def decode_batch(payload: Tensor, samples: Sequence[Arriving], *, backend: str = "auto") -> None:

@@ -92,17 +92,14 @@ class Cast:
         """Write the payload; see Codec."""
         y_TH = x_TH.detach().to(self.dtype)
         payload.copy_(as_bytes(y_TH))
-        if self.dtype != torch.float16 or x_TH.dtype == torch.float16:
+        if self.dtype != torch.float16 or x_TH.dtype == torch.float16 or not x_TH.numel():
             return []
-        flag = torch.where(torch.isfinite(y_TH).all(), ops.FINE, 0).reshape(1)
-        return [
-            ops.Verdict(
-                flag,
-                lambda _: NonFiniteError(
-                    f"values up to {_most(x_TH)} do not fit float16 (65504): use bf16, direct or aqsgd"
-                ),
-            )
-        ]
+        # What is said of values that do not fit travels with the flag: x is not kept, and may have changed by then.
+        low, high = torch.aminmax(x_TH.detach())
+        most = torch.maximum(high, -low).to(torch.float32)  # NaN if any value is
+        bits = most.view(torch.int32).to(torch.int64)
+        flag = torch.where(most.to(self.dtype).isfinite(), ops.FINE, bits).reshape(1)
+        return [ops.Verdict(flag, _too_large)]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
@@ -229,8 +226,10 @@ def encoded(codec: Codec, x_TH: Tensor, seed: int = 0) -> Tensor:
     return payload
 
 
-def _most(x_TH: Tensor) -> str:
-    return f"{float(x_TH.abs().max()):.4g}"
+def _too_large(bits: int) -> NonFiniteError:
+    """Make the error for values up to that of these bits."""
+    most = float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+    return NonFiniteError(f"values up to {most:.4g} do not fit float16 (65504): use bf16, direct or aqsgd")
 
 
 def _check_length(payload: Tensor, expected: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +22,8 @@ Fit = Callable[[Tensor], tuple[Header, int, list[Verdict]]]
 class Packet:
     """A packet on its way to the host: Unfinished, until its bytes are there and all values turn out to be encoded.
 
-    what: is encoded, for the error.
+    what: is encoded, for the error. settle: waits until it is known whether all values could be encoded, and raises
+    NonFiniteError if not; stores keep it until they know, and it keeps nothing of the packet.
     """
 
     def __init__(
@@ -33,26 +35,27 @@ class Packet:
         staging: Staging,
         what: str,
     ) -> None:
-        self.header, self.buffer, self._payload, self._what = header, buffer, payload, what
-        self._verdicts = [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts]
+        self.header, self.buffer, self._payload = header, buffer, payload
+        self._sealed = any(verdict.sealed for verdict in verdicts)
+        self.settle = partial(_settle, [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts], what)
 
     @property
     def size(self) -> int:
         """See Unfinished."""
         return self.buffer.size
 
-    def settle(self) -> None:
-        """Wait until it is known whether all values could be encoded; raise NonFiniteError if not."""
-        for verdict, flag in self._verdicts:
-            try:
-                verdict.check(flag.wait())
-            except NonFiniteError as error:
-                raise NonFiniteError(f"{self._what}: {error}") from error
-
     def finish(self) -> np.ndarray:
         """See Unfinished."""
         self.settle()
         self._payload.wait()
-        if not any(verdict.sealed for verdict, _ in self._verdicts):
+        if not self._sealed:
             seal(self.buffer)
         return self.buffer
+
+
+def _settle(verdicts: list[tuple[Verdict, Copy]], what: str) -> None:
+    for verdict, flag in verdicts:
+        try:
+            verdict.check(flag.wait())
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{what}: {error}") from error

@@ -100,6 +100,18 @@ def test_a_damaged_bitmap_is_refused():
 def test_fp16_refuses_what_does_not_fit():
     with pytest.raises(NonFiniteError, match="7e\\+04 do not fit float16"):
         encoded(Cast(torch.float16), torch.tensor([[1.0, 7e4]]))
+    (verdict,) = Cast(torch.float16).encode(torch.tensor([[-65519.0, 1.0]]), torch.empty(4, dtype=torch.uint8))
+    verdict.check()  # is rounded to the largest
+
+
+@pytest.mark.parametrize(("bad", "said"), [(-7e4, "7e\\+04"), (float("nan"), "nan"), (float("-inf"), "inf")])
+def test_what_does_not_fit_fp16_is_told_later_as_it_was(bad, said):
+    """From a GPU the verdict comes when the values' memory is used for something else."""
+    x = torch.tensor([[1.0, bad]])
+    (verdict,) = Cast(torch.float16).encode(x, torch.empty(4, dtype=torch.uint8))
+    x.fill_(7.0)
+    with pytest.raises(NonFiniteError, match=f"values up to {said} do not fit float16"):
+        verdict.check()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**101])

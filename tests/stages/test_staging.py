@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from contextlib import closing
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp.buffers import open_environment
+from pipecomp.buffers import MemoryStore, open_environment
 from pipecomp.config import Config
 from pipecomp.errors import NonFiniteError, WireError
 from pipecomp.kernels import ops
@@ -290,6 +291,38 @@ def test_a_packet_is_sealed_by_the_call_that_encodes():
     verdict.check()
     assert verdict.sealed
     assert int.from_bytes(packet[-4:].tobytes(), "little") == ops.crc32(packet[:-4])
+
+
+def test_a_verdict_keeps_no_tensor():
+    """It waits with its packet, maybe for a slow link, and would keep the memory of a GPU."""
+    x, m, o = torch.randn(3, H), torch.randn(3, H), ops.Options(4, None)
+    payload = torch.empty(ops.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8)
+    verdict = ops.encode_batch([ops.Visit(x, m, o, True)], payload)
+    kept = [weakref.ref(x), weakref.ref(m)]
+    del x, m
+    assert [one() for one in kept] == [None, None]
+    verdict.check()
+
+
+def test_packets_that_have_left_are_not_kept_until_their_step_ends():
+    """Cluster centers ask at the end of a step whether all could be encoded."""
+    packets: list[weakref.ref[np.ndarray]] = []
+
+    class Noticed(LazyStaging):
+        def buffer(self, size):
+            made = super().buffer(size)
+            packets.append(weakref.ref(made))
+            return made
+
+    config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"backend": "memory", "clusters": 16}})
+    a, _ = loopback_pair()
+    staging = Noticed()
+    with closing(MemoryStore(staging=staging)) as store:
+        up, layout = LinkSender(0, config, a, store, staging=staging), Layout((1, 2), (0, 0), (S, S), S)
+        for i in range(3):
+            up.send_activation(torch.randn(2, S, H), layout, Position(0, i))
+        assert [packet() for packet in packets] == [None] * 3
+        up.end_step()
 
 
 def test_what_arrives_is_being_copied_before_its_turn():
