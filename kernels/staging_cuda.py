@@ -89,9 +89,17 @@ class CudaStaging:
     def buffer(self, size: int) -> np.ndarray:
         """See Staging."""
         try:
-            return self._pinned.take(size)
+            return self._take_pinned(size)
         except MemoryError:
             return self._pageable.take(size)
+
+    def _take_pinned(self, size: int) -> np.ndarray:
+        """Take pinned memory. MemoryError where it is used up, and the GPU is not done with enough of it."""
+        with suppress(MemoryError):
+            return self._pinned.take(size)
+        for out in (True, False):
+            self._give_back(out)
+        return self._pinned.take(size)
 
     def place(self, target: Tensor) -> Tensor:
         """See Staging: memory of the GPU."""
@@ -118,7 +126,7 @@ class CudaStaging:
         """See Staging."""
         if not x.is_pinned():
             with suppress(MemoryError):  # another pageable buffer would be no better
-                x = _like(x, self._pinned.take).copy_(x)
+                x = _like(x, self._take_pinned).copy_(x)
         with torch.cuda.device(self.device), torch.cuda.stream(self._streams[False]):
             y = x.to(self.device, non_blocking=True)
             return _ToDevice(y, self._done(False, x), self.device)
@@ -128,12 +136,18 @@ class CudaStaging:
         # Threads that wait for one of these sleep: else each would keep a core of the host busy.
         done = torch.cuda.Event(blocking=out)
         done.record(self._streams[out])
-        under_way, come = self._under_way[out], []
         with self._lock:
-            under_way.append((done, used))
+            self._under_way[out].append((done, used))
+        self._give_back(out)
+        return done
+
+    def _give_back(self, out: bool) -> None:
+        """Let go of what copies have used that are done."""
+        under_way, come = self._under_way[out], []
+        with torch.cuda.device(self.device), self._lock:
             while under_way and under_way[0][0].query():
                 come.append(under_way.popleft())
-        return done  # and only now, without the lock, buffers go back
+        come.clear()  # and only now, without the lock, buffers go back
 
 
 def pinned(size: int) -> np.ndarray:

@@ -78,6 +78,22 @@ def test_unused_pinned_memory_of_another_size_makes_way(cuda):
     assert cuda.emptied == 2  # torch would keep it beside the new one
 
 
+def test_pinned_memory_is_used_again_as_soon_as_the_gpu_is_done_with_it(cuda):
+    """And not only once something else is copied the same way."""
+    staging, x = CudaStaging(DEVICE, 1 << 15), torch.randn(1 << 12)
+    cuda.come = False
+    for copy in (staging.to_device, staging.to_host):
+        copy(x)
+    assert not torch.from_numpy(elsewhere(staging.buffer, 1 << 14)).is_pinned()
+    cuda.come = True
+    assert torch.from_numpy(elsewhere(staging.buffer, 1 << 15)).is_pinned()
+    cuda.come = False
+    elsewhere(staging.to_host, torch.randn(1 << 13))
+    cuda.come = True
+    copied = elsewhere(staging.to_device, torch.randn(1 << 13))
+    assert copied.wait().is_pinned()  # nothing is copied to what stands for the GPU
+
+
 def test_what_the_gpu_copies_from_is_kept_until_it_has(cuda):
     x, cuda.come = torch.randn(1000), False
     for pinned_bytes in (1 << 20, 1):
