@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
@@ -58,9 +59,7 @@ class StageWork:
         if engine.is_first_stage():
             self._check_size(len(batch.ids), micro_batch)
             layout = engine.stage.layout(batch.ids, batch.inputs)
-            inputs: dict[str, Tensor | None] = {
-                k: v.to(engine.device, non_blocking=True) for k, v in batch.inputs.items()
-            }
+            inputs: dict[str, Tensor | None] = {k: start_copying(v, engine.device) for k, v in batch.inputs.items()}
             self._slots[buffer_id] = _Slot(layout, layout, inputs)
             self._prefetch_next()
         if engine.is_last_stage():
@@ -78,7 +77,7 @@ class StageWork:
                 labels = engine.stage.trained_labels(layout, batch.labels)
                 if not engine.module.has_own_loss:  # what that ignores is not known here
                     engine.stage.check_labels(layout, labels)
-                engine.pipe_buffers["labels"][buffer_id] = labels.to(engine.device, non_blocking=True)
+                engine.pipe_buffers["labels"][buffer_id] = start_copying(labels, engine.device)
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:
         engine = self._engine
@@ -190,3 +189,13 @@ class StageWork:
             return
         for ahead in range(engine.pipecomp_config.store.prefetch):
             store.prefetch(engine._loader.upcoming(ahead))
+
+
+def start_copying(x: Tensor, device: torch.device) -> Tensor:
+    """Give x on the stage's device, to which it is copied behind what was asked for before; nobody waits for it.
+
+    With pageable memory the driver may wait for the GPU, to which the host would no longer run ahead.
+    """
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

@@ -61,8 +61,9 @@ class Layout:
         """Attention mask [B, S] int64 with ones at real tokens; None if all are."""
         if self.full:
             return None
-        real_BS = _real(torch.tensor(self.starts), torch.tensor(self.counts), self.tokens)
-        return real_BS.to(torch.int64).to(device, non_blocking=True)
+        # Of pageable memory the driver takes a copy of 64 KiB at most, and waits for the GPU with more.
+        starts_B, counts_B = torch.tensor([self.starts, self.counts]).to(device, non_blocking=True).unbind()
+        return _real(starts_B, counts_B, self.tokens).to(torch.int64)
 
     @classmethod
     def of_header(cls, header: Header, canvas: CropCanvas | None = None) -> Layout:
@@ -143,7 +144,7 @@ def gradient_unit(layout: Layout, micro_batches: int, loss_scale: float) -> floa
 
 def _real(starts_B: Tensor, counts_B: Tensor, tokens: int) -> Tensor:
     """Which tokens are real, bool [B, S]: of each sample so many from its start."""
-    where_S = torch.arange(tokens)
+    where_S = torch.arange(tokens, device=starts_B.device)
     return (where_S >= starts_B[:, None]) & (where_S < (starts_B + counts_B)[:, None])
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecomp.errors import KernelError
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import Arriving, Visit
+from tests.device_copies import DeviceCopies
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -101,25 +101,16 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels import triton_ragged
 
-    copied: list[int] = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if args and isinstance(args[0], torch.Tensor) and args[0].device != out.device:
-                copied.append(out.numel())
-            return out
-
     for device in ("cpu", "meta"):
         x, part = torch.zeros(sum(rows), 2, device=device), torch.zeros(1, dtype=torch.uint8, device=device)
         batch = [(i, each, None, part, i) for i, each in enumerate(x.split(rows))]
-        with Copies():
+        with DeviceCopies() as copied:
             _, table, of_rows, _ = triton_ragged._table(batch, x, x, part, 4, None)
         if device == "cpu":
             assert of_rows.tolist() == [i for i, n in enumerate(rows) for _ in range(n)]
             assert table.view(len(rows), -1)[:, 4].tolist() == [sum(rows[:i]) for i in range(len(rows))]
         assert of_rows.device == table.device == part.device
-    assert copied == [len(rows) * (triton_ragged.FIELDS + 1)]
+    assert copied.values == [len(rows) * (triton_ragged.FIELDS + 1)]
 
 
 @pytest.mark.parametrize("shift", [0, 1])

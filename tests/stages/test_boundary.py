@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pipecomp.errors import DataError, WireError
 from pipecomp.messages.wire import Form, Header, Kind, Method, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
+from tests.device_copies import DeviceCopies
 
 
 @given(st.data())
@@ -31,6 +32,15 @@ def test_gather_and_scatter_keep_real_tokens_and_zero_the_rest(data):
         assert layout.mask_BS(torch.device("cpu")) is None
     else:
         assert torch.equal(layout.mask_BS(torch.device("cpu")), mask_BS)
+
+
+def test_a_mask_is_made_on_its_device():
+    """A copy of more than 64 KiB would wait for a GPU."""
+    layout = Layout((1, 2, 3), (0, 1, 0), (7, 8, 9), 9)
+    with DeviceCopies() as copied:
+        mask_BS = layout.mask_BS(torch.device("meta"))
+    assert (mask_BS.shape, mask_BS.dtype, mask_BS.device.type) == ((3, 9), torch.int64, "meta")
+    assert copied.values == [6]  # each sample's start and count
 
 
 def test_no_mask_means_all_real_and_no_copy():
