@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from pipecomp.activation_config import FEWEST, bits_text
 from pipecomp.cluster.agreement import AllRanks, settings_of
@@ -184,10 +183,11 @@ def check_timers(ds_config: dict[str, Any], stages: int) -> None:
 
 
 def _complete(ds_config: dict[str, Any]) -> None:
-    """Add settings that DeepSpeed needs on this machine and nobody would write down."""
+    """Add settings that DeepSpeed needs and nobody would write down, the same on a GPU and without."""
     optimizer = ds_config.get("optimizer", {})
-    if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
-        # DeepSpeed's own CPU Adam compiles at first use; torch's is there.
+    if optimizer.get("type", "").lower() in ("adam", "adamw"):
+        # DeepSpeed's own ones are compiled at first use, that for GPUs by nvcc, which torch does not bring; and where
+        # they keep their steps, torch's does not look: a checkpoint would be for one kind of device. torch's is there.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
 
 

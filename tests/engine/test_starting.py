@@ -1,4 +1,4 @@
-"""Which device DeepSpeed finds while its module and engine are built."""
+"""Which device DeepSpeed finds while its module and engine are built, and which Adam it takes there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.runtime.pipe import p2p
 
-from pipecomp.engine import starting
+from pipecomp.engine import agreed, starting
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
     accelerator = SimpleNamespace(device_name=lambda: name, device_count=lambda: count)
-    monkeypatch.setattr(starting, "get_accelerator", lambda: accelerator)
+    for module in (starting, agreed):
+        monkeypatch.setattr(module, "get_accelerator", lambda: accelerator, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,13 @@ def test_stages_send_again_afterwards():
         assert p2p.send(None, 1) is None
         raise KeyError
     assert (p2p.send, p2p.recv) == stock
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_no_compiler_is_needed_for_adam(monkeypatch, name):
+    """And a checkpoint of one kind of device is loaded on the other."""
+    devices(monkeypatch, name, 1)
+    configs = [{"optimizer": {"type": "AdamW"}}, {"optimizer": {"type": "Adam", "params": {"torch_adam": False}}}]
+    for config in configs:
+        agreed._complete(config)
+    assert [config["optimizer"]["params"]["torch_adam"] for config in configs] == [True, False]
