@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -77,9 +78,9 @@ def join_processes(config: Any = None) -> None:
     if keys is not None:
         _join_closed(keys, rank, world)
         return
-    store = _meet(rank, world)
+    store, backend = _meet(rank, world)
     try:
-        _initialize(store, rank, world)
+        _initialize(store, backend, rank, world)
     except (RuntimeError, ValueError) as error:
         raise LinkError(
             f"rank {rank} cannot connect to the other ranks: {_first_line(error)}. gloo takes {gloo_address()} here: "
@@ -103,8 +104,8 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world, timeout=default_pg_timeout)
 
 
-def _meet(rank: int, world: int) -> Any:
-    """Compare what must fit before gloo connects; returns the key-value store that the ranks met in."""
+def _meet(rank: int, world: int) -> tuple[Any, str]:
+    """Compare what must fit before the ranks connect; the key-value store that they met in, and the backend of all."""
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     if rank != 0 and "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT", "").isdecimal():
         check_meeting_point(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank)
@@ -124,16 +125,16 @@ def _meet(rank: int, world: int) -> Any:
         check_byte_order()
         address = gloo_address()
     together.assert_same_on_all_ranks(versions())
-    places = together.all_gather_object([machine(), address])
-    lonely = [r for r, (_, used) in enumerate(places) if is_loopback(used)]
-    if lonely and len({name for name, _ in places}) > 1:
+    places = together.all_gather_object([machine(), address, collective_backend()])
+    lonely = [r for r, (_, used, _) in enumerate(places) if is_loopback(used)]
+    if lonely and len({name for name, *_ in places}) > 1:
         together.leave()
         used = "; ".join(f"rank {r} {places[r][1]}" for r in lonely)
         raise LinkError(
             f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
             "interface that leads to the others"
         )
-    return store
+    return store, common_backend([backend for *_, backend in places])
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:
@@ -168,12 +169,12 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
 
 
 def collective_backend() -> str:
-    """Choose what torch's collectives go through.
+    """Tell what torch's collectives go through, or choose for this rank where the processes have not joined yet.
 
-    TLS if the processes have joined over it; gloo on CPUs and where ranks share a GPU, else the device's own.
+    Chosen are gloo on CPUs and where ranks share a GPU, else the device's own.
     """
-    if dist.is_initialized() and dist.get_backend() == BACKEND:
-        return BACKEND
+    if dist.is_initialized():
+        return str(dist.get_backend())
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
     if device is None or os.environ.get("DS_ACCELERATOR") == "cpu" or local > torch.accelerator.device_count():
@@ -181,14 +182,21 @@ def collective_backend() -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def _initialize(store: Any, rank: int, world: int) -> None:
+def common_backend(chosen: Sequence[str]) -> str:
+    """Choose for all ranks: gloo, which works anywhere, unless all have chosen the same. chosen: by rank."""
+    return chosen[0] if len(set(chosen)) == 1 else "gloo"
+
+
+def _initialize(store: Any, backend: str, rank: int, world: int) -> None:
     """Let torch join several ranks, which have met in `store`."""
-    backend = collective_backend()
-    own: dict[str, Any] = {}
-    if backend == "nccl":  # as DeepSpeed does
-        own["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     connecting = timedelta(seconds=_CONNECT_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=connecting, **own)
+    if backend == "nccl":
+        # As the current device, not as init_process_group's device_id: with that, a rank outside of a new group splits
+        # NCCL's communicator and waits for those inside, who never do so for a group of gloo's.
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=connecting)
+    if backend == "nccl":
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # connects, so that what keeps ranks apart is seen here
     # A collective may wait longer than a connection: for a rank that saves, or evaluates.
     distributed_c10d._set_pg_timeout(default_pg_timeout, dist.group.WORLD)
 
