@@ -8,6 +8,7 @@ computes; so each micro-batch is weighed by its share. S tokens, V vocabulary, C
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,7 @@ class StepLoss:
         kind = kind_of_loss(config)
         self.causal = kind is causal_lm
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
+        self._counts: deque[int] = deque()  # labels of the step's micro-batches to come
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
         require(
@@ -108,7 +110,9 @@ class StepLoss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute what the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
-        count, (micro_batches, total) = labels_in(labels, causal=self.causal), self.share
+        # Counted before they went to the GPU, which the number would have to be waited for.
+        count = self._counts.popleft() if self._counts else labels_in(labels, causal=self.causal)
+        micro_batches, total = self.share
         if count == 0:
             return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
         if self._own is not None:
@@ -150,18 +154,20 @@ class StepLoss:
     def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:
         """The user's loss, told that it is one of `count` labels: a tensor, as Trainer gives it."""
         assert self._own is not None
-        return self._own(Output(logits=logits), labels, num_items_in_batch=torch.tensor(count, device=logits.device))
+        # Made on the device: a copy to a GPU would wait for what it computes.
+        return self._own(Output(logits=logits), labels, num_items_in_batch=torch.full((), count, device=logits.device))
 
     def weigh(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
-        """Set `share` for a step.
+        """Set `share` for a step, whose micro-batches the loss is given next.
 
         Args:
-            labels: Of each micro-batch, as the loss is given them: see `labels_of`.
+            labels: Of each micro-batch in their order, as the loss is given them: see `labels_of`.
             replicas: Of the pipeline.
             group: The last stages of all replicas, each of which must call this; None to count this replica alone.
             device: For the reduction.
         """
-        total = torch.tensor([sum(labels_in(x, causal=self.causal) for x in labels)], device=device)
+        self._counts = deque(labels_in(x, causal=self.causal) for x in labels)
+        total = torch.tensor([sum(self._counts)], device=device)
         micro_batches = len(labels)
         if group is not None:
             torch.distributed.all_reduce(total, group=group)

@@ -14,9 +14,9 @@ from transformers import TrainerState, TrainingArguments
 import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import Attempts
 from pipecomp.data import MicroBatch, ShardedSampler
-from pipecomp.errors import DataError
+from pipecomp.errors import ConfigError, DataError
 from pipecomp.stages import split
-from pipecomp.trainer import checkpoints
+from pipecomp.trainer import checkpoints, setup
 from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.schedule import follows_metric, make_scheduler
@@ -99,6 +99,18 @@ def test_a_label_that_only_padding_predicts_is_an_error(made: Any, wrong: tuple[
     assert torch.equal(own.labels_of(stage, [other])[0][wrong], torch.tensor(3)), "a loss of one's own may ignore them"
 
 
+@pytest.mark.parametrize("own", [None, work.summed], ids=["model's", "user's"])
+def test_a_steps_labels_are_not_counted_on_the_gpu(own: Any) -> None:
+    """Which would have to be waited for: torch's meta device has no values to tell, not even later."""
+    config = gpt2(1, 16).config
+    config.architectures = ["GPT2LMHeadModel"]
+    labels = [torch.tensor([[5, 3, -100, 2]]), torch.full((1, 4), -100)]
+    loss = StepLoss(config, own=own)
+    for _ in range(2):
+        loss.weigh(labels, 1, None, torch.device("cpu"))
+        assert all(loss(torch.zeros(1, 4, 97, device="meta"), each.to("meta")).is_meta for each in labels)
+
+
 def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_it() -> None:
     config = gpt2(1, 16).config
     config.architectures = ["GPT2LMHeadModel"]
@@ -111,6 +123,15 @@ def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_
     StepLoss(config, own=own).plain(torch.zeros(2, 4, 97), labels)
     assert torch.is_tensor(told[0])
     assert int(told[0]) == 5
+
+
+def test_nccl_is_refused_where_processes_share_a_gpu() -> None:
+    """accelerate takes it wherever there is a GPU, and it would end in the first collective."""
+    args = SimpleNamespace(ddp_backend=None)
+    setup._check_shared(["first", "second"], args)
+    setup._check_shared([None, None], args)  # over gloo
+    with pytest.raises(ConfigError, match=r"^ddp_backend: got None, allowed: 'gloo' where processes share a GPU"):
+        setup._check_shared(["first", "first"], args)
 
 
 class Views:
