@@ -56,7 +56,9 @@ class _Work(dist.Work):
         self._result, self._default = list(result), default
         self._done = threading.Event()
         self._error: Exception | None = None
-        self._future: torch.futures.Future = torch.futures.Future()
+        # torch takes a tensor of a GPU as a future's value only where it was told of that GPU.
+        devices: list[int | str | torch.device] = [*{t.device for t in result if t.is_cuda}]
+        self._future: torch.futures.Future = torch.futures.Future(devices=devices or None)
 
     def finish(self, error: Exception | None = None) -> None:
         """End it; the error is told as torch's backends tell theirs."""

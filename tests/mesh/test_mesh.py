@@ -28,7 +28,7 @@ from pipecomp.mesh import hello
 from pipecomp.mesh.collectives import Collectives
 from pipecomp.mesh.frames import CALL_BYTES, CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
 from pipecomp.mesh.mesh import Meeting, Mesh, default_listen, meet
-from pipecomp.mesh.process_group import MeshProcessGroup
+from pipecomp.mesh.process_group import MeshProcessGroup, _Work
 from pipecomp.mesh.routes import DIRECT, RELAYED, Door, Routes, address_key, connect
 from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
@@ -242,6 +242,16 @@ def test_tensors_that_autograd_would_not_change_on_another_thread(two, shape, ap
         assert all(tensor.is_leaf for tensor in tensors)
     for group in groups:
         group.shutdown()
+
+
+def test_a_future_is_told_of_the_gpus_of_its_tensors(monkeypatch):
+    """Else torch takes no tensor of theirs as its value, and DDP, which asks for the future, ends with that."""
+    told = []
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: told.append(devices))
+    host, gpu = (SimpleNamespace(is_cuda=d.type == "cuda", device=d) for d in map(torch.device, ("cpu", "cuda:1")))
+    for tensors in ([host], [gpu, host, gpu], []):
+        _Work(tensors, timedelta(seconds=WAIT_S))
+    assert told == [None, [torch.device("cuda:1")], None]
 
 
 def test_what_is_copied_is_copied_when_torch_calls(two):
