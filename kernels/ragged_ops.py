@@ -26,13 +26,15 @@ def encode_batch(
     are undefined.
     """
     size, others = 0, [packet]
-    for x, m, options, _ in visits:
+    for x, m, options, delta in visits:
         layout.check_input(x, "x")
         shape = x.shape
         if len(shape) != 2 or not x.is_contiguous():
             raise ShapeError(f"x: {tuple(shape)}, allowed: contiguous [n, H]")
         if m is not None:
             layout.check_float32(m, shape, "m", contiguous=True)
+        elif delta:
+            raise ShapeError("m: None, allowed: contiguous [n, H] for a change")
         size += payload_bytes(shape[0], shape[1], options, x.dtype)
         others += (x, m)
     check_payload(payload, size)

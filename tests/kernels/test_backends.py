@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipecomp.errors import ShapeError
 from pipecomp.kernels import (
     bitpack,
     distortion,
@@ -399,6 +400,13 @@ def test_whether_all_could_be_encoded_is_told_beside_the_payload():
     """From there, on a GPU, staging copies it to the host."""
     payload = torch.empty(0, dtype=torch.uint8, device="meta")
     assert ragged.encode_batch([], payload, None).device == payload.device
+
+
+def test_a_change_needs_what_it_is_from():
+    """Without m backends differ, and a GPU would read what is somewhere."""
+    visit = ops.Visit(torch.ones(2, 8), None, Options(4, None), delta=True)
+    with pytest.raises(ShapeError, match="m: None, allowed: contiguous"):
+        ops.encode_batch([visit], torch.empty(16, dtype=torch.uint8))
 
 
 @anywhere
