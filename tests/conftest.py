@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ def pytest_configure() -> None:
     One thread, as ranks have: the number of threads changes the last bits of sums, which tests compare.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's background: programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from pipecomp.cluster.local_ranks import preload_large_packages

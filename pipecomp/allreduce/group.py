@@ -7,6 +7,7 @@ between. Every call here is made by all ranks in the same order.
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pipecomp.errors import LinkError, PeerLostError
 from pipecomp.sockets import wait_until_left, with_sockets
@@ -34,34 +36,57 @@ class _Mesh:
     channels: int = 0
 
 
-_meshes: dict[tuple[tuple[int, ...], float], _Mesh] = {}
+@dataclass(slots=True)
+class _Meshes:
+    """All that there are in the torch.distributed that is initialized now; `world` is its group of all ranks."""
+
+    world: Any = None
+    shared: dict[tuple[tuple[int, ...], float], _Mesh] = field(default_factory=dict)
+    made: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
+_meshes = _Meshes()
 
 
 def _mesh(ranks: list[int], timeout_s: float, *, shared: bool) -> _Mesh:
+    global _meshes
+    if _meshes.world is not dist.group.WORLD:
+        _meshes = _Meshes(dist.group.WORLD)
     key = (tuple(ranks), timeout_s)
-    found = _meshes.get(key) if shared else None
-    if found is None or not _alive(found.process_group):
+    found = _meshes.shared.get(key) if shared else None
+    if found is None:
         # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
-        timeout = datetime.timedelta(seconds=timeout_s)
-        make = partial(dist.new_group, ranks, backend=host_backend(), timeout=timeout, use_local_synchronization=True)
-        found = _Mesh(*with_sockets(make))
+        found = _Mesh(*with_sockets(partial(_made_by_members, ranks, timeout_s)))
         if shared:
-            _meshes[key] = found
+            _meshes.shared[key] = found
     found.channels = (found.channels + 1) % _CHANNELS
     return found
+
+
+def _made_by_members(ranks: list[int], timeout_s: float) -> Any:
+    """Make a process group of ranks that alone call this, under a name that the others need not know.
+
+    new_group(use_local_synchronization=True) would name it by how many groups this rank has made or, before torch 2.15,
+    is in, and count it among the groups of all ranks: ranks that are in different ones would wait for each other.
+    """
+    name = f"pipecomp {ranks} {_meshes.made[tuple(ranks)]}"
+    _meshes.made[tuple(ranks)] += 1
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(host_backend()),
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def host_backend() -> str:
     """What groups for tensors in host memory go over: "tls" where all ranks do, else "gloo"."""
     return "tls" if dist.get_backend() == "tls" else "gloo"
-
-
-def _alive(process_group: Any) -> bool:
-    """Whether it belongs to the torch.distributed that is initialized now."""
-    try:
-        return bool(dist.get_process_group_ranks(process_group))
-    except (KeyError, ValueError):
-        return False
 
 
 @dataclass(slots=True)

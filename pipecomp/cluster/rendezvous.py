@@ -31,6 +31,7 @@ from pipecomp.mesh.process_group import BACKEND, current_mesh
 _NAME = "pipecomp/name"
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
 _CONNECT_S = 60.0  # for connections among ranks that have met already
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # the latter before torch 2.15
 
 
 def ranks_here() -> int | None:
@@ -198,7 +199,7 @@ def _initialize(store: Any, backend: str, rank: int, world: int) -> None:
     if backend == "nccl":
         dist.all_reduce(torch.zeros(1, device="cuda"))  # connects, so that what keeps ranks apart is seen here
     # A collective may wait longer than a connection: for a rank that saves, or evaluates.
-    distributed_c10d._set_pg_timeout(default_pg_timeout, dist.group.WORLD)
+    _set_timeout(default_pg_timeout, dist.group.WORLD)
 
 
 def _first_line(error: Exception) -> str:

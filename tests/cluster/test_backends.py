@@ -42,6 +42,6 @@ def test_nccl_is_not_bound_to_a_device(monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: device)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: happened.append((backend, sorted(how))))
     monkeypatch.setattr(dist, "all_reduce", happened.append)
-    monkeypatch.setattr(rendezvous.distributed_c10d, "_set_pg_timeout", lambda timeout, group: None)
+    monkeypatch.setattr(rendezvous, "_set_timeout", lambda timeout, group: None)
     rendezvous._initialize(None, "nccl", 1, 3)
     assert happened == [1, ("nccl", ["rank", "store", "timeout", "world_size"]), "cuda"]

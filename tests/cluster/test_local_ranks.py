@@ -50,7 +50,6 @@ def test_ctrl_c_in_a_terminal_is_for_the_caller_alone():
     """Which ends the ranks: they and their server, which may still import, say nothing."""
     done = subprocess.run(
         [sys.executable, "-c", "from tests.cluster.test_local_ranks import *\n"
-         "signal.signal(signal.SIGINT, signal.default_int_handler)  # also where this test runs in the background\n"
          "print(run_ranks(1, ignores_ctrl_c, timeout_s=HANG_S))\n"
          "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG_S, check=False,

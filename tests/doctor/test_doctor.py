@@ -147,7 +147,7 @@ def test_a_source_folder_that_was_never_installed(monkeypatch):
 
 def test_installed_packages_are_those_of_this_python():
     found, required = packages._installed()
-    assert found["torch"] == torch.__version__
+    assert found["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # wheels may leave out "+cu132"
     assert any(r.startswith("torch") for r in required["deepspeed"])
 
 
