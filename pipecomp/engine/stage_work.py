@@ -15,6 +15,7 @@ from pipecomp.data import MicroBatch, as_micro_batch
 from pipecomp.errors import DataError, LinkError
 from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.partition.known_masks import known_masks
 
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -113,7 +114,8 @@ class StageWork:
         engine = self._engine
         engine.tput_timer.start()
         slot = self._slots[buffer_id]
-        with engine.run_ahead.counting_memory(slot.received):
+        known = known_masks(full=slot.received.full, device=engine.device)
+        with engine.run_ahead.counting_memory(slot.received), known:
             outputs = DeepSpeedEngine.forward(engine, slot.inputs)
         if not engine.is_last_stage():
             engine.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]

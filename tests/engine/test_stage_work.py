@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pipecomp.engine.stage_work import start_copying
+from pipecomp.engine import stage_work
+from pipecomp.engine.stage_work import StageWork, start_copying
+from pipecomp.stages.link.boundary import Layout
 
 
 class Noted:
@@ -35,3 +39,23 @@ def test_the_gpu_copies_from_pinned_memory(here, there, asked):
     x: Any = Noted(here)
     start_copying(x, torch.device(there))
     assert x.asked == asked
+
+
+@pytest.mark.parametrize(("mask", "full"), [([[1, 1], [1, 1]], True), ([[1, 1], [1, 0]], False)])
+def test_a_forward_is_told_whether_there_is_padding(
+    mask: list[list[int]], full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, told = Layout.of_mask((0, 1), torch.tensor(mask), 2), list[Any]()
+    engine = SimpleNamespace(
+        device=torch.device("cpu"),
+        tput_timer=SimpleNamespace(start=lambda: None),
+        run_ahead=SimpleNamespace(counting_memory=lambda layout: nullcontext()),
+        is_last_stage=lambda: False,
+        pipe_buffers={"outputs": {}},
+    )
+    monkeypatch.setattr(stage_work, "known_masks", lambda **known: told.append(known) or nullcontext())
+    monkeypatch.setattr(stage_work.DeepSpeedEngine, "forward", lambda engine, inputs: {"hidden_states": inputs})
+    work = StageWork(engine)
+    work._slots[0] = stage_work._Slot(layout, layout, {})
+    work.forward(0, 0)
+    assert told == [{"full": full, "device": engine.device}]
