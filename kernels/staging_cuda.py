@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,8 +59,8 @@ class _ToDevice:
 class CudaStaging:
     """Copies beside computing, which goes on on the current stream of whoever calls.
 
-    pinned_bytes: of host memory that the GPU copies from and to; where that is used up, pageable memory takes its
-    place, and copies take longer: those to the host on the threads that wait for them.
+    pinned_bytes: of host memory that the GPU copies from and to; where that is used up, or the system gives less,
+    pageable memory takes its place, and copies take longer: those to the host on the threads that wait for them.
 
     Whatever touches the GPU does so with its device current: otherwise a thread's first call makes a context on GPU 0,
     hundreds of megabytes there for every process that computes on another one.
@@ -70,6 +71,7 @@ class CudaStaging:
     def __init__(self, device: torch.device, pinned_bytes: int = PINNED_BYTES) -> None:
         self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}
         self.device = self._streams[True].device  # with a number: other threads have another current device
+        self._most_bytes = pinned_bytes
         self._pinned = Pool(self._pin, pinned_bytes, self._unpin, pinned_bytes)
         self._pageable = Pool()
         self._unpinned = False  # whether torch keeps pinned memory that this gave back
@@ -81,7 +83,16 @@ class CudaStaging:
             if self._unpinned and hasattr(torch.accelerator, "empty_host_cache"):
                 self._unpinned = False
                 torch.accelerator.empty_host_cache()  # it would be used for the size that it had, and for no other
-            return pinned(size)
+            try:
+                return pinned(size)
+            except RuntimeError as error:  # systems have limits of their own, as WSL has
+                reason = str(error).splitlines()[0]
+                warnings.warn(
+                    f"of store.pinned_bytes {self._most_bytes} the system refuses {size} bytes ({reason}): pageable "
+                    "memory takes their place, and copies take longer",
+                    stacklevel=2,
+                )
+                raise MemoryError(reason) from error
 
     def _unpin(self, _: np.ndarray) -> None:
         self._unpinned = True

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipecomp.allreduce import State
 from pipecomp.allreduce.loopback import LoopbackGroup
 from pipecomp.allreduce.state import _Job
+from pipecomp.kernels import staging_cuda
 from pipecomp.kernels.staging_cuda import CudaStaging
 from tests.fake_cuda import DEVICE, FakeCuda, use_fake_cuda
 from tests.limits import HANG_S
@@ -92,6 +94,16 @@ def test_pinned_memory_is_used_again_as_soon_as_the_gpu_is_done_with_it(cuda):
     cuda.come = True
     copied = elsewhere(staging.to_device, torch.randn(1 << 13))
     assert copied.wait().is_pinned()  # nothing is copied to what stands for the GPU
+
+
+def test_where_the_system_refuses_pinned_memory_pageable_memory_takes_its_place(cuda, monkeypatch):
+    def refused(size: int) -> np.ndarray:
+        raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+
+    monkeypatch.setattr(staging_cuda, "pinned", refused)
+    staging, x = CudaStaging(DEVICE, 1 << 20), torch.randn(1000)
+    with pytest.warns(UserWarning, match=r"refuses 4096 bytes \(CUDA error: out of memory\)"):
+        assert torch.equal(staging.to_host(x).wait(), x)
 
 
 def test_what_the_gpu_copies_from_is_kept_until_it_has(cuda):
