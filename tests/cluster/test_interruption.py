@@ -104,7 +104,8 @@ def test_a_signal_to_a_forked_child_is_none_to_its_parent() -> None:
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             time.sleep(0.5)
             print(status, found.wanted, flush=True)
-        """
+        """,
+        PYTHONWARNINGS="ignore",  # Python 3.12 warns of a fork beside threads
     )
     output, _ = process.communicate(timeout=HANG_S)
     assert output == f"{-signal.SIGTERM} 0\n"
