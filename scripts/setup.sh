@@ -85,10 +85,18 @@ run "A virtual environment in $venv" make_venv
 "$venv/bin/python" kernels/build.py "$venv/kernels.so" >"$venv/kernels.log" 2>&1 &
 kernels=$!
 
+# In a container the GPU may be there without its tools, under Windows (WSL) without this device.
+has_gpu() {
+    [ -e /dev/nvidiactl ] || nvidia-smi >/dev/null 2>&1
+}
+
+# Where torch sees a GPU, DeepSpeed is not installed without CUDA's compiler, whose version it asks for.
+export DS_ACCELERATOR=cpu
+
 # Without a GPU the ordinary Linux build of torch brings several GB of CUDA packages that nothing would use.
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 11))' 2>/dev/null; then
     run "The torch that is there stays" pip setuptools
-elif [ "$(uname -s)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
+elif [ "$(uname -s)" = Linux ] && ! has_gpu; then
     number=$((number + 1))
     begin "The CPU build of torch $torch_version, as there is no NVIDIA GPU" \
         pip setuptools "torch==$torch_version+cpu" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
@@ -99,7 +107,8 @@ elif [ "$(uname -s)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
     fi
     finish
 else
-    run "torch $torch_version" pip setuptools "torch==$torch_version"
+    # An index for another CUDA than that of the ordinary build: for GPUs or drivers that are older.
+    run "torch $torch_version" pip setuptools "torch==$torch_version" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 fi
 
 if wait $kernels; then
@@ -110,7 +119,6 @@ fi
 kernels=
 run "pipecomp with its kernels, and the packages that it needs" pip --no-build-isolation -e ".[dev]"
 
-export DS_ACCELERATOR=cpu
 run "Importing them for the first time" "$venv/bin/python" -c '
 import torch, deepspeed, transformers
 import deepspeed.runtime.zero.muon.muon_optimizer, pytest, setuptools._distutils.core

@@ -101,7 +101,9 @@ def test_what_was_installed_is_checked_and_not_the_checkout(tmp_path):
     (tmp_path / "pipecomp" / "kernels").mkdir(parents=True)
     (tmp_path / "pipecomp" / "kernels" / "dispatch.py").write_text("raise SystemExit('the one of the checkout')")
     found = shlex.quote(sys.executable)
-    makes = f'#!/bin/sh\nmkdir -p "$3/bin"; ln -s /bin/true "$3/bin/pip"; ln -s {found} "$3/bin/python"\n'
+    (tmp_path / "pip").write_text('#!/bin/sh\necho "DeepSpeed finds: $DS_ACCELERATOR"\n')
+    (tmp_path / "pip").chmod(0o755)
+    makes = f'#!/bin/sh\nmkdir -p "$3/bin"; mv pip "$3/bin/pip"; ln -s {found} "$3/bin/python"\n'
     (tmp_path / "python3").write_text(makes)
     (tmp_path / "python3").chmod(0o755)
     done = subprocess.run(
@@ -109,6 +111,7 @@ def test_what_was_installed_is_checked_and_not_the_checkout(tmp_path):
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert "the one of the checkout" not in done.stderr
+    assert done.stdout == "DeepSpeed finds: cpu\n", "with a GPU it would look for CUDA's compiler"
     assert (tmp_path / "made" / "bin" / "python").is_file()
 
 

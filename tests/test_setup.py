@@ -28,13 +28,13 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def set_up(folder: Path) -> tuple[str, int]:
+def set_up(folder: Path, **environment: str) -> tuple[str, int]:
     """Set up folder/venv; returns what was said, and how many environments were made."""
     log = folder / "log"
     program(folder / "python", MAKES_VENVS.format(log=log))
     done = subprocess.run(
-        ["sh", SETUP, "venv"], cwd=folder, env=os.environ | {"PYTHON": str(folder / "python")}, capture_output=True,
-        text=True, timeout=HANG_S, check=False,
+        ["sh", SETUP, "venv"], cwd=folder, env=os.environ | {"PYTHON": str(folder / "python")} | environment,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Ready" in done.stdout
@@ -61,3 +61,24 @@ def test_a_folder_that_is_no_environment_loses_nothing(tmp_path):
     (tmp_path / "venv" / "thesis.txt").write_text("")
     assert set_up(tmp_path)[1] == 1
     assert (tmp_path / "venv" / "thesis.txt").exists()
+
+
+INSTALLS = """#!/bin/sh
+case "$*" in
+*"import sys, torch"*) exit 1 ;;
+*" install "*) echo "$DS_ACCELERATOR: $*" >>installed ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("index", ["", "https://wheels/cu126"])
+def test_with_a_gpu(tmp_path, index):
+    """DeepSpeed is not to see it: its installation asks for CUDA's compiler. torch may be that of another index."""
+    program(tmp_path / "venv" / "bin" / "python", INSTALLS)
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
+    program(tmp_path / "nvidia-smi", WHOLE)
+    said, _ = set_up(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", TORCH_INDEX_URL=index, DS_ACCELERATOR="cuda")
+    torch, pipecomp = (tmp_path / "installed").read_text().splitlines()
+    assert "+cpu" not in torch
+    assert torch.endswith(f"--extra-index-url {index}" if index else "torch==2.13.0"), said
+    assert pipecomp.startswith("cpu: ")

@@ -9,6 +9,8 @@ set -eu
 source=$1 folder=$2
 python3 -m venv "$folder"
 pip="$folder/bin/pip --disable-pip-version-check --no-cache-dir -q"
+# Where torch sees a GPU, DeepSpeed is not installed without CUDA's compiler, whose version it asks for.
+export DS_ACCELERATOR=cpu
 if [ -n "${TORCH_INDEX_URL:-}" ]; then
     $pip install --index-url "$TORCH_INDEX_URL" torch
 fi
