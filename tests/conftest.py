@@ -19,18 +19,25 @@ LARGE_PACKAGES = (
 )
 
 
-def pytest_configure() -> None:
-    """Before the first test; no server on a machine with a GPU, whose driver must not be touched before a fork.
+GPU_TESTS = Path(__file__).parent / "gpu"
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the first test. GPUs are for tests/gpu alone, where nothing else is asked for.
+
+    What other tests compare was computed by CPUs, in ranks of which a GPU has place for one.
     One thread, as ranks have: the number of threads changes the last bits of sums, which tests compare.
     """
+    asked = [Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args]
+    if not all(path.resolve().is_relative_to(GPU_TESTS) for path in asked):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not Path("/dev/nvidiactl").exists():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from pipecomp.cluster.local_ranks import preload_large_packages
+    from pipecomp.cluster.local_ranks import may_use_gpu, preload_large_packages
 
+    if not may_use_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     preload_large_packages(*LARGE_PACKAGES)
 
 

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
 
 from pipecomp.cluster.network_interfaces import free_port
@@ -32,6 +31,7 @@ _LARGE_PACKAGES = [
     "deepspeed.module_inject.auto_ep_layer",
     "pipecomp.engine.initialize",
 ]
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # NVIDIA's, and what takes its place under Windows (WSL)
 
 
 class RankFailedError(PipecompError, RuntimeError):
@@ -41,12 +41,17 @@ class RankFailedError(PipecompError, RuntimeError):
 def preload_large_packages(*more: str) -> None:
     """Let the server that forks ranks import what ranks that train need, and `more`: seconds less for each of them.
 
-    To be called before the first `run_ranks`; what earlier calls named stays. It does nothing on a machine with an
+    To be called before the first `run_ranks`; what earlier calls named stays. It does nothing where ranks may use an
     NVIDIA GPU, whose driver must not be touched before a fork.
     """
     _LARGE_PACKAGES.extend(name for name in more if name not in _LARGE_PACKAGES)
-    if not Path("/dev/nvidiactl").exists():
+    if not may_use_gpu():
         multiprocessing.set_forkserver_preload(_LARGE_PACKAGES)
+
+
+def may_use_gpu() -> bool:
+    """Say whether this machine has NVIDIA's driver, and CUDA_VISIBLE_DEVICES is not empty. The driver is not asked."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(map(os.path.exists, _DRIVERS))
 
 
 def start_server() -> None:

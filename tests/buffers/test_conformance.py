@@ -248,25 +248,6 @@ def test_both_ends_of_a_link_forget_alike(tmp_path):
         environment.close()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("bits", [4, 16, 32])
-def test_messages_on_a_gpu_store_the_same_bytes(make, bits):
-    environment = make(bits=bits)
-    here, there = environment.link("link-0", SETTINGS), environment.link("link-1", SETTINGS)
-    side = torch.cuda.Stream()
-    for sample in range(8):
-        with torch.cuda.stream(side):  # packed by another thread, which must wait for this stream
-            m_nH = message(sample, 1, n=500).cuda(non_blocking=True)
-            for _ in range(50):
-                m_nH = m_nH * 1.0
-            there.put(sample, 1, m_nH)
-        here.put(sample, 1, message(sample, 1, n=500))
-    environment.commit()
-    assert here.inventory() == there.inventory()
-    assert all(m.m_nH.device.type == "cpu" for m in there.get(range(8)))
-
-
 def test_any_thread_may_call(make):
     """One thread prefetches, one gets and puts, as transport and training do; every get sees the latest put."""
     environment = make(prefetch=3, bits=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipecomp.cluster import local_ranks
 from pipecomp.cluster.local_ranks import run_ranks
+from tests import conftest
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -66,3 +70,31 @@ def test_a_path_too_long_for_the_servers_socket_is_named(tmp_path):
         env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.stderr.splitlines()[-1].startswith(f"pipecomp.errors.ConfigError: TMPDIR: got '{folder}', allowed: ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "drivers", "hidden", "forked"),
+    [
+        (["tests"], True, True, True),
+        (["tests/gpu", "tests/kernels"], True, True, True),
+        (["tests/gpu/test_kernels_gpu.py::test_quantizer"], True, False, False),
+        (["tests/gpu"], False, False, True),
+    ],
+)
+def test_ranks_are_forked_from_what_has_imported_torch_where_none_uses_a_gpu(
+    monkeypatch, tmp_path, asked, drivers, hidden, forked
+):
+    """As in all tests but those of GPUs: what they compare was computed by CPUs, and a GPU has place for one rank."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(local_ranks, "_DRIVERS", (str(tmp_path / ("nvidiactl" if drivers else "none")),))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    told = []
+    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", told.append)
+    where = SimpleNamespace(dir=Path(__file__).parents[2])
+    conftest.pytest_configure(SimpleNamespace(args=asked, invocation_params=where))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0")
+    assert ("DS_ACCELERATOR" in os.environ) == forked
+    assert bool(told) == forked

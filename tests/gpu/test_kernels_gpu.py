@@ -9,7 +9,10 @@ from pipecomp.errors import NonFiniteError
 from pipecomp.kernels import dispatch, dithering, ops, reference
 from pipecomp.kernels.layout import Options
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: python -m pytest tests/gpu"),
+]
 
 
 def same(got, want) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -10,13 +11,17 @@ import torch
 
 from pipecomp.allreduce import State
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
+from pipecomp.buffers import open_environment
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.ragged import Arriving, Visit
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from tests.stages.test_staging import METHODS, H, S, but_for_norms, ends, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: python -m pytest tests/gpu"),
+]
 
 
 @pytest.fixture
@@ -120,6 +125,30 @@ def test_sending_does_not_wait_for_the_gpu(tmp_path, staging):
         transport.drain()
     for one in stores:
         one.close()
+
+
+@pytest.mark.parametrize("backend", ["memory", "lmdb"])
+@pytest.mark.parametrize("bits", [4, 16, 32])
+def test_what_another_stream_computes_is_stored_as_the_host_does(tmp_path, staging, backend, bits):
+    """The store's thread waits for it."""
+    on_host, on_gpu = (
+        open_environment(backend, tmp_path / name, 0, bits=bits, staging=s)
+        for name, s in (("host", None), ("gpu", staging))
+    )
+    with closing(on_host), closing(on_gpu):
+        here, there = (one.link("link-0", {}) for one in (on_host, on_gpu))
+        side = torch.cuda.Stream()
+        for sample in range(8):
+            m_nH = torch.randn(500, H)
+            here.put(sample, 1, m_nH)
+            hold_up(side)
+            with torch.cuda.stream(side):
+                there.put(sample, 1, m_nH.cuda() * 1.0)
+        for one in (on_host, on_gpu):
+            one.commit()
+        assert here.inventory() == there.inventory()
+        for stored, back in zip(here.get(range(8)), there.get(range(8)), strict=True):
+            assert torch.equal(stored.m_nH, back.m_nH.cpu())
 
 
 @pytest.mark.parametrize("options", [{"method": "none"}, {"method": "double_squeeze"}, {"method": "terngrad"}], ids=str)
