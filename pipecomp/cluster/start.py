@@ -17,7 +17,7 @@ from pipecomp.cluster.rendezvous import join_processes, ranks_here
 def start_processes(seed: int | None = None, config: Any = None) -> None:
     """Join the other processes of this run; call it before anything else, on every process.
 
-    The processes of a machine without GPUs share its cores evenly, unless OMP_NUM_THREADS is set. Processes that meet
+    Processes that compute on a machine's CPU share its cores evenly, unless OMP_NUM_THREADS is set. Processes that meet
     at a loopback address let gloo use the loopback interface, unless GLOO_SOCKET_IFNAME is set.
 
     Args:
@@ -29,7 +29,8 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
         KeysError: This machine's keys do not allow it to join.
     """
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
+    if on_cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
     if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
         # Without it gloo takes the address that the host name resolves to, which need not be reachable.

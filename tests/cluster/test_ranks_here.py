@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipecomp.cluster import start
 from pipecomp.cluster.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
 
@@ -23,6 +24,29 @@ def test_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch, said: dict[str, str
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     assert ranks_here() == found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "accelerator", "threads"), [(False, None, [4]), (True, None, []), (True, "cpu", [4]), (True, "cuda", [])]
+)
+def test_those_that_compute_on_the_cpu_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, accelerator: str | None, threads: list[int]
+) -> None:
+    """Also where there is a GPU that DeepSpeed was told not to take."""
+    set_to: list[int] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("torch.set_num_threads", set_to.append)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(start, "join_processes", lambda config: None)
+    monkeypatch.setattr(start, "_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator or "")
+    if accelerator is None:
+        monkeypatch.delenv("DS_ACCELERATOR")
+    start.start_processes()
+    assert set_to == threads
 
 
 def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.recipes import planned
@@ -85,3 +86,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str)
         folder.mkdir(parents=True, exist_ok=True)
     told = str(planned.in_words_of_train(caught.value, str(folder)))
     assert told.startswith(f"--out: got '{folder}', allowed: a folder that can be written (")
+
+
+@pytest.mark.parametrize(("accelerator", "taken"), [("cuda", [1]), ("cpu", [])])
+def test_a_gpu_that_nobody_computes_on_is_left_alone(monkeypatch, tmp_path, accelerator, taken):
+    """It may be full, or too old for this torch: even to choose it fails then."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ConfigError, match="--data"):
+        planned.main(arguments(tmp_path, "--train-file", "a.txt", "b.jsonl"))
+    assert chosen == taken
