@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pipecomp.cluster.launch import Launch
-from pipecomp.doctor.finding import OK, WARNING, Finding, judge, mib
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
 
@@ -19,27 +19,30 @@ GPU_SHARING = "GPU sharing"
 _CGROUP = Path("/sys/fs/cgroup")
 _BUILD = "python -m pipecomp.kernels.build"
 _COMPILERS = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora) or xcode-select --install (macOS)"
+_FOR_TRITON = "a C compiler and Python's headers: apt install gcc python3-dev, or dnf install gcc python3-devel"
 
 
 class Gpu(NamedTuple):
-    """One GPU that torch sees; sizes in bytes."""
+    """One GPU that torch sees; sizes in bytes. error: why it computes nothing, empty where it does."""
 
     number: int
     name: str
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    error: str = ""
 
 
 def compute_findings(launch: Launch) -> list[Finding]:
     """Make all checks of this module on this machine."""
     cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS")
-    status = dispatch.status()
+    status, built_for = dispatch.status(), torch.version.cuda or torch.version.hip
+    ranks = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else launch.local_world
     return [
         check_cpu(cores, torch.backends.cpu.get_cpu_capability(), platform.machine()),
         check_threads(cores, launch.local_world, threads),
         *(check_kernels(line, find_compiler()) for line in status),
-        *check_gpus(list_gpus(), torch.version.cuda or torch.version.hip, launch.local_world, has_driver()),
+        *check_gpus(list_gpus(), built_for, ranks, has_driver()),
     ]
 
 
@@ -90,7 +93,8 @@ def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
         return Finding(check, OK, f"{status.backend} ({status.reason})")
     found = f"plain torch operations, dozens of times slower: {status.reason}"
     if status.device != "cpu":
-        return Finding(check, WARNING, found, "pip install triton")
+        missing = "not installed" in status.reason
+        return Finding(check, WARNING, found, "pip install triton" if missing else f"Triton needs {_FOR_TRITON}")
     if compiler is None:
         return Finding(check, WARNING, found, f"Install a C++ compiler: {_COMPILERS}; then run {_BUILD}")
     return Finding(check, WARNING, found, f"A compiler is here ({compiler}): run {_BUILD}")
@@ -99,14 +103,16 @@ def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
 def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | None, driver: bool) -> list[Finding]:
     """Check the GPUs that torch sees.
 
-    built_for: the CUDA or ROCm version of this torch, None for its CPU build. driver: whether NVIDIA's is loaded.
+    built_for: the CUDA or ROCm version of this torch, None for its CPU build. local_ranks: of this machine that would
+    compute on them, None where no launcher said. driver: whether NVIDIA's is loaded.
     """
+    used = 1 if local_ranks is None else local_ranks
     if not gpus and not driver:
         return [Finding("GPU", OK, "none: everything runs on the CPU")]
     if not gpus:
         found, advice = (
             f"torch (for CUDA {built_for}) cannot use it",
-            "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver.",
+            "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver, or install torch for an older CUDA.",
         )
         if built_for is None:
             found, advice = (
@@ -115,11 +121,18 @@ def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | No
             )
         return [Finding("GPU", WARNING, f"there is an NVIDIA GPU, but {found}", advice)]
     advice = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES selects another GPU."
+    unusable = f"{advice} One too old for this torch needs torch for an older CUDA. DS_ACCELERATOR=cpu does without."
     findings = [
         judge(
             f"GPU {gpu.number}",
             f"{gpu.name}, {mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free, "
             f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, torch for {built_for}",
+            (
+                bool(gpu.error),
+                PROBLEM if gpu.number < used else WARNING,
+                f"torch cannot compute on it: {gpu.error}",
+                unusable,
+            ),
             (gpu.free_bytes < gpu.total_bytes / 2, WARNING, "something else uses it", advice),
         )
         for gpu in gpus
@@ -166,12 +179,18 @@ def usable_cores() -> int:
 
 
 def list_gpus() -> list[Gpu]:
-    """List the GPUs that torch sees."""
+    """List the GPUs that torch sees, and try each: one that is full, taken or too old is seen, too."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(index, properties.name, total, free, (properties.major, properties.minor)))
+        free, error = 0, ""
+        try:
+            free = torch.cuda.mem_get_info(index)[0]
+            torch.ones(1, device=f"cuda:{index}").add(1).item()
+        except RuntimeError as failed:
+            error = str(failed).strip().partition("\n")[0]
+        capability = (properties.major, properties.minor)
+        found.append(Gpu(index, properties.name, properties.total_memory, free, capability, error))
     return found
 
 

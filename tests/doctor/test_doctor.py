@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,6 +196,8 @@ def test_kernels():
     expect(compute.check_kernels(slow, None), WARNING, "plain torch", "not built", "apt install g++", "kernels.build")
     expect(compute.check_kernels(slow, "/usr/bin/c++"), WARNING, "A compiler is here (/usr/bin/c++)", "kernels.build")
     expect(compute.check_kernels(Status("cuda", "torch", "triton is not installed"), None), WARNING, "install triton")
+    broken = Status("cuda", "torch", "triton kernels do not run here: RuntimeError: Failed to find C compiler.")
+    expect(compute.check_kernels(broken, "/usr/bin/c++"), WARNING, "C compiler", "needs", "gcc", "python3-dev")
 
 
 def test_kernels_without_a_compiler_as_the_machine_finds_it(monkeypatch):
@@ -218,6 +221,30 @@ def test_gpus():
     expect(compute.check_gpus([], None, 2, False)[0], OK, "none")
     expect(compute.check_gpus([], None, 2, True)[0], WARNING, "CPU build")
     expect(compute.check_gpus([], "12.8", 2, True)[0], WARNING, "cannot use it", "nvidia-smi")
+
+
+@pytest.mark.parametrize("ranks", [None, 2, 0])
+def test_gpus_that_torch_sees_and_cannot_use(monkeypatch, ranks):
+    """Of two different ones: the first is full, the second too old for this torch. 0 ranks: DS_ACCELERATOR=cpu."""
+
+    def memory(index):
+        if index == 0:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return 2 * GIB, 2 * GIB
+
+    def compute_there(*size, device):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    model = SimpleNamespace(name="GT 710", total_memory=2 * GIB, major=3, minor=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: model)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch, "ones", compute_there)
+    full, old = compute.check_gpus(compute.list_gpus(), "13.0", ranks, True)[:2]
+    expect(full, PROBLEM if ranks != 0 else WARNING, "cannot compute on it: CUDA error: out of memory", "nvidia-smi")
+    expect(old, PROBLEM if ranks == 2 else WARNING, "no kernel image", "torch for an older CUDA", "DS_ACCELERATOR=cpu")
+    assert "reported later" not in full.found
 
 
 def test_ranks_that_name_the_same_gpu():
