@@ -19,7 +19,7 @@ LARGE_PACKAGES = (
 )
 
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:

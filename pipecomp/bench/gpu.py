@@ -104,12 +104,13 @@ def gpu_tests(timeout_s: float, folder: Path = _ROOT / "tests" / "gpu") -> Row:
     """Run the tests that need a GPU, from a checkout: "passed", "others" (failed, skipped, errors), "summary"."""
     if not folder.is_dir():
         return {"error": f"{folder} is not there: run this from a checkout"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    # Without -q, which the checkout's settings have already: with two of them pytest does not count.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)]
     try:
         status, out, errors = run_whole(command, timeout_s)
     except subprocess.TimeoutExpired:
         return {"error": f"they took more than {timeout_s:.0f} s"}
-    summary = (out.strip().splitlines() or errors.strip().splitlines() or ["nothing was printed"])[-1]
+    summary = (out.strip().splitlines() or errors.strip().splitlines() or ["nothing was printed"])[-1].strip("= ")
     counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", summary)}
     passed = counts.pop("passed", 0)
     found: Row = {"passed": passed, "others": sum(counts.values()), "summary": summary}

@@ -107,6 +107,15 @@ def test_tests_that_are_all_skipped_have_not_passed(tmp_path):
     assert "not there" in gpu.gpu_tests(60, tmp_path / "missing")["error"]
 
 
+def test_the_tests_of_the_checkout_are_counted():
+    """By pytest with the checkout's settings; they are skipped, since tests hide GPUs."""
+    found = gpu.gpu_tests(HANG_S)
+    assert found["passed"] == 0
+    assert found["others"] > 50
+    assert found["error"] == found["summary"]
+    assert found["summary"].startswith(f"{found['others']} skipped in ")
+
+
 def test_what_takes_too_long_leaves_no_process(tmp_path):
     """Nor do the processes that it has started, such as the ranks of a test."""
     pid = tmp_path / "pid"
