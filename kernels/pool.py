@@ -53,6 +53,11 @@ class Pool:
         self._lent[id(root)] = weakref.ref(taken, lambda _: self._put(root)), root
         return taken
 
+    def stop_growing(self, refused: int) -> None:
+        """Make no more than there is: to be called by `make` before its MemoryError. refused: bytes it was to make."""
+        with self._lock:
+            self._most_bytes = self._made - refused
+
     def _new(self, room: int) -> np.ndarray:
         """Make one. Unused ones of other sizes make way for it, the largest first."""
         gone = []

@@ -92,6 +92,7 @@ class CudaStaging:
                     "memory takes their place, and copies take longer",
                     stacklevel=2,
                 )
+                self._pinned.stop_growing(size)  # or every packet would ask again
                 raise MemoryError(reason) from error
 
     def _unpin(self, _: np.ndarray) -> None:

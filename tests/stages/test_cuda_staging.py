@@ -104,6 +104,8 @@ def test_where_the_system_refuses_pinned_memory_pageable_memory_takes_its_place(
     staging, x = CudaStaging(DEVICE, 1 << 20), torch.randn(1000)
     with pytest.warns(UserWarning, match=r"refuses 4096 bytes \(CUDA error: out of memory\)"):
         assert torch.equal(staging.to_host(x).wait(), x)
+    monkeypatch.setattr(staging_cuda, "pinned", cuda.pin)
+    assert not torch.from_numpy(staging.buffer(1 << 12)).is_pinned(), "nobody asks again"
 
 
 def test_what_the_gpu_copies_from_is_kept_until_it_has(cuda):
