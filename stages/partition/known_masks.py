@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import masking_utils
-
-_ASKING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextmanager
@@ -26,22 +23,27 @@ def known_masks(*, full: bool, device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    answers: dict[str, Callable[..., Any]] = {
-        "find_packed_sequence_indices": lambda positions: None,
-        "fast_all": lambda mask: full,  # for flash_attention_2
-        **{name: partial(_answer, getattr(masking_utils, name, None), full) for name in _ASKING},
-    }
-    before = {name: getattr(masking_utils, name) for name in answers if hasattr(masking_utils, name)}
-    for name in before:
-        setattr(masking_utils, name, answers[name])
+    stock = {name: getattr(masking_utils, name) for name in _ASKING if hasattr(masking_utils, name)}
+    for name, ask in stock.items():
+        setattr(masking_utils, name, _ASKING[name](ask, full))
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(masking_utils, name, function)
+        for name, ask in stock.items():
+            setattr(masking_utils, name, ask)
 
 
-def _answer(ask: Callable[..., bool] | None, full: bool, padding_mask: Any, *rest: Any, **more: Any) -> bool:
-    """Whether no mask has to be made."""
-    assert ask is not None
-    return ask(None, *rest, **more) if full or padding_mask is None else False
+def _needs_no_mask(ask: Callable[..., bool], full: bool) -> Callable[..., bool]:
+    def answer(padding_mask: Any, *rest: Any, **more: Any) -> bool:
+        return (full or padding_mask is None) and ask(None, *rest, **more)
+
+    return answer
+
+
+# What takes the place of each function that looks, made of itself and of whether masks leave nothing out.
+_ASKING: dict[str, Callable[[Callable[..., Any], bool], Callable[..., Any]]] = {
+    "find_packed_sequence_indices": lambda ask, full: lambda positions: None,
+    "fast_all": lambda ask, full: lambda mask: full,  # for flash_attention_2
+    "_ignore_causal_mask_sdpa": _needs_no_mask,
+    "_ignore_bidirectional_mask_sdpa": _needs_no_mask,
+}
