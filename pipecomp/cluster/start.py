@@ -29,8 +29,7 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
         KeysError: This machine's keys do not allow it to join.
     """
-    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
-    if on_cpu and "OMP_NUM_THREADS" not in os.environ:
+    if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
     if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
         # Without it gloo takes the address that the host name resolves to, which need not be reachable.
@@ -46,6 +45,11 @@ def all_ranks() -> AllRanks:
         The round. If a rank ends before it has answered, those that wait for it raise an error.
     """
     return AllRanks(missed=process_heartbeat().missed)
+
+
+def computes_on_cpu() -> bool:
+    """Say whether stages compute on the CPU: there is no NVIDIA GPU, or DeepSpeed was told to leave it alone."""
+    return os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
 
 
 def _cores() -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.collectives import gathered
 from pipecomp.cluster.launch import read_launch
+from pipecomp.cluster.start import computes_on_cpu
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
@@ -56,7 +57,7 @@ class Survey:
 
 def own_device() -> torch.device:
     """Take the device that this rank trains on, and let this process use it: ranks of a machine measure together."""
-    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+    if computes_on_cpu():
         return torch.device("cpu")
     device = torch.device("cuda", read_launch(os.environ).local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

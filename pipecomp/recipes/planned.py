@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    elif os.environ.get("DS_ACCELERATOR") != "cpu":
+    if not start.computes_on_cpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     documents = holds_documents(args)
     choose_interface()
