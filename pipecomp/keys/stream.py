@@ -223,6 +223,8 @@ class SecureStream:
 
     def _wake_for(self, least: int) -> None:
         """Let the system wake this thread when so many bytes are there: on a slow link not for every packet."""
+        if self.sock.gettimeout() is None:
+            least = 1  # a recv that blocks takes the few bytes that are there, and then sleeps until as many come again
         if least != self._least:
             self._least = least
             with contextlib.suppress(OSError):  # another system

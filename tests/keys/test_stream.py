@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,19 +44,38 @@ def content(size: int) -> bytes:
     return bytes(i * 7 % 251 for i in range(size))
 
 
-@pytest.mark.parametrize("size", [1, 16_385, 40_000, FRAME])
-@pytest.mark.parametrize("cut", [1, 5, 6, 16_000, 16_406, 16_407, 39_000])
-def test_what_has_come_in_part_is_received_when_the_rest_comes(ends, size, cut):
-    """The thread that receives never waits for more than is on its way, wherever OpenSSL stands in a record."""
+def receive_pieces(ends, whole: bytes, cuts: list[int], received: bytearray) -> None:
+    """Send `whole` in pieces, the first ones just before the receiver's waits, the last three bytes by themselves."""
     sender, receiver = ends
-    data, received = content(size), bytearray(size)
-    whole = sealed(sender, data)
+    bounds = [0, *(min(cut, len(whole) - 3) for cut in cuts), len(whole) - 3, len(whole)]
+    pieces = [whole[at:end] for at, end in itertools.pairwise(bounds)]
+    in_order = threading.Lock()
+
+    def send_one() -> None:
+        with in_order:
+            if pieces:
+                sender.sock.sendall(pieces.pop(0))
+
+    receiver.before_wait = send_one
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(receiver.receive_into, memoryview(received))
-        for part in (whole[:cut], whole[cut:-3], whole[max(cut, len(whole) - 3) :]):
-            sender.sock.sendall(part)
-            time.sleep(0.02)  # the receiver has it, and waits again
-        done.result(HANG_S)
+        try:
+            while pieces:
+                time.sleep(0.02)  # the receiver has what was there, and waits again
+                send_one()
+            done.result(HANG_S)
+        finally:
+            sender.close()  # ends a receiver that waits still
+
+
+@pytest.mark.parametrize("timeout", [None, HANG_S])
+@pytest.mark.parametrize("size", [1, 16_385, 40_000, FRAME])
+@pytest.mark.parametrize("cuts", [[1], [5], [6], [16_000], [16_406], [16_407], [39_000], [32_768, 39_000]])
+def test_what_has_come_in_part_is_received_when_the_rest_comes(ends, size, cuts, timeout):
+    """The thread that receives never waits for more than is on its way, wherever OpenSSL stands in a record."""
+    ends[1].sock.settimeout(timeout)
+    data, received = content(size), bytearray(size)
+    receive_pieces(ends, sealed(ends[0], data), cuts, received)
     assert received == data
 
 
@@ -67,6 +88,7 @@ def test_a_thread_that_receives_is_not_woken_for_every_packet(ends):
         pulls += 1
 
     receiver.before_wait = pull
+    receiver.sock.settimeout(HANG_S)  # as a line's: without one every packet wakes it
     data, received = content(FRAME), bytearray(FRAME)
     whole = sealed(sender, data)
     with ThreadPoolExecutor(1) as pool:
