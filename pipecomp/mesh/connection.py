@@ -79,11 +79,16 @@ class Connection:
         return transfer
 
     def open(self, stream: int, sink: Sink) -> None:
-        """Take all messages of a stream."""
-        self._inbox.sinks[stream] = sink
+        """Take all messages of a stream, as many as there is room for beside those that `taken` was not told of."""
+        room = self._inbox.open(stream, sink)
         if self.failure is not None:
             sink.failed(self.failure)
-        self._outbox.notice(Header(Kind.OPEN, 0, stream))
+        self._outbox.notice(Header(Kind.OPEN, 0, stream, total=room))
+
+    def taken(self, stream: int, size: int) -> None:
+        """A message of so many bytes of an open stream waits no more."""
+        if more := self._inbox.taken(stream, size):
+            self._outbox.notice(Header(Kind.OPEN, 0, stream, total=more))
 
     def note(self, stream: int, note: dict[str, Any]) -> None:
         """Tell who uses a stream at the other side something, before all messages."""
@@ -264,7 +269,7 @@ class Connection:
         if header.kind == Kind.ASK:
             self._outbox.asked(header.stream, header.tag, header.total)
         elif header.kind == Kind.OPEN:
-            self._outbox.opened(header.stream)
+            self._outbox.opened(header.stream, header.total)
         else:
             self._take_json(header, _value(header, content))
 

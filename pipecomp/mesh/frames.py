@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from pipecomp.errors import WireError
 
-VERSION = 2
+VERSION = 3
 CONTENT_BYTES = 1 << 17  # of a DATA frame: 10 ms at 100 Mbit/s, which is how long others wait behind it
 CALL_BYTES = 1 << 22  # of a question to the key-value store, and of its answer
 NOTE_BYTES = 1 << 14  # 1000 characters of up to 12 bytes in JSON, and what is around them
 EAGER_BYTES = 1 << 16  # a message this short is sent before the receiver has asked for it
-LINKS = 1 << 60  # streams from here on are links': nothing is sent on them before they are open
+LINKS = 1 << 60  # streams from here on are links': nothing is sent on them before they are open, all with one tag
+ROOM_BYTES = 1 << 28  # of an open stream's messages that may wait here to be taken
+_EACH_BYTES = 256  # what keeping a message takes beside its content
 _HEADER = struct.Struct("<BxxxIQQQ")
 HEADER_BYTES = _HEADER.size
 
@@ -29,7 +31,7 @@ class Kind(enum.IntEnum):
 
     DATA = 1  # a piece of a message
     ASK = 2  # a receive of `total` bytes is ready for a message of this stream and tag
-    OPEN = 3  # all messages of this stream are welcome
+    OPEN = 3  # there is room for `total` more bytes of messages of this stream, each as `room_for` says
     NOTE = 4  # JSON for who uses the stream: why it ends
     CALL = 5  # JSON: a question to the key-value store; `tag` numbers it
     ANSWER = 6  # JSON: its answer
@@ -59,6 +61,11 @@ class Header(NamedTuple):
     stream: int = 0
     tag: int = 0
     total: int = 0
+
+
+def room_for(total: int) -> int:
+    """What both ends count for a message of `total` bytes that waits."""
+    return total + _EACH_BYTES
 
 
 def pack(header: Header) -> bytes:

@@ -1,7 +1,8 @@
 """What comes from one rank: messages find the receives that are ready for them; memory is taken only for what fits.
 
 A message goes straight into the buffer of its receive. One that comes earlier must be short (the sender waits with long
-ones until it is asked), and all of those together are bounded. Streams that are open have a limit of their own.
+ones until it is asked), and all of those together are bounded. Streams that are open have a limit for each message, and
+room for those that wait to be taken.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from pipecomp.errors import WireError
-from pipecomp.mesh.frames import EAGER_BYTES, Header
+from pipecomp.mesh.frames import EAGER_BYTES, ROOM_BYTES, Header, room_for
 from pipecomp.mesh.transfer import Transfer
 
 EARLY_BYTES = 1 << 26  # of all messages that came before their receives
-_EACH = 256  # what keeping a message takes beside its bytes
 
 
 class Sink(Protocol):
@@ -62,6 +62,8 @@ class Inbox:
         self._early: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._arriving: dict[tuple[int, int], _Arriving] = {}
         self._early_bytes = 0
+        self._room: dict[int, int] = {}  # by open stream, bytes that the other side may send
+        self._taken: dict[int, int] = {}  # by open stream, bytes that were taken and that it does not know of
         self._ended: Exception | None = None
         self._lock = threading.Lock()
 
@@ -74,6 +76,22 @@ class Inbox:
         if self._ended is not None and not transfer.done:
             transfer.finish(self._ended)
         return transfer
+
+    def open(self, stream: int, sink: Sink) -> int:
+        """Take all messages of a stream; returns what the other side may send."""
+        with self._lock:
+            self.sinks[stream], self._room[stream], self._taken[stream] = sink, ROOM_BYTES, 0
+        return ROOM_BYTES
+
+    def taken(self, stream: int, total: int) -> int:
+        """A message of an open stream waits no more; returns what the other side may send again, which may be 0."""
+        with self._lock:
+            self._taken[stream] += room_for(total)
+            if self._taken[stream] < ROOM_BYTES // 4:
+                return 0
+            more, self._taken[stream] = self._taken[stream], 0
+            self._room[stream] += more
+            return more
 
     def place(self, header: Header) -> memoryview:
         """Where the content of a DATA frame goes. WireError for a message that nobody is ready for."""
@@ -129,6 +147,9 @@ class Inbox:
         if sink is not None:
             if total > sink.most_bytes:
                 raise WireError(f"a packet of {total} bytes, allowed: {sink.most_bytes}")
+            if self._room[key[0]] <= 0:  # one that is longer than all of it may come, too
+                raise WireError(f"a packet of {total} bytes beside those that wait; allowed: {ROOM_BYTES} together")
+            self._room[key[0]] -= room_for(total)
             return _Arriving(total, None)
         if key not in self._early and key in self._ready:
             size = len(self._ready[key][0].view)
@@ -139,11 +160,11 @@ class Inbox:
             if not ready:
                 del self._ready[key]
             return _Arriving(total, transfer)
-        if total > EAGER_BYTES or self._early_bytes + total + _EACH > EARLY_BYTES:
+        if total > EAGER_BYTES or self._early_bytes + room_for(total) > EARLY_BYTES:
             raise WireError(
                 f"a message of {total} bytes that nobody asked for; allowed: {EAGER_BYTES}, and {EARLY_BYTES} together"
             )
-        self._early_bytes += total + _EACH
+        self._early_bytes += room_for(total)
         return _Arriving(total, None)
 
     def _match(self, key: tuple[int, int]) -> None:
@@ -153,7 +174,7 @@ class Inbox:
             early, ready = self._early.get(key), self._ready.get(key)
             while early and ready:
                 data = early.popleft()
-                self._early_bytes -= data.size + _EACH
+                self._early_bytes -= room_for(data.size)
                 done.append((ready.popleft(), data))
             if early is not None and not early:
                 del self._early[key]

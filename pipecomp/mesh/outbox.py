@@ -1,7 +1,7 @@
 """What waits to be sent to one rank: messages in lanes, which take turns frame by frame, and short notices before all.
 
 A lane has the messages of one stream and tag, in order. A message leaves when the other side is ready for it: has asked
-for one of its length (ASK), has opened the stream (OPEN), or at once if it is short.
+for one of its length (ASK), has room for the stream's messages (OPEN), or at once if it is short.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 from pipecomp.errors import WireError
-from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, pack
+from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, pack, room_for
 from pipecomp.mesh.transfer import Transfer
 
 KEPT_BYTES = 1 << 26  # of messages that were sent and not acknowledged; they stay where they are, nothing is copied
@@ -45,7 +45,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[int, int], _Lane] = {}
-        self._open: set[int] = set()
+        self._room: dict[int, int] = {}  # by stream that is open, bytes that may be sent
         self._ready: deque[tuple[int, int]] = deque()
         self._notices: deque[tuple[Kind, tuple[bytes, bytes]]] = deque()
         self._asked = 0
@@ -89,11 +89,11 @@ class Outbox:
             lane.asked.append(total)
             self._check((stream, tag), lane)
 
-    def opened(self, stream: int) -> None:
-        """The other side takes all messages of a stream. WireError if it opens streams endlessly."""
+    def opened(self, stream: int, more: int) -> None:
+        """The other side has room for `more` bytes of a stream's messages. WireError if it opens streams endlessly."""
         with self._changed:
-            self._open.add(stream)
-            if len(self._open) > MOST_ASKED:
+            self._room[stream] = self._room.get(stream, 0) + more
+            if len(self._room) > MOST_ASKED:
                 raise WireError(f"more than {MOST_ASKED} streams are opened")
             for key, lane in list(self._lanes.items()):
                 if key[0] == stream:
@@ -146,6 +146,8 @@ class Outbox:
         size = len(message.view)
         if lane.sent == 0:
             message.began = time.perf_counter()
+            if key[0] in self._room:
+                self._room[key[0]] -= room_for(size)
         piece: bytes | memoryview = message.view[lane.sent : lane.sent + CONTENT_BYTES]
         if size <= EAGER_BYTES and key[0] < LINKS:
             piece = bytes(piece)
@@ -159,7 +161,7 @@ class Outbox:
                 ends = message
             lane.messages.popleft()
             lane.sent = 0
-            if size > EAGER_BYTES and lane.asked and key[0] not in self._open:
+            if size > EAGER_BYTES and lane.asked and key[0] not in self._room:
                 lane.asked.popleft()
                 self._asked -= 1
         self._keep(_Kept(frame, ends))
@@ -242,8 +244,11 @@ class Outbox:
         if lane.ready or not lane.messages:
             return
         size = len(lane.messages[0].view)
-        if (size > EAGER_BYTES or key[0] >= LINKS) and key[0] not in self._open:
-            if key[0] >= LINKS or not lane.asked:
+        if key[0] >= LINKS or key[0] in self._room:
+            if lane.sent == 0 and self._room.get(key[0], 0) <= 0:
+                return
+        elif size > EAGER_BYTES:
+            if not lane.asked:
                 return
             if lane.asked[0] != size:
                 raise WireError(f"a receive of {lane.asked[0]} bytes is ready for a message of {size}")

@@ -80,4 +80,4 @@ class Delivery:
         if self._failure is None:
             self._failure = error
             self._failed.set()
-        self._inbox.put(self._failure)
+            self._inbox.put(error)

@@ -1,7 +1,8 @@
 """A transport over a mesh of connections under TLS (pipecomp/mesh): one stream for each link, both ways.
 
 Frames of a link take turns with those of collectives on the same connection. The other side says when it takes packets,
-so nothing is sent to who is not ready; a packet longer than was agreed ends the connection before memory is taken.
+and for how many, so nothing is sent to who is not ready; a packet longer than was agreed, or one too many, ends the
+connection before memory is taken.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ class TlsTransport(Delivery):
             self._holding = True
             threading.Thread(target=self._hold_back, name=f"pipecomp-pace-{self.peer}", daemon=True).start()
         self._paced.put((packet, time.monotonic()))
+
+    def recv(self) -> np.ndarray:
+        """Wait for the next packet; see Transport."""
+        packet = super().recv()
+        self._connection.taken(self._stream, packet.size)
+        return packet
 
     def sending(self) -> bool:
         """Tell whether a packet waits; see Transport."""

@@ -99,6 +99,7 @@ def fuzz_frames(data: bytes) -> None:
             came = end._inbox.get()
             assert isinstance(came, Exception) or came.size <= MOST_PACKET, "a packet above the limit"
         assert here._inbox._early_bytes <= EARLY_BYTES
+        assert here._inbox._room[LINKS + 1] > -MOST_PACKET - EAGER_BYTES
         assert here._outbox._kept_bytes <= KEPT_BYTES
         assert table._bytes <= MOST_BYTES
 

@@ -324,7 +324,7 @@ class Bounded:
 @given(st.lists(HEADERS, max_size=40), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 90))))
 def test_any_frames_take_bounded_memory(headers, receives):
     inbox = Inbox()
-    inbox.sinks[3] = Bounded()
+    inbox.open(3, Bounded())
     taken = [0]
     real = np.empty
 

@@ -171,7 +171,7 @@ class TestOutbox:
     @pytest.mark.parametrize("stream", [1, LINKS + 1])
     def test_who_sends_goes_on_when_the_system_has_it_if_nobody_changes_it(self, stream):
         outbox, into = Outbox(), bytearray(b"before")
-        outbox.opened(stream)
+        outbox.opened(stream, 1 << 20)
         transfer = outbox.send(stream, 0, memoryview(into))
         assert take_all(outbox, 0) == [(0, b"before")]
         assert transfer.done
@@ -182,7 +182,7 @@ class TestOutbox:
     def test_no_more_is_kept_than_the_limit(self, monkeypatch):
         monkeypatch.setattr("pipecomp.mesh.outbox.KEPT_BYTES", 3 * CONTENT_BYTES)
         outbox = Outbox()
-        outbox.opened(1)
+        outbox.opened(1, 1 << 20)
         outbox.send(1, 0, memoryview(bytes(10 * CONTENT_BYTES)))
         assert len(take_all(outbox, 0)) == 3
         outbox.acknowledge(2)

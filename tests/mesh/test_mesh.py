@@ -783,6 +783,12 @@ class TestLimits:
         assert "a packet of 1001 bytes, allowed: 1000" in self.refused(two, pack(header))
         assert took == []
 
+    def test_more_packets_than_there_is_room_for(self, two, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.inbox.ROOM_BYTES", 4000)
+        frames = [pack(Header(Kind.DATA, 0, 77, 0, 0)) for _ in range(20)]
+        assert "a packet of 0 bytes beside those that wait; allowed: 4000 together" in self.refused(two, *frames)
+        assert len(two[0].connections[1]._inbox.sinks[77].came) == 16
+
     @pytest.mark.parametrize("total", [EAGER_BYTES + 1, 1 << 40, (1 << 64) - 1])
     def test_a_message_that_nobody_asked_for(self, two, monkeypatch, total):
         took = []

@@ -91,6 +91,26 @@ def test_a_packet_above_the_limit(ends):
         ends[1].recv()
 
 
+def test_packets_that_nobody_takes_wait_where_they_are_sent(meshes, monkeypatch):
+    """A stage that runs far ahead, as in evaluation, fills no memory but its own."""
+    monkeypatch.setattr("pipecomp.mesh.inbox.ROOM_BYTES", 10_000)
+    first, second = (TlsTransport(mesh, 1 - mesh.rank, timeout_s=30.0) for mesh in meshes)
+    sent = [packet(size, i) for i, size in enumerate([2_000] * 10 + [0] * 100 + [300_000] + [2_000] * 10)]
+    for p in sent:
+        first.send(p)
+    meshes[0].connections[1].send(1, 0, memoryview(b"later")).wait(30)  # packets do not keep others waiting
+    meshes[1].connections[0].receive(1, 0, memoryview(bytearray(5))).wait(30)
+    assert second._inbox.qsize() <= 5
+    assert first.sending()
+    waiting = []
+    for p in sent:
+        assert np.array_equal(second.recv(), p)
+        waiting.append(second._inbox.qsize())
+    assert max(waiting) <= 10_000 // 256 + 1
+    first.close()
+    assert not first.sending()
+
+
 @pytest.mark.parametrize("letter", ["ü", "😀"])  # up to 12 bytes each
 def test_a_failure_is_told_with_its_rank_and_all_of_its_characters(ends, letter):
     ends[0].abort(7, letter * 5000)
