@@ -310,10 +310,10 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[ValueFile]:
-    """Open a file to look at, after it was proved sound if the machine was started again since its last writes."""
+    """Open a file to look at, of which at least the pages are sound: LMDB would crash with them."""
     with Folder(folder, shared=True) as held:
-        problem = unsound(folder) if held.restarted() else None
+        problem = unsound(folder) if held.restarted() else next(iter(structure_problems(folder)), None)
         if problem is not None:
-            raise StoreError(f"{folder}: damaged when the machine stopped: {problem}; see `pipecomp store verify`")
+            raise StoreError(f"{folder}: damaged: {problem}; see `pipecomp store verify`")
         with closing(ValueFile(folder, readonly=True)) as file:
             yield file

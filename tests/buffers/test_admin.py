@@ -104,6 +104,8 @@ def test_verify_finds_damaged_pages_without_reading_values(store):
     for page in range(2, len(data) // 4096):
         data[4096 * page : 4096 * page + 64] = b"\xff" * 64
     file.write_bytes(data)
+    with pytest.raises(StoreError, match="rank-0: damaged: .*pipecomp store verify"):
+        admin.info(store)
     report = admin.verify(store)
     assert report.checked == 2 * SAMPLES, "the other rank is checked"
     assert {(d.rank, d.link, d.sample) for d in report.damaged} == {(0, None, None)}
