@@ -25,6 +25,7 @@ from pipecomp.cluster.launcher import watch_launcher
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
+from pipecomp.cluster.sharing import own_gpu, some_share
 from pipecomp.errors import LinkError, LinkTimeoutError, require
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 
@@ -121,13 +122,14 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
     store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)
-    address = "127.0.0.1"
+    address, backend, gpu = "127.0.0.1", "gloo", None
     with together.collective_errors():
         check_byte_order()
-        address = gloo_address()
+        address, backend = gloo_address(), collective_backend()
+        gpu = own_gpu(int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None
     together.assert_same_on_all_ranks(versions())
-    places = together.all_gather_object([machine(), address, collective_backend()])
-    lonely = [r for r, (_, used, _) in enumerate(places) if is_loopback(used)]
+    places = together.all_gather_object([machine(), address, backend, None if gpu is None else gpu.whole])
+    lonely = [r for r, (_, used, *_) in enumerate(places) if is_loopback(used)]
     if lonely and len({name for name, *_ in places}) > 1:
         together.leave()
         used = "; ".join(f"rank {r} {places[r][1]}" for r in lonely)
@@ -135,7 +137,7 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
             f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
             "interface that leads to the others"
         )
-    return store, common_backend([backend for *_, backend in places])
+    return store, common_backend([chosen for *_, chosen, _ in places], [taken for *_, taken in places])
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:
@@ -172,20 +174,25 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
 def collective_backend() -> str:
     """Tell what torch's collectives go through, or choose for this rank where the processes have not joined yet.
 
-    Chosen are gloo on CPUs and where ranks share a GPU, else the device's own.
+    Chosen are gloo on CPUs, else the device's own. Whether ranks share a GPU they find out together.
     """
     if dist.is_initialized():
         return str(dist.get_backend())
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return "gloo"
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
-    if device is None or os.environ.get("DS_ACCELERATOR") == "cpu" or local > torch.accelerator.device_count():
+    if device.type != "cuda" and local > torch.accelerator.device_count():  # others have no names to compare
         return "gloo"
     return dist.get_default_backend_for_device(device)
 
 
-def common_backend(chosen: Sequence[str]) -> str:
-    """Choose for all ranks: gloo, which works anywhere, unless all have chosen the same. chosen: by rank."""
-    return chosen[0] if len(set(chosen)) == 1 else "gloo"
+def common_backend(chosen: Sequence[str], gpus: Sequence[str | None]) -> str:
+    """Choose for all ranks: gloo, which works anywhere, unless all have chosen the same and none share a GPU.
+
+    chosen, gpus: by rank. gpus: names as NCCL tells GPUs apart, which refuses two ranks on one.
+    """
+    return chosen[0] if len(set(chosen)) == 1 and not some_share(gpus) else "gloo"
 
 
 def _initialize(store: Any, backend: str, rank: int, world: int) -> None:

@@ -11,14 +11,16 @@ import torch.distributed as dist
 
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
-from pipecomp.cluster.rendezvous import join_processes, ranks_here
+from pipecomp.cluster.rendezvous import join_processes
+from pipecomp.cluster.sharing import own_cores, ranks_on_cores
 
 
 def start_processes(seed: int | None = None, config: Any = None) -> None:
     """Join the other processes of this run; call it before anything else, on every process.
 
-    Processes that compute on a machine's CPU share its cores evenly, unless OMP_NUM_THREADS is set. Processes that meet
-    at a loopback address let gloo use the loopback interface, unless GLOO_SOCKET_IFNAME is set.
+    Processes that compute on a machine's CPU share its cores evenly, unless OMP_NUM_THREADS is set or each has cores of
+    its own, as Slurm and mpirun give them. Processes that meet at a loopback address let gloo use the loopback
+    interface, unless GLOO_SOCKET_IFNAME is set.
 
     Args:
         seed: Of torch's generator, which is seeded differently on every rank. None means 0.
@@ -29,12 +31,13 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
         KeysError: This machine's keys do not allow it to join.
     """
-    if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _cores() // (ranks_here() or 1)))
     if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
         # Without it gloo takes the address that the host name resolves to, which need not be reachable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     join_processes(config)
+    sharing = ranks_on_cores(all_ranks())
+    if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(own_cores()) // sharing))
     torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
 
 
@@ -50,7 +53,3 @@ def all_ranks() -> AllRanks:
 def computes_on_cpu() -> bool:
     """Say whether stages compute on the CPU: there is no NVIDIA GPU, or DeepSpeed was told to leave it alone."""
     return os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

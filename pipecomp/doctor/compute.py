@@ -194,13 +194,6 @@ def list_gpus() -> list[Gpu]:
     return found
 
 
-def own_gpu(local_rank: int) -> str | None:
-    """Give the unique name of the GPU that a rank takes, None without one."""
-    if not torch.cuda.is_available():
-        return None
-    return str(torch.cuda.get_device_properties(local_rank % torch.cuda.device_count()).uuid)
-
-
 def has_driver() -> bool:
     """Say whether an NVIDIA driver is loaded with a GPU."""
     gpus = Path("/proc/driver/nvidia/gpus")

@@ -24,7 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import machine
-from pipecomp.doctor.compute import check_shared_gpus, own_gpu
+from pipecomp.cluster.sharing import own_gpu
+from pipecomp.doctor.compute import check_shared_gpus
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
 from pipecomp.doctor.path import Path, check_path, follow_path, lead_path
@@ -58,7 +59,9 @@ class Meeting:
         try:
             self._mesh, store = self._meet(limit_s)
             self._store = dist.PrefixStore(_PREFIX, store)
-            mine = Identity(self.rank, socket.gethostname(), machine(), own_gpu(launch.local_rank), versions)
+            gpu = own_gpu(launch.local_rank)
+            gpu_name = None if gpu is None else gpu.name
+            mine = Identity(self.rank, socket.gethostname(), machine(), gpu_name, versions)
             self._say("identity", mine)
             self.identities = [Identity(*self._read(f"identity/{rank}", limit_s)) for rank in range(self.world)]
         except (RuntimeError, ValueError) as error:

@@ -24,6 +24,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import collective_backend, join_processes
+from pipecomp.cluster.sharing import own_gpu, ranks_on_gpu
 from pipecomp.data import ShardedSampler, TrainLoader
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import gradient_exchange, local_exchanges, pipeline_module, quantized_adam, trainable
@@ -101,6 +102,8 @@ def initialize(
             match_tied(module.forward_funcs[0], agreed.plan, module.mpu(), all_ranks)
             engine = _engine(agreed, module, optimizer, lr_scheduler, parameter_groups or trainable)
         engine.local_rank = int(os.environ["LOCAL_RANK"])  # DeepSpeed names files by it, and took its device's number
+        gpu = own_gpu(engine.local_rank) if engine.device.type == "cuda" else None
+        engine.run_ahead.sharing = ranks_on_gpu(all_ranks, gpu) or engine.run_ahead.sharing
         length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
         _connect(engine, agreed, length, all_ranks, heartbeat)
     _at_exit(engine)

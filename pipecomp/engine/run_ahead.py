@@ -22,6 +22,7 @@ class RunAhead:
         self._engine = engine
         self.in_flight = InFlight(setting, engine.stage_id, engine.num_stages, engine.micro_batches)
         self.kept: KeptBytes | None = None  # of one micro-batch, from the first forward on
+        self.sharing = ranks_here() or 1  # how many ranks share this one's GPU, or without one its machine
         self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
 
     def begin_step(self) -> None:
@@ -56,4 +57,4 @@ class RunAhead:
         # Checkpointed blocks keep their inputs where autograd does not show them.
         values = engine.stage.kept_to_recompute(len(layout.ids), layout.tokens)
         self.kept.bytes += values * next(engine.stage.parameters()).element_size()
-        self.in_flight.allow(self.kept.bytes, free_bytes(engine.device, ranks_here() or 1))
+        self.in_flight.allow(self.kept.bytes, free_bytes(engine.device, self.sharing))

@@ -15,9 +15,9 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(device: torch.device, ranks: int = 1) -> int:
-    """Give a rank's part of what is free. ranks: how many share this machine, evenly its GPUs too."""
+    """Give a rank's part of what is free. ranks: how many share the GPU, or without one the machine."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) // -(-ranks // torch.cuda.device_count())
+        return int(torch.cuda.mem_get_info(device)[0]) // ranks
     return max(0, min([psutil.virtual_memory().available, *left_by_limits()])) // ranks
 
 

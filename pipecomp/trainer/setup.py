@@ -17,9 +17,9 @@ from pipecomp.allreduce.group import host_backend
 from pipecomp.cluster.agreement import versions
 from pipecomp.cluster.closed import wanted_keys
 from pipecomp.cluster.rendezvous import check_processes
+from pipecomp.cluster.sharing import own_gpu, some_share
 from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
-from pipecomp.doctor.compute import own_gpu
 from pipecomp.errors import ConfigError, require
 from pipecomp.mesh.process_group import BACKEND
 from pipecomp.stages.partition.loading import resolve, skeleton
@@ -51,8 +51,8 @@ def join(
             (model is None) != (model_init is None), "model", model, "a model, or a model_init that makes one; not both"
         )
     alike.check_arguments(ranks, args, **versions())  # accelerate may have joined the processes, unchecked
-    gpus = ranks.all_gather_object(own_gpu(int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else None)
-    _check_shared(gpus, args)
+    gpu = own_gpu(int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else None
+    _check_shared(ranks.all_gather_object(None if gpu is None else gpu.whole), args)
     group = dist.new_group(backend=host_backend(), timeout=timedelta(seconds=args.ddp_timeout))
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
     transformers_logging.set_verbosity(args.get_process_log_level())
@@ -64,9 +64,8 @@ def _check_shared(gpus: Sequence[str | None], args: Any) -> None:
 
     Raises ConfigError on every rank.
     """
-    taken = [gpu for gpu in gpus if gpu is not None]
     allowed = "'gloo' where processes share a GPU, which NCCL gives to one of them"
-    require(len(set(taken)) == len(taken), "ddp_backend", args.ddp_backend, allowed)
+    require(not some_share(gpus), "ddp_backend", args.ddp_backend, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,10 @@ from tests.limits import HANG_S
 
 
 def test_ranks_that_choose_apart_take_what_works_for_all():
-    assert rendezvous.common_backend(["nccl", "nccl"]) == "nccl"
-    assert rendezvous.common_backend(["nccl", "gloo"]) == "gloo"  # another machine has no GPU, or one for two ranks
+    assert rendezvous.common_backend(["nccl", "nccl"], ["one", "two"]) == "nccl"
+    assert rendezvous.common_backend(["nccl", "gloo"], ["one", None]) == "gloo"  # another machine has no GPU
+    assert rendezvous.common_backend(["nccl"] * 3, ["one", "two", "one"]) == "gloo"  # one for two ranks
+    assert rendezvous.common_backend(["xccl", "xccl"], [None, None]) == "xccl"  # of no GPU of NVIDIA's
 
 
 def work(rank: int, world: int, note: Any) -> tuple[str, str, float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pipecomp.cluster import start
+from pipecomp.cluster import sharing, start
+from pipecomp.cluster.network_interfaces import machine
 from pipecomp.cluster.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
 
@@ -26,6 +29,16 @@ def test_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch, said: dict[str, str
     assert ranks_here() == found
 
 
+class Ranks:
+    """The ranks of a run. others: what those say that are not this process."""
+
+    def __init__(self, *others: Any) -> None:
+        self._others = others
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [*self._others, value]
+
+
 @pytest.mark.parametrize(
     ("gpu", "accelerator", "threads"), [(False, None, [4]), (True, None, []), (True, "cpu", [4]), (True, "cuda", [])]
 )
@@ -38,15 +51,32 @@ def test_those_that_compute_on_the_cpu_share_its_cores(
     monkeypatch.setattr("torch.set_num_threads", set_to.append)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr(start, "join_processes", lambda config: None)
-    monkeypatch.setattr(start, "_cores", lambda: 8)
+    monkeypatch.setattr(start, "all_ranks", lambda: Ranks([machine(), list(range(8))]))
+    for module in (start, sharing):
+        monkeypatch.setattr(module, "own_cores", lambda: list(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("LOCAL_SIZE", "2")
     monkeypatch.setenv("DS_ACCELERATOR", accelerator or "")
     if accelerator is None:
         monkeypatch.delenv("DS_ACCELERATOR")
     start.start_processes()
     assert set_to == threads
+
+
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ([[0, 1, 2, 3]], 2),  # torchrun, deepspeed: all cores for all
+        ([[4, 5, 6, 7]], 1),  # srun, mpirun: cores of its own for each
+        ([[4, 5], [3, 4], [0, 1, 2, 3]], 3),
+    ],
+)
+def test_ranks_share_the_cores_that_both_may_use(
+    monkeypatch: pytest.MonkeyPatch, others: list[list[int]], found: int
+) -> None:
+    monkeypatch.setattr(sharing, "own_cores", lambda: [0, 1, 2, 3])
+    ranks: Any = Ranks(*([machine(), cores] for cores in others), ["another machine", [0, 1, 2, 3]])
+    assert sharing.ranks_on_cores(ranks) == found
 
 
 def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
