@@ -86,9 +86,10 @@ def train(
 
     pipecomp train --model gpt2 --data text.txt --peers host1,host2
 
-    Each peer needs the same Python, working directory and files, and must let this machine in by ssh without a
-    password; --dry-run says what to run on each of them by hand instead. Under a launcher (torchrun, srun) every
-    process runs this command with --out and is one rank.
+    Each peer needs the same Python, working directory and files, and must let
+    this machine in by ssh without a password; --dry-run says what to run on each
+    of them by hand instead. Under a launcher (torchrun, srun) every process runs
+    this command with --out and is one rank.
     """
     given = {
         "--model": model,

@@ -20,10 +20,13 @@ def up(
     keys: Annotated[str, typer.Option(help="This machine's folder of keys; made if it is not there.")] = "keys",
     listen: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of this machine; on others than the first also none. By default port 29400."),
+        typer.Option(
+            help="HOST:PORT where this machine listens (the first: port 29400 by default); none: it only connects."
+        ),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="HOST:PORT where the others reach the first machine, if that is another one.")
+        str | None,
+        typer.Option(help="HOST:PORT where others reach the first machine, if a router forwards a port to it."),
     ] = None,
     at: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
     fingerprint: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
@@ -35,10 +38,11 @@ def up(
 ) -> None:
     """Start a run on several machines, over TLS: keys, doctor, plan, comparison of files, and training.
 
-    On the first machine: pipecomp up -- recipes/gpt2_wikitext2/train.py --deepspeed_config ds_config.json …
+    On the first machine: pipecomp up -- train.py --deepspeed_config ds_config.json …
 
-    It prints a line to paste on the second machine. Only the first one needs an open port. To go on later, give the
-    same two commands again: machines that have joined stay so.
+    It prints a line to paste on the second machine. Only the first one needs an
+    open port. To continue a run, give the same two commands again: machines that
+    have joined need no new invitation.
     """
     from pipecomp.up import host
 
