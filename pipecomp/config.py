@@ -40,7 +40,8 @@ class Store:
     name for the run; a store that is of a run with another name is refused. None: a random one, which a run that goes
     on from a checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the
     disk refuses writes. pinned_bytes: most host memory of a rank that its GPU copies from and to, None for 256 MiB; of
-    no effect, and so refused, where stages compute on the CPU.
+    no effect, and so refused, where stages compute on the CPU. clusters: keep so many cluster centers of tokens'
+    activations in place of every sample's, None to keep samples (docs/algorithms.md, 1.8).
     """
 
     backend: str = "lmdb"

@@ -21,7 +21,7 @@ class Adaptive:
     Args:
         every: steps from one plan to the next; until the first, all layers have the method's own value.
         error: what a plan's squared error may be, as a multiple of that with the method's own value everywhere.
-        option: which of the method's options: "bits", or "k" with the GRandK methods.
+        option: which of the method's options: "bits", "k" with the GRandK methods, or "rank" with PowerSGD.
         values: what is tried for it, ascending; the method's own value is always among them.
     """
 

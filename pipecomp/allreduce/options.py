@@ -45,8 +45,8 @@ class Gradients(_Section):
     Args:
         method: a name of `pipecomp.allreduce.registry.METHODS`; "none" is an uncompressed all-reduce.
         adaptive: None, or what `Adaptive` takes as a mapping: one option's value may then differ between layers.
-        local_steps, local_steps_warmup, outer, fragments, overlap, mixing: None, or how often replicas average, see
-            `LocalSteps`; all are None without `local_steps`.
+        local_steps, local_steps_warmup, outer, second_moments, fragments, overlap, mixing: None, or how often replicas
+            average and what they share, see `LocalSteps`; all are None without `local_steps`.
         **options: those of the method, see its class; None and options that are left out take the method's default.
             Options of other methods stay None.
 

@@ -20,7 +20,7 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
 TESTED = {
     "torch": "2.13.0",
     "deepspeed": "0.19.8",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "datasets": "5.2.0",
     "accelerate": "1.15.0",
     "lmdb": "3.0.0",
