@@ -158,7 +158,7 @@ def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_
 
 def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_run: bool) -> None:
     """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
-    from pipecomp.cluster.remote_ranks import python_module, ranks_of, run_ranks_of
+    from pipecomp.cluster.remote_ranks import python_module, ranks_of, run_ranks_of, working_directory
 
     if "RANK" in os.environ:
         require(not dry_run, "--dry-run", True, "nothing where a launcher has started this process as a rank")
@@ -167,7 +167,7 @@ def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_
     if dry_run or any(rank.host for rank in ranks):
         shown = os.environ if dry_run else without_secrets(os.environ)  # a dry run's lines are for pasting
         for rank in ranks:
-            say_plain(f"{rank.host or 'here'}: {rank.line(os.getcwd(), shown)}")
+            say_plain(f"{rank.host or 'here'}: {rank.line(working_directory(), shown)}")
     if not dry_run:
         several = len(ranks) > 1
         say(f"{len(ranks)} process{'es' * several}: {'they measure each other' if several else 'it measures'} first.")

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from pipecomp.errors import ConfigError, require
 
+# Names what a rank ends with: a process by its id, or a launcher at the other end of its standard input.
+LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
+
 
 class Launch(NamedTuple):
     """rank and world are None without a launcher; local_world, the ranks on this machine, where it was not said."""

@@ -3,11 +3,15 @@
 Launchers end their ranks when they are asked to end; one that is killed cannot. So each rank looks for launchers among
 the processes that it descends from, and watches them. A run that nobody launched, as one under nohup, has none there,
 and stays whatever becomes of the shell that started it. `PIPECOMP_LAUNCHER` names the id of one more process to watch.
+
+A rank that was started over ssh has its launcher on another machine, and sshd leaves it alone when the connection ends:
+it has the launcher at the other end of its standard input, which ends with the launcher, and hands on its signals.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +21,9 @@ import torch.distributed as dist
 
 from pipecomp.cluster.heartbeat import LOST_STATUS, process_heartbeat
 from pipecomp.cluster.interruption import LAUNCHER_GONE, current_interruption, say_here
+from pipecomp.cluster.launch import LAUNCHER, STDIN
 from pipecomp.errors import ConfigError
 
-VARIABLE = "PIPECOMP_LAUNCHER"
 _LAUNCHERS = frozenset(
     {
         *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"),
@@ -38,6 +42,9 @@ _watching = threading.Lock()
 def watch_launcher() -> None:
     """End this process within 10 s of its launcher's end; again is harmless. ConfigError for PIPECOMP_LAUNCHER."""
     if "RANK" not in os.environ or not _watching.acquire(blocking=False):
+        return
+    if os.environ.get(LAUNCHER) == STDIN:
+        threading.Thread(target=_follow, name="pipecomp-launcher", daemon=True).start()
         return
     found = launchers(psutil.Process().parents())
     own = _own()
@@ -81,13 +88,13 @@ def _is_launcher(process: psutil.Process) -> bool:
 
 
 def _own() -> psutil.Process | None:
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(LAUNCHER)
     if not text:
         return None
     try:
         return psutil.Process(int(text))
     except (ValueError, psutil.Error) as error:
-        raise ConfigError(VARIABLE, text, "the id of a process that runs, with which this rank is to end") from error
+        raise ConfigError(LAUNCHER, text, "the id of a process that runs, with which this rank is to end") from error
 
 
 def _orphaned(environ: Mapping[str, str]) -> bool:
@@ -98,6 +105,17 @@ def _orphaned(environ: Mapping[str, str]) -> bool:
 def _watch(found: Sequence[psutil.Process]) -> None:
     while found and all(map(_runs, found)):
         time.sleep(_LOOK_S)
+    _end()
+
+
+def _follow() -> None:
+    """Take signals, each a byte with its number, until the launcher is gone."""
+    while number := os.read(0, 1):
+        os.kill(os.getpid(), signal.Signals(number[0]))
+    _end()
+
+
+def _end() -> None:
     interruption = current_interruption()
     if interruption is not None:
         interruption.ask(LAUNCHER_GONE, why="the launcher ended")

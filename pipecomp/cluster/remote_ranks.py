@@ -17,17 +17,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import IO
 
+from pipecomp.cluster.launch import LAUNCHER, STDIN
 from pipecomp.cluster.network_interfaces import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.errors import ConfigError, require
 
 PORT = 29500  # where ranks of several machines meet, as with other launchers
-_SSH = ("ssh", "-o", "BatchMode=yes")
-_GRACE_S, _POLL_S = 60.0, 0.05
+# Routers forget connections on which nothing is said, and ranks but the first say nothing for hours. For how long a
+# link may be down is not for ssh to judge: it gives up after an hour.
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=120")
+_SSH_FAILED = 255
+_ASK_S, _TELL_S, _GRACE_S, _POLL_S = 10.0, 5.0, 60.0, 0.05
 # Variables that other machines get, too; what names this machine's own network or devices is not among them.
 _CARRIED = ("PIPECOMP_", "HF_", "TRACKIO_", "MLFLOW_", "WANDB_", "DS_ACCELERATOR", "PYTHONPATH")
-_STAYS = ("PIPECOMP_LISTEN", "PIPECOMP_LAUNCHER")
-_READ = ("sh", "-c", 'eval "$(cat)" && exec "$@"', "sh")  # what `exports` writes, then a command
+_STAYS = ("PIPECOMP_LISTEN", LAUNCHER)
+_FOLLOWS = {LAUNCHER: STDIN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +48,12 @@ class Rank:
         """Write the shell's line that starts it on its host, in `folder`.
 
         reads: what is carried of `environment` comes on its standard input (`exports`), not in the line, which every
-        user of both machines can see.
+        user of both machines can see; then come signals, and the end of it is the launcher's end.
         """
-        shown = {**({} if reads else carried(environment)), **self.variables}
-        words = [*(_READ if reads else ()), "env", *(f"{name}={value}" for name, value in shown.items()), *self.command]
+        lines = exports(environment).count("\n")
+        read = ["sh", "-c", f'eval "$(head -n {lines})" && exec "$@"', "sh"] if reads else []
+        shown = {**(_FOLLOWS if reads else carried(environment)), **self.variables}
+        words = [*read, "env", *(f"{name}={value}" for name, value in shown.items()), *self.command]
         return f"cd {shlex.quote(folder)} && {shlex.join(words)}"
 
 
@@ -108,6 +115,15 @@ def ranks_of(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> l
     return found
 
 
+def working_directory() -> str:
+    """Name it as people do, by links where they went by some: what these lead to need not be so on other machines."""
+    named = os.environ.get("PWD", "")
+    try:
+        return named if os.path.isabs(named) and os.path.samefile(named, os.curdir) else os.getcwd()
+    except OSError:
+        return os.getcwd()
+
+
 def meeting_address(hosts: Sequence[str]) -> str:
     """Find the address of the first host for all of them. Raises ConfigError.
 
@@ -116,10 +132,15 @@ def meeting_address(hosts: Sequence[str]) -> str:
     first = _name(hosts[0])
     address = next(iter(_addresses(first)), None)
     if address is None:
-        raise ConfigError("--peers", hosts[0], "hosts whose names can be looked up here, or addresses")
-    if is_loopback(address) and len(hosts) > 1:
-        return address_towards(_name(hosts[1])) or address
-    return address
+        raise ConfigError(
+            "--peers", hosts[0], "hosts whose names can be looked up here or that ssh knows, or addresses"
+        )
+    if not is_loopback(address) or len(hosts) == 1:
+        return address
+    way = address_towards(_name(hosts[1]))
+    allowed = f"an address where {hosts[1]} finds this machine: its name stands for {address} here"
+    require(way is not None, "--peers", hosts[0], allowed)
+    return str(way)
 
 
 def is_here(host: str) -> bool:
@@ -129,72 +150,130 @@ def is_here(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    return host.rpartition("@")[2]
+    """Give the name or address to look up, which for a host of ssh's configuration is its HostName there."""
+    name = host.rpartition("@")[2]
+    return name if _addresses(name) else _name_for_ssh(host) or name
+
+
+def _name_for_ssh(host: str) -> str | None:
+    try:
+        done = subprocess.run([*_SSH, "-G", host], capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = (line.split() for line in done.stdout.splitlines())
+    return next((words[1] for words in found if len(words) == 2 and words[0] == "hostname"), None)
 
 
 def _addresses(name: str) -> list[str]:
     try:
-        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
         return []
+    return [address for address in found if "%" not in address]  # fe80::1%eth0 names an interface of this machine
 
 
 def run_ranks_of(ranks: Sequence[Rank]) -> int:
     """Start the ranks and wait for all of them, as one would for a single program.
 
-    SIGINT and SIGTERM reach every rank on this machine; the others notice by themselves that one is gone. When a rank
-    ends with an error, the rest have a minute to end.
+    SIGINT and SIGTERM reach every rank; the same one again also ends the connections to other machines, and with them
+    their ranks. When a rank ends with an error, the rest have a minute to end.
 
     Returns:
         0, or the status of the first rank that ended with another.
     """
     running: list[subprocess.Popen[bytes]] = []
+    passed: set[int] = set()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+        for rank, process in zip(ranks, running, strict=False):
+            if rank.host is None or number in passed:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+            else:
+                _say(process, bytes([number]))
+        passed.add(number)
 
     with _handled(forward):
         try:
             for rank in ranks:
                 running.append(_started(rank))
-            return _status_of(running)
+            return _status_of(ranks, running)
         finally:
             for process in running:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+                with contextlib.suppress(OSError):
+                    _input(process).close()
 
 
 def _started(rank: Rank) -> subprocess.Popen[bytes]:
     if rank.host is None:
         command, environment, given = list(rank.command), {**os.environ, **rank.variables}, ""
     else:
-        command = [*_SSH, rank.host, rank.line(os.getcwd(), os.environ, reads=True)]
+        command = [*_SSH, rank.host, rank.line(working_directory(), os.environ, reads=True)]
         environment, given = dict(os.environ), exports(os.environ)
     try:
         # A session of its own: Ctrl-C in a terminal reaches it once, from here.
-        started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+        started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True, bufsize=0)
     except OSError as error:
         allowed = f"a program that can be started ({error.strerror}); --dry-run says what to run on each host"
         raise ConfigError("command", command[0], allowed) from error
-    assert started.stdin is not None
-    with contextlib.suppress(BrokenPipeError), started.stdin:  # one that has ended at once says why by its status
-        started.stdin.write(os.fsencode(given))
+    if rank.host is None:
+        _input(started).close()
+    else:
+        _say(started, os.fsencode(given))
     return started
 
 
-def _status_of(running: Sequence[subprocess.Popen[bytes]]) -> int:
+def _input(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdin is not None, "it was started with a pipe"
+    return process.stdin
+
+
+def _say(process: subprocess.Popen[bytes], text: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ValueError):  # one that has ended says why by its status
+        _input(process).write(text)
+
+
+def _status_of(ranks: Sequence[Rank], running: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all, or for a minute after the first that has failed; 128 + n for one that signal n has ended."""
-    first, until = 0, float("inf")
-    while any(process.poll() is None for process in running) and time.monotonic() < until:
+    failed: tuple[Rank, int] | None = None
+    began, told = 0.0, False
+    while any(process.poll() is None for process in running):
         time.sleep(_POLL_S)
-        failed = next((code for process in running if (code := process.poll())), 0)
-        if failed and not first:
-            first, until = failed, time.monotonic() + _GRACE_S
-    first = first or next((code for process in running if (code := process.poll())), 0)
-    return first if first >= 0 else 128 - first
+        if failed is None:
+            failed, began = _failed(ranks, running), time.monotonic()
+            continue
+        waited_s = time.monotonic() - began
+        if waited_s > _TELL_S and not told:
+            told = True
+            _tell(*failed)
+        if waited_s > _GRACE_S:
+            break
+    _, status = failed or _failed(ranks, running) or (None, 0)
+    return status
+
+
+def _failed(ranks: Sequence[Rank], running: Sequence[subprocess.Popen[bytes]]) -> tuple[Rank, int] | None:
+    """The first rank that has ended with an error, and its status."""
+    for rank, process in zip(ranks, running, strict=True):
+        code = process.poll()
+        if code:
+            return rank, code if code > 0 else 128 - code
+    return None
+
+
+def _tell(rank: Rank, status: int) -> None:
+    """Say for whom the others wait in vain, which may not have found each other yet."""
+    where = "" if rank.host is None else f" on {rank.host}"
+    why = f", which is ssh's own: try `ssh {rank.host} true`" if rank.host and status == _SSH_FAILED else ""
+    print(
+        f"pipecomp: rank {rank.number}{where} has ended with status {status}{why}. "
+        f"The others are ended in {_GRACE_S - _TELL_S:g} s if they do not end before",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 from pipecomp.cluster.closed import ADDRESS, KEYS, LISTEN
-from pipecomp.cluster.launcher import VARIABLE as LAUNCHER
+from pipecomp.cluster.launch import LAUNCHER
 from pipecomp.errors import KeysError, LinkTimeoutError, require
 from pipecomp.keys.authority import listed, new
 from pipecomp.keys.certificates import identify, ranks_text

@@ -251,6 +251,6 @@ def test_a_run_that_nobody_launched_outlives_the_shell_that_started_it(tmp_path:
 
 def test_a_name_that_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("x", "999999999"):
-        monkeypatch.setenv(launcher.VARIABLE, text)
+        monkeypatch.setenv("PIPECOMP_LAUNCHER", text)
         with pytest.raises(ConfigError, match="PIPECOMP_LAUNCHER: got "):
             launcher._own()

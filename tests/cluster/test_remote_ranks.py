@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from pipecomp.cluster import remote_ranks
-from pipecomp.cluster.remote_ranks import Rank, is_here, meeting_address, ranks_of, run_ranks_of
+from pipecomp.cluster.remote_ranks import Rank, is_here, meeting_address, ranks_of, run_ranks_of, working_directory
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
+from tests.recipes.recipe_runs import ROOT
 
 
 def test_ranks_follow_the_order_of_the_hosts(monkeypatch):
@@ -57,6 +60,33 @@ def test_a_first_host_whose_name_is_127_0_1_1_here_meets_at_the_address_that_lea
     assert meeting_address(["one"]) == "127.0.1.1"
     assert is_here("me@one")
     assert not is_here("two")
+    names["three"] = ["198.51.100.3"]
+    with pytest.raises(ConfigError, match="--peers: got 'me@one', allowed: an address where three finds this machine"):
+        meeting_address(["me@one", "three"])
+
+
+def test_a_host_may_be_one_of_ssh_s_configuration(monkeypatch, stand_in):
+    stand_in('[ "$*" = "$1 $2 $3 $4 $5 $6 -G me@office.invalid" ] && echo user me && echo hostname 198.51.100.7')
+    assert meeting_address(["me@office.invalid", "198.51.100.2"]) == "198.51.100.7"
+    assert not is_here("me@office.invalid")
+
+
+def test_an_address_with_an_interface_of_this_machine_is_none_for_others(monkeypatch):
+    found = [(0, 0, 0, "", (address, 0)) for address in ("fe80::1%eth0", "2001:db8::7")]
+    monkeypatch.setattr(remote_ranks.socket, "getaddrinfo", lambda *name, **how: found)
+    assert meeting_address(["host.local"]) == "2001:db8::7"
+
+
+def test_folders_are_named_as_people_name_them(tmp_path, monkeypatch):
+    """What /home/me leads to on this machine need not be there on another one."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("PWD", str(tmp_path / "home"))
+    assert working_directory() == str(tmp_path / "home")
+    for elsewhere in ("/", str(tmp_path / "gone"), "", "."):
+        monkeypatch.setenv("PWD", elsewhere)
+        assert working_directory() == str(tmp_path / "disk")
 
 
 def test_the_line_for_another_machine_survives_its_shell():
@@ -70,18 +100,34 @@ def test_the_line_for_another_machine_survives_its_shell():
     assert done.stdout.strip() == "/ my keys ['a b', '$HOME']"
 
 
-def test_what_other_machines_are_given_stands_on_no_command_line(tmp_path, monkeypatch, capfd):
-    """With a stand-in for ssh that shows its arguments, and starts the line with none of this machine's variables."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\necho "$@"\nexec env -i PATH="$PATH" sh -c "$4"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+@pytest.fixture
+def stand_in(tmp_path_factory, monkeypatch):
+    """Writes a stand-in for ssh. LINE starts what its last argument says, with none of this machine's variables, and
+    leaves it alone when it is ended itself, as sshd does."""
+    folder = tmp_path_factory.mktemp("bin")
+
+    def write(script: str) -> None:
+        (folder / "ssh").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "ssh").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return write
+
+
+LINE = """for line; do :; done
+exec 3<&0
+setsid env -i PATH="$PATH" sh -c "$line" <&3 3<&- &
+wait $!"""
+
+
+def test_what_other_machines_are_given_stands_on_no_command_line(monkeypatch, capfd, stand_in):
+    stand_in(f'echo "$@"\n{LINE}')
     monkeypatch.setenv("HF_TOKEN", secret := "it's \\ a\nsecret")
-    program = "import os, sys; print(ascii(os.environ['HF_TOKEN']), os.environ['RANK'], sys.stdin.read() == '')"
+    program = "import os; print(ascii(os.environ['HF_TOKEN']), os.environ['RANK'])"
     rank = Rank(number=1, host="two", command=(sys.executable, "-c", program), variables={"RANK": "1"})
     assert run_ranks_of([rank]) == 0
     said = capfd.readouterr().out.splitlines()
-    assert said[-1] == f"{secret!a} 1 True"
+    assert said[-1] == f"{secret!a} 1"
     assert "RANK=1" in " ".join(said[:-1])
     assert "secret" not in " ".join(said[:-1])
 
@@ -101,24 +147,71 @@ def test_a_rank_that_stays_when_another_has_failed_is_ended(monkeypatch):
     assert run_ranks_of(python("raise SystemExit(2)", f"import time; time.sleep({HANG_S})")) == 2
 
 
-def test_a_signal_reaches_every_rank(tmp_path):
-    wait = (
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
-        f"pathlib.Path({str(tmp_path)!r}, '{{}}').touch()\n"
-        f"time.sleep({HANG_S})"
-    )
+WAIT = f"""import os, pathlib, signal, sys, time
+from pipecomp.cluster.launcher import watch_launcher
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+watch_launcher()
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep({HANG_S})"""
+
+
+def waiting(number: int, file: Path, host: str | None = None) -> Rank:
+    """A rank that writes its process's id to a file, and ends with 5 when it gets SIGTERM."""
+    variables = {"RANK": str(number), "PYTHONPATH": str(ROOT)}
+    return Rank(number=number, host=host, command=(sys.executable, "-c", WAIT, str(file)), variables=variables)
+
+
+def process_of(file: Path) -> psutil.Process:
+    """The process that has written its id to a file."""
+    until = time.monotonic() + HANG_S
+    while not (file.is_file() and file.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return psutil.Process(int(file.read_text()))
+
+
+@pytest.mark.parametrize("hosts", [(None, None), (None, "two"), ("one", "two")])
+def test_a_signal_reaches_every_rank(tmp_path, stand_in, hosts):
+    """Also where this machine has no rank that could tell the others."""
+    stand_in(LINE)
+    files = [tmp_path / "0", tmp_path / "1"]
+    ranks = [waiting(number, files[number], host) for number, host in enumerate(hosts)]
+    found: list[psutil.Process] = []
 
     def end() -> None:
-        until = time.monotonic() + HANG_S
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
-            time.sleep(0.02)
+        found.extend(process_of(file) for file in files)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=end)
     thread.start()
-    assert run_ranks_of(python(wait.format("a"), wait.format("b"))) == 5
+    assert run_ranks_of(ranks) == 5
     thread.join()
+    assert len(found) == 2
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found)
+
+
+def test_a_rank_on_another_machine_ends_with_the_launcher(tmp_path, stand_in):
+    """Else it would train on, and keep the port where the ranks meet."""
+    stand_in(LINE)
+    start = (
+        "import pathlib, sys\nfrom tests.cluster.test_remote_ranks import run_ranks_of, waiting\n"
+        "run_ranks_of([waiting(0, pathlib.Path(sys.argv[1]), 'one')])"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", start, str(tmp_path / "0")], cwd=ROOT)
+    rank = process_of(tmp_path / "0")
+    launcher.kill()
+    launcher.wait(HANG_S)
+    psutil.wait_procs([rank], HANG_S)
+    assert not rank.is_running()
+
+
+def test_whom_the_others_wait_for_is_told(monkeypatch, capfd, stand_in):
+    monkeypatch.setattr(remote_ranks, "_TELL_S", 0.1)
+    monkeypatch.setattr(remote_ranks, "_GRACE_S", 0.5)
+    stand_in("exit 255")
+    lost = Rank(number=1, host="two", command=("true",))
+    assert run_ranks_of([*python(f"import time; time.sleep({HANG_S})"), lost]) == 255
+    told = "pipecomp: rank 1 on two has ended with status 255, which is ssh's own: try `ssh two true`. The others are "
+    assert told in capfd.readouterr().err
 
 
 def test_a_program_that_is_not_there():

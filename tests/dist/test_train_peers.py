@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.ranks, pytest.mark.skipif(WHY_NOT is
 
 # Its last argument is a line for the other machine's shell, which starts with none of this one's variables.
 SSH = """#!/bin/sh
-[ "$1 $2 $3" = "-o BatchMode=yes me@198.18.0.2" ] || exit 255
-exec env -i PATH="$PATH" ip netns exec {space} sh -c "$4"
+[ "$1 $2 $7" = "-o BatchMode=yes me@198.18.0.2" ] || exit 255
+exec env -i PATH="$PATH" ip netns exec {space} sh -c "$8"
 """
 
 
