@@ -35,7 +35,7 @@ class Prediction:
         bytes_raw: of a ring all-reduce of the bucket, per rank.
         bytes_sent_by_rank: what each rank puts on its links.
         exact: whether a state sends just these bytes; otherwise they are an estimate.
-        quantize_s: seconds as they were given; so are reduce_s and decode_s.
+        quantize_s, reduce_s, decode_s: seconds as they were given.
         send_s: seconds of the link alone, latencies included.
         wait_s: the part of them that no kernel hides.
         total_s: seconds of it all.

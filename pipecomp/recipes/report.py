@@ -156,7 +156,7 @@ class Report:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
             self._say(
-                f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  rate {lr:.2e}  "
+                f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  lr {lr:.2e}  "
                 f"{per_s:,.0f} {self._unit}/s  {in_words(self._meter.since_last(stats))}".rstrip()
             )
 
