@@ -158,11 +158,13 @@ def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_
 
 def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_run: bool) -> None:
     """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
+    from pipecomp.cluster.launch import read_launch
     from pipecomp.cluster.remote_ranks import python_module, ranks_of, run_ranks_of, working_directory
 
     if "RANK" in os.environ:
         require(not dry_run, "--dry-run", True, "nothing where a launcher has started this process as a rank")
         os.execv(sys.executable, python_module(_RANK, *words))
+    read_launch(os.environ)
     ranks = ranks_of(python_module(_RANK, *words), stages or len(hosts or ()) or 2, hosts or [])
     if dry_run or any(rank.host for rank in ranks):
         shown = os.environ if dry_run else without_secrets(os.environ)  # a dry run's lines are for pasting

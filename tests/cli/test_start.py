@@ -121,6 +121,17 @@ def test_under_a_launcher_the_command_is_one_rank(more, message, tmp_path, monke
     assert words[words.index("--run") + 1] == "shared"
 
 
+def test_tasks_that_srun_has_started_without_a_rank_start_nothing(tmp_path, monkeypatch):
+    """Each would start a run of its own, all of them in one folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setattr("pipecomp.cluster.remote_ranks.run_ranks_of", lambda ranks: pytest.fail("it starts"))
+    write_text(tmp_path / "text.txt")
+    message = told("train", "--model", "gpt2", "--data", "text.txt", "--out", "shared", status=1)
+    assert "RANK: got None, allowed: a number: srun has started this 2 times, and each would train alone" in message
+
+
 def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "my text.txt")

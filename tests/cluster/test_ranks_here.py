@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipecomp.cluster import sharing, start
+from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.network_interfaces import machine
 from pipecomp.cluster.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
@@ -96,10 +97,17 @@ def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"RANK": "0"}, r"WORLD_SIZE: got None, allowed: a number: RANK and WORLD_SIZE go together"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, r"RANK: got 'first', allowed: a whole number from 0"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK: got 2, allowed: 0 to 1"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, r"RANK: got None, .* srun has started this 4 times, .* RANK=\$SLURM_PROCID "),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            r"RANK: got None, .* mpirun has started this 2 times, .*COMM_WORLD_LOCAL_SIZE;",
+        ),
+        ({"PMI_SIZE": "2"}, r"RANK: got None, .* mpirun has started this 2 times, .* RANK=\$PMI_RANK "),
     ],
 )
 def test_what_no_launcher_says(monkeypatch: pytest.MonkeyPatch, said: dict[str, str], message: str) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")
     for name, value in said.items():
         monkeypatch.setenv(name, value)
@@ -107,3 +115,20 @@ def test_what_no_launcher_says(monkeypatch: pytest.MonkeyPatch, said: dict[str, 
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=message):
         join_processes()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script, outside of srun
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40001"},  # a person's shell, with tasks for cores
+        {"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
+    ],
+)
+def test_a_process_that_is_alone(said: dict[str, str]) -> None:
+    assert read_launch(said) == Launch()
+
+
+def test_a_task_of_srun_with_a_rank_is_that_rank() -> None:
+    found = read_launch({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"})
+    assert found.place == (1, 2)
