@@ -74,8 +74,8 @@ def _check_alone(environ: Mapping[str, str]) -> None:
             launcher = "srun" if name.startswith("SLURM") else "mpirun"
             allowed = (
                 f"a number: {launcher} has started this {environ[name]} times, and each would train alone. Let it "
-                f"start bash -c 'export {variables}; exec \"$@\"' rank COMMAND, with MASTER_ADDR and MASTER_PORT in the "
-                "environment, as examples/slurm/train.sbatch does"
+                f"start bash -c 'export {variables}; exec \"$@\"' rank COMMAND, with MASTER_ADDR and MASTER_PORT "
+                "in the environment, as examples/slurm/train.sbatch does"
             )
             raise ConfigError("RANK", None, allowed)
 
