@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.collectives import gathered
 from pipecomp.cluster.launch import read_launch
+from pipecomp.cluster.rendezvous import join_processes
 from pipecomp.cluster.start import computes_on_cpu
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
@@ -37,7 +37,6 @@ from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport
 
 _TIMEOUT_S = 120.0
-_MEET_S = 300.0
 
 
 @exchanged
@@ -99,7 +98,8 @@ def survey_ranks(
     Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS. With one stage
     the links between neighbouring replicas are measured, over which their gradients go.
     stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many,
-    or the model does not take so many tokens; before any rank waits for another.
+    or the model does not take so many tokens; before any rank waits for another. LinkError where they cannot reach each
+    other.
     """
     check_tokens(model, tokens)
     rank, world = read_launch(os.environ).place
@@ -107,10 +107,8 @@ def survey_ranks(
     require(world % K == 0, "stages", K, f"a divisor of the {world} processes of this run")
     length, R = (K, world // K) if K > 1 else (world, 1)  # replicas of one stage are neighbours as stages are
     joined = dist.is_initialized()
-    if joined:
-        mesh = current_mesh() if dist.get_backend() == BACKEND else None
-    else:
-        mesh = _join(rank, world)
+    join_processes()
+    mesh = current_mesh() if dist.get_backend() == BACKEND else None
     try:
         link = _links(rank, R, length, pacer_to, mesh)
         seen = gathered((link, survey_machine(model, tokens, dtype, samples, store)))
@@ -133,16 +131,6 @@ def survey_ranks(
         network=between_replicas(measured) if K == 1 and measured is not None else measured,
         slowdowns=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
     )
-
-
-def _join(rank: int, world: int) -> Mesh | None:
-    keys = wanted_keys()
-    if keys is None:
-        dist.init_process_group("gloo")
-        return None
-    mesh = join_mesh(keys, rank, world, wait_s=_MEET_S)
-    dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world)
-    return mesh
 
 
 def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> Measured | None:

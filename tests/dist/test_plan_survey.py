@@ -11,9 +11,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from pipecomp.allreduce.group import Group
+from pipecomp.cluster import rendezvous
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.cluster.start import start_processes
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
@@ -47,7 +48,7 @@ def planned(rank, world, note, model, options):
     options = {**OPTIONS, "model": str(model), "store": model / "messages", **options}
     try:
         return run_plan(Console(file=out, width=140), PlanOptions(**options)), out.getvalue()
-    except ConfigError as error:
+    except (ConfigError, LinkError) as error:
         return None, str(error)
 
 
@@ -67,6 +68,19 @@ def test_two_ranks_measure_what_connects_them(model):
         assert found["speeds"][key] > 0
     assert set(found["speeds"]["average"]) == {"quantize", "reduce", "decode"}
     assert list(model.iterdir()) == [model / "config.json"]
+
+
+def planned_apart(rank, world, note, model):
+    rendezvous.machine = lambda: f"machine {rank}"
+    return planned(rank, world, note, model, {})
+
+
+def test_machines_that_cannot_reach_each_other_are_told_what_to_set(model):
+    """gloo would say, after 20 seconds, connectFullMesh failed."""
+    for found, told in run_ranks(2, planned_apart, model, timeout_s=HANG_S).values():
+        assert found is None
+        assert "gloo would take addresses that other machines cannot reach: rank 0 127.0.0.1" in told
+        assert "Set GLOO_SOCKET_IFNAME" in told
 
 
 def planned_then_grouped(rank, world, note, model):
