@@ -104,7 +104,7 @@ def test_verify_finds_damaged_pages_without_reading_values(store):
     for page in range(2, len(data) // 4096):
         data[4096 * page : 4096 * page + 64] = b"\xff" * 64
     file.write_bytes(data)
-    with pytest.raises(StoreError, match="rank-0: damaged: .*pipecomp store verify"):
+    with pytest.raises(StoreError, match=r"rank-0: damaged: .*pipecomp store verify"):
         admin.info(store)
     report = admin.verify(store)
     assert report.checked == 2 * SAMPLES, "the other rank is checked"
