@@ -233,5 +233,4 @@ def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) ->
 
 
 if __name__ == "__main__":
-    interruption.end_with_exception()
     run.run(main, arguments())

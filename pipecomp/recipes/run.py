@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster import start
+from pipecomp.cluster import interruption, start
 from pipecomp.cluster.meeting_point import torch_says_nothing
 from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.config import MOST_SEED
@@ -128,6 +128,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         main: Takes the parsed arguments.
         parser: From `arguments`.
     """
+    interruption.end_with_exception()  # what was imported quietly
     replace_unprintable()
     outlast_readers()
     try:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from pipecomp.cluster import interruption
+
+if __name__ == "__main__":
+    interruption.end_quietly()  # for the seconds that the imports below take
+
 from pipecomp.recipes import language, lora, run, text
 
 

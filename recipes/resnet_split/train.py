@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipecomp.cluster import interruption
+
+if __name__ == "__main__":
+    interruption.end_quietly()  # for the seconds that the imports below take
+
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError

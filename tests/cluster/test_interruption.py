@@ -152,11 +152,19 @@ def test_a_recipe_goes_on_when_nobody_reads_its_output(tmp_path: Path, unbuffere
     assert (tmp_path / "trained").exists()
 
 
-@pytest.mark.parametrize("module", ["pipecomp.recipes.planned", "pipecomp.up.rank"])
-def test_ctrl_c_while_a_rank_imports_leaves_no_traceback(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        *("-m pipecomp.recipes.planned", "-m pipecomp.up.rank"),
+        *sorted(str(script.relative_to(ROOT)) for script in (ROOT / "recipes").glob("*/train.py")),
+    ],
+)
+def test_ctrl_c_while_a_rank_imports_leaves_no_traceback(tmp_path: Path, program: str) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(10000)\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    process = started(f"import os, sys; os.execv(sys.executable, [sys.executable, '-m', '{module}'])", PYTHONPATH=path)
+    process = started(
+        f"import os, sys; os.execv(sys.executable, [sys.executable, *'{program}'.split()])", PYTHONPATH=path
+    )
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=HANG_S)
     assert (process.returncode, output) == (-signal.SIGINT, "")
