@@ -36,7 +36,7 @@ def keys_invite(
     folder: str,
     machine: Annotated[str, typer.Argument(help="A name for the machine.")],
     ranks: _Ranks = None,
-    listen: Annotated[str, typer.Option(help="Where to wait for it: an address of this machine.")] = "0.0.0.0:29401",
+    listen: Annotated[str, typer.Option(help="Where to wait for it: an address of this machine.")] = "*:29401",
     minutes: Annotated[float, typer.Option(help="How long to wait.")] = 15.0,
     days: _Days = 90,
 ) -> None:
@@ -47,7 +47,7 @@ def keys_invite(
         check_minutes(minutes)
         with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
             at = invitation.address
-            host = "ADDRESS-OF-THIS-MACHINE" if at.host in ("0.0.0.0", "::") else str(at).rpartition(":")[0]
+            host = "ADDRESS-OF-THIS-MACHINE" if at.everywhere else str(at).rpartition(":")[0]
             say(f"Run this on {machine} within {minutes:g} minutes:")
             line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
             typer.echo(f"{line} --code {invitation.code}")

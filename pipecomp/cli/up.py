@@ -44,14 +44,15 @@ def up(
     open port. To continue a run, give the same two commands again: machines that
     have joined need no new invitation.
     """
+    from pipecomp.keys.listener import EVERYWHERE, Address
     from pipecomp.up import host
 
     check_minutes(minutes)
     given = (at, fingerprint, code)
     require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
     if at is None:
-        bind = host.parse_address("listen", listen or f"0.0.0.0:{PORT}")
-        shown = host.own_address(bind.port) if bind.host in ("0.0.0.0", "::") else bind
+        bind = host.parse_address("listen", listen or str(Address(EVERYWHERE, PORT)))
+        shown = host.own_address(bind.port) if bind.everywhere else bind
         reached = shown if address is None else host.parse_address("address", address)
     else:
         reached = host.parse_address("at" if address is None else "address", address or at)

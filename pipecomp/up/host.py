@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from types import FrameType
 
 from pipecomp.cluster.closed import ADDRESS, KEYS, LISTEN
 from pipecomp.cluster.launch import LAUNCHER
+from pipecomp.cluster.network_interfaces import address_towards
 from pipecomp.errors import KeysError, LinkTimeoutError, require
 from pipecomp.keys.authority import listed, new
 from pipecomp.keys.certificates import identify, ranks_text
@@ -25,6 +25,7 @@ from pipecomp.keys.listener import Address
 
 _END_S = 30.0  # for the other ranks to end once one has
 _POLL_S = 0.2
+_FAR = ("192.0.2.1", "2001:db8::1")  # of nobody: reserved for documentation
 Say = Callable[[str], None]
 
 
@@ -66,13 +67,8 @@ class Run:
 
 
 def own_address(port: int) -> Address:
-    """Find the address of this machine that leads to other networks. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return Address(str(probe.getsockname()[0]), port)
-        except OSError:
-            return Address("127.0.0.1", port)
+    """Find the address of this machine that leads to other networks, over IPv6 if none does over IPv4."""
+    return Address(next(filter(None, map(address_towards, _FAR)), "127.0.0.1"), port)
 
 
 def invite_all(run: Run, keys: str, listen: Address, options: Sequence[str], *, minutes: float, say: Say) -> None:

@@ -20,7 +20,7 @@ from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
 from pipecomp.keys.authority import issue, listed, new
 from pipecomp.keys.certificates import new_key
-from pipecomp.keys.listener import Address
+from pipecomp.keys.listener import EVERYWHERE, Address
 from pipecomp.up import host
 from pipecomp.up.files import digest, named
 from tests.limits import HANG_S
@@ -39,6 +39,25 @@ def test_what_a_run_is() -> None:
         host.Run(address=run.address, machines=2, procs=1, command=("train.py",))
     with pytest.raises(ConfigError, match="machines: got 0"):
         run_of(machines=0)
+
+
+def test_a_first_machine_with_ipv6_alone_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"2001:db8::1": "2001:db8::7"}
+    monkeypatch.setattr(host, "address_towards", ways.get)
+    asked: list[tuple[str, Address]] = []
+
+    def invite(run: host.Run, keys: str, listen: Address, options: list[str], **_: object) -> None:
+        asked.append((str(run.address), listen))
+
+    monkeypatch.setattr(host, "invite_all", invite)
+    monkeypatch.setattr(host, "start_ranks", lambda *_, **__: 0)
+    for more in ([], ["--listen", "[::]:29400"]):
+        assert CliRunner().invoke(app, ["up", *more, "--", __file__]).exit_code == 0
+    assert [shown for shown, _ in asked] == ["[2001:db8::7]:29400"] * 2
+    assert asked[0][1].everywhere
+    assert asked[0][1].host == EVERYWHERE, "over IPv6, too"
+    monkeypatch.setattr(host, "address_towards", {**ways, "192.0.2.1": "198.51.100.7"}.get)
+    assert str(host.own_address(1)) == "198.51.100.7:1"
 
 
 def test_keys_that_do_not_fit(tmp_path: Path) -> None:
