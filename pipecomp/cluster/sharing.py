@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.network_interfaces import machine
 
+_CGROUP = Path("/sys/fs/cgroup")
 _INSTANCE = " MIG "  # in the name of an instance of a GPU
 
 
@@ -62,3 +64,21 @@ def ranks_on_cores(all_ranks: AllRanks) -> int:
 def own_cores() -> list[int]:
     """List the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use, by its affinity and its container's quota."""
+    cores = len(own_cores())
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
+            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return cores
+    try:
+        limit = int(quota) / int(period)
+    except ValueError:  # "max"
+        return cores
+    return max(1, min(cores, round(limit))) if limit > 0 else cores

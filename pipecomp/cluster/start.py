@@ -12,15 +12,15 @@ import torch.distributed as dist
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import join_processes
-from pipecomp.cluster.sharing import own_cores, ranks_on_cores
+from pipecomp.cluster.sharing import ranks_on_cores, usable_cores
 
 
 def start_processes(seed: int | None = None, config: Any = None) -> None:
     """Join the other processes of this run; call it before anything else, on every process.
 
-    Processes that compute on a machine's CPU share its cores evenly, unless OMP_NUM_THREADS is set or each has cores of
-    its own, as Slurm and mpirun give them. Processes that meet at a loopback address let gloo use the loopback
-    interface, unless GLOO_SOCKET_IFNAME is set.
+    Processes that compute on a machine's CPU share its cores, or what their container may use of them, evenly, unless
+    OMP_NUM_THREADS is set or each has cores of its own, as Slurm and mpirun give them. Processes that meet at a
+    loopback address let gloo use the loopback interface, unless GLOO_SOCKET_IFNAME is set.
 
     Args:
         seed: Of torch's generator, which is seeded differently on every rank. None means 0.
@@ -37,7 +37,7 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
     join_processes(config)
     sharing = ranks_on_cores(all_ranks())
     if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(own_cores()) // sharing))
+        torch.set_num_threads(max(1, usable_cores() // sharing))
     torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
 
 

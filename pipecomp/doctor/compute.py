@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from pipecomp.cluster.launch import Launch
+from pipecomp.cluster.sharing import usable_cores
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
 
 GPU_SHARING = "GPU sharing"
-_CGROUP = Path("/sys/fs/cgroup")
 _BUILD = "python -m pipecomp.kernels.build"
 _COMPILERS = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora) or xcode-select --install (macOS)"
 _FOR_TRITON = "a C compiler and Python's headers: apt install gcc python3-dev, or dnf install gcc python3-devel"
@@ -158,24 +158,6 @@ def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
         for ranks in by_gpu.values()
         if len(ranks) > 1
     ]
-
-
-def usable_cores() -> int:
-    """Count the cores that this process may use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
-            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
-        except OSError:
-            return cores
-    try:
-        limit = int(quota) / int(period)
-    except ValueError:  # "max"
-        return cores
-    return max(1, min(cores, round(limit))) if limit > 0 else cores
 
 
 def list_gpus() -> list[Gpu]:

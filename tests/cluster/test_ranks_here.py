@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,20 +42,28 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "accelerator", "threads"), [(False, None, [4]), (True, None, []), (True, "cpu", [4]), (True, "cuda", [])]
+    ("gpu", "accelerator", "quota", "threads"),
+    [
+        (False, None, "max 100000", [4]),
+        (False, None, "600000 100000", [3]),  # docker run --cpus 6, a pod's limit
+        (True, None, "max 100000", []),
+        (True, "cpu", "max 100000", [4]),
+        (True, "cuda", "max 100000", []),
+    ],
 )
 def test_those_that_compute_on_the_cpu_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, accelerator: str | None, threads: list[int]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, accelerator: str | None, quota: str, threads: list[int]
 ) -> None:
     """Also where there is a GPU that DeepSpeed was told not to take."""
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(sharing, "_CGROUP", tmp_path)
     set_to: list[int] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr("torch.set_num_threads", set_to.append)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr(start, "join_processes", lambda config: None)
     monkeypatch.setattr(start, "all_ranks", lambda: Ranks([machine(), list(range(8))]))
-    for module in (start, sharing):
-        monkeypatch.setattr(module, "own_cores", lambda: list(range(8)))
+    monkeypatch.setattr(sharing, "own_cores", lambda: list(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", accelerator or "")

@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.cluster import sharing
 from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
@@ -268,9 +269,9 @@ def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(compute, "_CGROUP", tmp_path)
+    monkeypatch.setattr(sharing, "_CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert compute.usable_cores() == cores
+    assert sharing.usable_cores() == cores
 
 
 # -- network
