@@ -139,7 +139,8 @@ def collect(piece: Span, gathered: Pending, out_d: Tensor, code: Code, call: Cal
     with call.counters.part("decode"):
         arriving = [call.to_device(reduced) for reduced in parts]
         for chunk, copy in zip(chunks(piece, call.group.size), arriving, strict=True):
-            code.decode(copy.wait(), chunk.of(out_d), chunk.start)
+            if chunk.count:  # the bytes of an empty one, of which there are none, stay on the host
+                code.decode(copy.wait(), chunk.of(out_d), chunk.start)
     with call.counters.part("wait"):
         gathered.finish()
 

@@ -12,6 +12,7 @@ from pipecomp.allreduce import State, all_gather, reduce_scatter, state
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from tests.allreduce.test_methods import ALL, Options, gradients, name
 from tests.lazy_staging import LazyStaging
+from tests.pretend_gpu import DEVICE, PretendStaging, pretend_gpu
 
 N, D = 3, 1098  # no rank owns nothing of a piece
 
@@ -23,13 +24,15 @@ def pieces(monkeypatch):
         monkeypatch.setattr(module, "PIECE", 384)
 
 
-def averaged(options: Options, dtype: torch.dtype = torch.float32) -> list[list[list[float]]]:
+def averaged(
+    options: Options, dtype: torch.dtype = torch.float32, d: int = D, device: torch.device | None = None
+) -> list[list[list[float]]]:
     """Means and residuals of each rank after two calls, the second one in place; options: of the state."""
-    inputs = [g.to(dtype) for g in gradients(N, D)]
+    inputs = [g.to(dtype) for g in gradients(N, d)]
 
     def work(group: LoopbackGroup) -> list[list[float]]:
         one = State(group=group, seed=5, **options)
-        x_d = inputs[group.rank].clone()
+        x_d = inputs[group.rank].to(device, copy=True)
         first = one.submit(x_d, "g").wait()
         second = one.submit(x_d, "g", out=x_d).wait()
         kept = [e_d for _, e_d in one.state_dict()["memory"]["worker"].values()]
@@ -44,6 +47,16 @@ def test_a_device_averages_as_the_host_does(options, pieces, monkeypatch):
     on_host = averaged(options)
     monkeypatch.setattr(state, "staging_for", lambda device: LazyStaging())
     assert averaged(options) == on_host
+
+
+@pytest.mark.parametrize("options", [*ALL, {"method": "none"}], ids=name)
+def test_a_gpu_computes_with_its_own_tensors_alone(options, pieces, monkeypatch):
+    """Also where ranks own nothing of a piece, of which no byte goes to the GPU."""
+    d = 384 + 40  # of the second piece the first rank owns all
+    on_host = averaged(options, d=d)
+    monkeypatch.setattr(state, "staging_for", lambda device: PretendStaging())
+    with pretend_gpu():
+        assert averaged(options, d=d, device=DEVICE) == on_host
 
 
 def test_values_of_a_half_travel_as_they_are(pieces, monkeypatch):

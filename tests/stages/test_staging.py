@@ -28,6 +28,7 @@ from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.link.transport import Outgoing, finished
 from tests.lazy_staging import LazyStaging
+from tests.pretend_gpu import PretendStaging, pretend_gpu
 
 S, H = 5, 8
 METHODS: list[dict[str, Any]] = [
@@ -142,6 +143,13 @@ def _errors(up: LinkSender) -> float:
 def test_a_device_computes_sends_and_stores_what_the_host_does(tmp_path, options, backend):
     on_host = train(tmp_path / "host", None, backend, **options)
     assert train(tmp_path / "double", LazyStaging(), backend, **options) == but_for_norms(on_host)
+
+
+@pytest.mark.parametrize("options", METHODS, ids=str)
+def test_a_gpu_computes_with_its_own_tensors_alone(tmp_path, options):
+    on_host = train(tmp_path / "host", None, "memory", **options)
+    with pretend_gpu():
+        assert train(tmp_path / "double", PretendStaging(), "memory", **options) == but_for_norms(on_host)
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "memory"])
