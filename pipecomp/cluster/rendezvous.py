@@ -69,10 +69,10 @@ def join_processes(config: Any = None) -> None:
     if "RANK" not in os.environ:
         own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(own, MASTER_PORT=str(free_port()))
-    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     rank, world = read_launch(os.environ).place
     if world == 1:
         check_byte_order()
+        os.environ.setdefault("LOCAL_RANK", "0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
         dist.init_process_group(collective_backend(), rank=0, world_size=1)
@@ -104,6 +104,7 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     with together.collective_errors():
         check_byte_order()
     together.assert_same_on_all_ranks(versions())
+    _take_places(together)
     dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world, timeout=default_pg_timeout)
 
 
@@ -123,22 +124,37 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
     store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)
+    machines = _take_places(together)
     address, backend, gpu = "127.0.0.1", "gloo", None
     with together.collective_errors():
         check_byte_order()
         address, backend = gloo_address(), collective_backend()
         gpu = own_gpu(int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None
     together.assert_same_on_all_ranks(versions())
-    places = together.all_gather_object([machine(), address, backend, None if gpu is None else gpu.whole])
-    lonely = [r for r, (_, used, *_) in enumerate(places) if is_loopback(used)]
-    if lonely and len({name for name, *_ in places}) > 1:
+    places = together.all_gather_object([address, backend, None if gpu is None else gpu.whole])
+    lonely = [r for r, (used, *_) in enumerate(places) if is_loopback(used)]
+    if lonely and len(set(machines)) > 1:
         together.leave()
-        used = "; ".join(f"rank {r} {places[r][1]}" for r in lonely)
+        used = "; ".join(f"rank {r} {places[r][0]}" for r in lonely)
         raise LinkError(
             f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
             "interface that leads to the others"
         )
-    return store, common_backend([chosen for *_, chosen, _ in places], [taken for *_, taken in places])
+    return store, common_backend([chosen for _, chosen, _ in places], [taken for *_, taken in places])
+
+
+def _take_places(together: AllRanks) -> list[str]:
+    """Name the machine of each rank, and number this machine's ranks where the launcher has not.
+
+    Kubernetes' operator and people set RANK and WORLD_SIZE alone. On each machine one rank must be the first, which
+    looks after its checkpoints and says what is wrong.
+    """
+    machines: list[str] = together.all_gather_object(machine())
+    here = [rank for rank, name in enumerate(machines) if name == machines[together.rank]]
+    os.environ.setdefault("LOCAL_RANK", str(here.index(together.rank)))
+    if ranks_here() is None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(len(here))
+    return machines
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from pipecomp.cluster import sharing, start
+from pipecomp.cluster import rendezvous, sharing, start
 from pipecomp.cluster.launch import Launch, read_launch
+from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.cluster.network_interfaces import machine
 from pipecomp.cluster.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
+from tests.limits import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -141,3 +145,20 @@ def test_a_process_that_is_alone(said: dict[str, str]) -> None:
 def test_a_task_of_srun_with_a_rank_is_that_rank() -> None:
     found = read_launch({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"})
     assert found.place == (1, 2)
+
+
+def unnumbered(rank: int, world: int, note: Any) -> list[str]:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    rendezvous.machine = lambda: "one" if rank == 1 else "two"
+    rendezvous.is_loopback = lambda address: False
+    join_processes()
+    dist.barrier()
+    dist.destroy_process_group()
+    return [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]]
+
+
+@pytest.mark.ranks
+def test_each_machine_has_a_first_rank_where_nobody_says_which() -> None:
+    found = run_ranks(3, unnumbered, timeout_s=HANG_S)
+    assert found == {0: ["0", "2"], 1: ["0", "1"], 2: ["1", "2"]}
