@@ -23,7 +23,7 @@ from pipecomp.cluster.launch import LAUNCHER, STDIN
 from pipecomp.cluster.network_interfaces import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.errors import ConfigError, require
 
-PORT = 29500  # where ranks of several machines meet, as with other launchers
+PORT = 29500  # where ranks of several machines meet, as with other launchers, unless MASTER_PORT says another
 # Routers forget connections on which nothing is said, and ranks but the first say nothing for hours. For how long a
 # link may be down is not for ssh to judge: it gives up after an hour.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=120")
@@ -92,7 +92,7 @@ def ranks_of(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> l
     allowed = f"a multiple of {len(places)}, the hosts of --peers"
     require(world >= 1 and world % len(places) == 0, "--stages", world, allowed)
     each = world // len(places)
-    master, port = ("127.0.0.1", free_port()) if not hosts else (meeting_address(places), PORT)
+    master, port = ("127.0.0.1", free_port()) if not hosts else (meeting_address(places), _port(os.environ))
     found = []
     for number in range(world):
         host = places[number // each]
@@ -113,6 +113,12 @@ def ranks_of(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> l
             )
         )
     return found
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    text = environment.get("MASTER_PORT", str(PORT))
+    require(text.isdecimal() and 0 < int(text) < 65536, "MASTER_PORT", text, "a number from 1 to 65535")
+    return int(text)
 
 
 def working_directory() -> str:

@@ -30,6 +30,7 @@ from pipecomp.errors import LinkError, LinkTimeoutError, require
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 
 _NAME = "pipecomp/name"
+_TAKEN = "EADDRINUSE"  # in torch's words
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
 _CONNECT_S = 60.0  # for connections among ranks that have met already
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # the latter before torch 2.15
@@ -116,6 +117,11 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=COMING_S))))
     except (RuntimeError, ValueError) as error:
+        if _TAKEN in str(error):
+            raise LinkError(
+                f"rank {rank} cannot listen at port {os.environ.get('MASTER_PORT')}, which something else uses: "
+                "another run, perhaps, or what is left of one. Give all ranks another MASTER_PORT, or end that"
+            ) from error
         what = f"rank {rank} did not find rank 0" if rank else f"rank 0 waited in vain for {world - 1} others"
         raise LinkTimeoutError(
             f"{what} at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pipecomp.cluster import meeting_point
+from pipecomp.cluster import meeting_point, rendezvous
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import LinkError
@@ -68,3 +68,11 @@ def test_nothing_that_listens_yet_is_no_error() -> None:
 def test_the_store_of_rank_0_is_none() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     check_meeting_point("127.0.0.1", store.port, 1)
+
+
+def test_a_port_that_something_else_has_is_told_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(http) as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(LinkError, match=f"^rank 0 cannot listen at port {port}, which something else uses"):
+            rendezvous._meet(0, 2)

@@ -30,6 +30,19 @@ def test_ranks_follow_the_order_of_the_hosts(monkeypatch):
     assert {rank.variables["MASTER_ADDR"] for rank in found} == {"198.51.100.1"}
 
 
+def test_where_they_meet_may_be_another_port(monkeypatch):
+    """Two runs at a time on one first host, or a firewall that lets others in."""
+    hosts = ["198.51.100.1", "198.51.100.2"]
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert {rank.variables["MASTER_PORT"] for rank in ranks_of(["train"], 2, hosts)} == {"29501"}
+    for wrong in ("", "0", "65536", "http"):
+        monkeypatch.setenv("MASTER_PORT", wrong)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT: got '{wrong}', allowed: a number from 1 to 65535"):
+            ranks_of(["train"], 2, hosts)
+    monkeypatch.delenv("MASTER_PORT")
+    assert {rank.variables["MASTER_PORT"] for rank in ranks_of(["train"], 2, hosts)} == {"29500"}
+
+
 def test_without_hosts_all_ranks_are_here():
     found = ranks_of(["train"], 3)
     assert [rank.host for rank in found] == [None] * 3
