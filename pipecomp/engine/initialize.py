@@ -32,7 +32,7 @@ from pipecomp.engine.connect import open_links, open_transports, tied_groups
 from pipecomp.engine.dropout import fewest_bits, warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.matching import match_tied
-from pipecomp.engine.starting import device_that_is_there
+from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch
 from pipecomp.mesh.process_group import current_mesh
@@ -97,7 +97,7 @@ def initialize(
         all_ranks = AllRanks(missed=heartbeat.missed)
         agreed = agree(model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None)
         heartbeat.timeout_s = agreed.settings.transport.timeout_s
-        with _without_noise(), device_that_is_there():
+        with _without_noise(), device_that_is_there(), patient_groups():
             module = pipeline_module(model, agreed.plan, agreed.ds_config, loss_fn, agreed.settings.seed)
             match_tied(module.forward_funcs[0], agreed.plan, module.mpu(), all_ranks)
             engine = _engine(agreed, module, optimizer, lr_scheduler, parameter_groups or trainable)

@@ -9,6 +9,8 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 # DeepSpeed demands that mpirun's name, where it is set, has the same number.
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -49,3 +51,18 @@ def silent_stages() -> Iterator[None]:
         yield
     finally:
         p2p.send, p2p.recv = stock
+
+
+@contextmanager
+def patient_groups() -> Iterator[None]:
+    """Let groups that are made inside wait as long over NCCL as over all else: half an hour, not ten minutes.
+
+    After that NCCL ends the process. Over a slow link averages of replicas and sums of tied weights may take so long,
+    and the loss of an evaluation comes when all activations have. A rank that is gone is missed by the heartbeat.
+    """
+    stock = distributed_c10d.default_pg_nccl_timeout
+    distributed_c10d.default_pg_nccl_timeout = default_pg_timeout
+    try:
+        yield
+    finally:
+        distributed_c10d.default_pg_nccl_timeout = stock

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from deepspeed.runtime.pipe import p2p
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
-from pipecomp.engine import agreed, starting
+from pipecomp.engine import agreed, initialize, starting
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
@@ -45,6 +48,32 @@ def test_stages_send_again_afterwards():
         assert p2p.send(None, 1) is None
         raise KeyError
     assert (p2p.send, p2p.recv) == stock
+
+
+def test_groups_over_nccl_wait_as_long_as_others(monkeypatch):
+    ten_minutes, seen = timedelta(minutes=10), []
+    monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", ten_minutes)
+
+    def building(*args: object) -> None:
+        seen.append(distributed_c10d._get_default_timeout("nccl"))
+        raise KeyError
+
+    settings = SimpleNamespace(seed=0, transport=SimpleNamespace(timeout_s=1.0))
+    stood_in_for = {
+        "join_processes": lambda config: None,
+        "attach_deepspeed": lambda: None,
+        "process_heartbeat": lambda: SimpleNamespace(starting=nullcontext, missed=None),
+        "agree": lambda *args, **more: SimpleNamespace(plan=None, ds_config={}, settings=settings),
+        "AllRanks": SimpleNamespace,
+        "device_that_is_there": nullcontext,
+        "pipeline_module": building,
+    }
+    for name, one in stood_in_for.items():
+        monkeypatch.setattr(initialize, name, one)
+    with pytest.raises(KeyError):
+        initialize.initialize("model")
+    assert seen == [default_pg_timeout]
+    assert distributed_c10d._get_default_timeout("nccl") == ten_minutes < default_pg_timeout
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
