@@ -86,11 +86,21 @@ def join_processes(config: Any = None) -> None:
     try:
         _initialize(store, backend, rank, world)
     except (RuntimeError, ValueError) as error:
-        raise LinkError(
-            f"rank {rank} cannot connect to the other ranks: {_first_line(error)}. gloo takes {gloo_address()} here: "
-            f"{GLOO_VARIABLE} must name the interface that leads to the others, on each machine, and all TCP ports "
-            "between them must be open; `pipecomp doctor` tells more"
-        ) from error
+        why = f"rank {rank} cannot connect to the other ranks: {_first_line(error)}"
+        raise LinkError(f"{why}. {_remedy(backend)}") from error
+
+
+def _remedy(backend: str) -> str:
+    if backend == "nccl":
+        return (
+            "NCCL_DEBUG=WARN says more. Where each rank of a machine sees its own GPU alone, as with srun "
+            "--gpus-per-task, NCCL may find no way between them: set NCCL_P2P_DISABLE=1, or let all see all "
+            "(srun --gpu-bind=none)"
+        )
+    return (
+        f"gloo takes {gloo_address()} here: {GLOO_VARIABLE} must name the interface that leads to the others, on each "
+        "machine, and all TCP ports between them must be open; `pipecomp doctor` tells more"
+    )
 
 
 def _join_closed(keys: str, rank: int, world: int) -> None:

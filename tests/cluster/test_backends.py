@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pipecomp.cluster import rendezvous
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import LinkError
 from tests.limits import HANG_S
 
 
@@ -47,3 +48,18 @@ def test_nccl_is_not_bound_to_a_device(monkeypatch):
     monkeypatch.setattr(rendezvous, "_set_timeout", lambda timeout, group: None)
     rendezvous._initialize(None, "nccl", 1, 3)
     assert happened == [1, ("nccl", ["rank", "store", "timeout", "world_size"]), "cuda"]
+
+
+@pytest.mark.parametrize(("backend", "remedy"), [("nccl", "NCCL_P2P_DISABLE=1"), ("gloo", "GLOO_SOCKET_IFNAME")])
+def test_what_to_set_where_ranks_that_have_met_cannot_connect(monkeypatch, backend, remedy):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("unhandled cuda error")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("PIPECOMP_KEYS", raising=False)
+    monkeypatch.setattr(rendezvous, "watch_launcher", lambda: None)
+    monkeypatch.setattr(rendezvous, "_meet", lambda rank, world: (None, backend))
+    monkeypatch.setattr(rendezvous, "_initialize", fail)
+    with pytest.raises(LinkError, match=f"^rank 1 cannot connect to the other ranks: unhandled cuda error.*{remedy}"):
+        rendezvous.join_processes()
