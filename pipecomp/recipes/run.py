@@ -38,6 +38,8 @@ from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
 from pipecomp.tables import outlast_readers, replace_unprintable
 
+_FIRST_S = 10.0
+
 
 class UsageError(PipecompError, ValueError):
     """The command line is wrong."""
@@ -154,8 +156,7 @@ def _say_once(line: str) -> None:
         with contextlib.suppress(RuntimeError), torch_says_nothing():
             first = distributed_c10d._get_default_store().add(f"pipecomp-said-{key}", 1) == 1
     elif int(os.environ.get("LOCAL_RANK", "0")) != 0:
-        time.sleep(3)  # the launcher ends all ranks when the first one fails: let the one that prints be first
-        first = False
+        time.sleep(_FIRST_S)  # if rank 0 has the same error, it prints, and the launcher ends all ranks meanwhile
     if first:
         print(line, file=sys.stderr, flush=True)
 

@@ -181,6 +181,13 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
     assert "rank 1 says this\n" in found[1][4]
 
 
+def test_a_rank_that_fails_alone_before_it_joins_says_why(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(run, "_FIRST_S", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run._say_once("no such file")
+    assert capsys.readouterr().err == "no such file\n"
+
+
 class TestPlan:
     @given(
         samples=st.integers(1, 60),
