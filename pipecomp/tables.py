@@ -1,4 +1,4 @@
-"""Tables for people, as the commands print them."""
+"""Tables, and words for numbers, as the commands print them for people."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def replace_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def counted(number: int, thing: str) -> str:
+    """ "1 stage", "4 stages"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
 class _Lasting(io.FileIO):

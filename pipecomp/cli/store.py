@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
-from pipecomp.tables import table
+from pipecomp.tables import COMPACT, table
 
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 
@@ -21,22 +21,24 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
 
     found = info(path)
     write_json(json_file, [dataclasses.asdict(line) for line in found])
-    rows = (
-        (
-            str(line.rank),
-            line.link,
-            line.run or "–",
-            line.configuration,
-            str(line.samples),
-            str(line.bits),
-            f"{line.stored_bytes / 1e6:.2f}",
-            f"{line.file_bytes / 1e6:.2f}",
-            "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}",
+    headings = ("rank", "link", "samples", "bits", "stored MB", "file MB", "versions", "configuration")
+    for run in dict.fromkeys(line.run for line in found):
+        rows = (
+            (
+                str(line.rank),
+                line.link,
+                str(line.samples),
+                str(line.bits),
+                f"{line.stored_bytes / 1e6:.2f}",
+                f"{line.file_bytes / 1e6:.2f}",
+                "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}",
+                line.configuration,
+            )
+            for line in found
+            if line.run == run
         )
-        for line in found
-    )
-    headings = ("rank", "link", "run", "configuration", "samples", "bits", "stored MB", "file MB", "versions")
-    console.print(table(headings, rows, left=headings))
+        console.print(f"run {run}" if run else "no run has used it", highlight=False)
+        console.print(table(headings, rows, left=("link", "versions", "configuration"), **COMPACT))
 
 
 @store.command("verify")

@@ -22,6 +22,7 @@ from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import Played, StageCosts, Step, play
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.tables import counted
 
 _WORTH = 0.99  # running further ahead must shorten a step to this
 # Bytes of a parameter: weight, gradient, and Adam's two moments in float32; with half precision a float32 copy too.
@@ -79,8 +80,9 @@ class Job:
     def text(self) -> str:
         """Describe it for people."""
         return (
-            f"{self.plan.num_stages} stages × {self.replicas} replicas, {self.micro_batches} micro-batches of "
-            f"{self.samples} for {self.batch} samples per step, {self.profile.tokens} tokens each."
+            f"{counted(self.plan.num_stages, 'stage')} × {counted(self.replicas, 'replica')}, "
+            f"{self.micro_batches} micro-batches of {self.samples} for {self.batch} samples per step, "
+            f"{self.profile.tokens} tokens each."
         )
 
 

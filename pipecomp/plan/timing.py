@@ -28,6 +28,7 @@ from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.tables import counted
 
 _LEAST_RUNS, _MOST_RUNS = 2, 20
 _SEVERAL = 4  # samples, to tell what a call costs from what a sample costs
@@ -148,7 +149,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         calls.append((max(0.0, one.forward_s - each_f), max(0.0, one.backward_s - each_b)))
         hidden = stage.hidden_size
     call_s = (min(c[0] for c in calls), min(c[1] for c in calls))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else counted(torch.get_num_threads(), "thread")
     return assemble(found, plan, hidden=hidden, tokens=tokens, call_s=call_s, measured=f"measured, {where}")
 
 

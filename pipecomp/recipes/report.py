@@ -18,6 +18,7 @@ from pipecomp.recipes.written import Curves, Lines, Written
 from pipecomp.report.live import LinkMeter, in_words
 from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, BitsMeter, Traffic
+from pipecomp.tables import counted
 
 PLAIN_EVERY_S = 10.0
 LINKS_EVERY_S = 2.0  # in a terminal
@@ -91,9 +92,10 @@ class Report:
         if self._silent:
             return
         batch = plan.micro_batch * plan.accumulation * plan.replicas
-        self._say(f"model     {args.model}: {stages} stage(s), {plan.replicas} replica(s) of the pipeline")
+        parts = f"{counted(stages, 'stage')}, {counted(plan.replicas, 'replica')} of the pipeline"
+        self._say(f"model     {args.model}: {parts}")
         self._say(f"data      {samples:,} training samples, {held_out:,} held out")
-        self._say(f"training  {plan.steps:,} steps of {batch} samples, {plan.micro_batch} to a micro-batch")
+        self._say(f"training  {counted(plan.steps, 'step')} of {batch} samples, {plan.micro_batch} to a micro-batch")
         if stages > 1:
             self._say(f"links     {_in_words(settings)}")
         if self._console.is_terminal:

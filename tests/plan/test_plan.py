@@ -483,7 +483,7 @@ def test_the_command(folder):
     text = " ".join(done.output.split())
     assert "Stages (estimated for 0.05 TFLOP/s)" in text
     assert "AQ-SGD fw2 bw4" in text
-    assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text
+    assert "4 stages × 1 replica, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text
     found = json.loads(out.read_text())
     assert found["cuts"][0] == 0
     assert found["cuts"][-1] == 8
@@ -590,7 +590,7 @@ def test_the_command_recomputes(folder):
 def test_a_number_of_stages_is_found_where_the_batch_cannot_be_divided_among_all_replicas(folder):
     done = CliRunner().invoke(app, ["plan", "--model", str(folder / "model"), "--nodes", "3", "--speed", "1"])
     assert done.exit_code == 0, done.output
-    assert "3 stages × 1 replicas" in " ".join(done.output.split())
+    assert "3 stages × 1 replica" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(("size", "told"), [(12.34, 13.0), (0.00123, 0.0013), (97.0, 97.0), (99.5, 100.0), (1e4, 1e4)])
@@ -673,7 +673,7 @@ class TestWithoutASpeed:
 
     def test_a_bandwidth_alone_predicts_nothing(self, planned):
         text, found = planned("--bandwidth", "1gbit/100mbit/1gbit", "--delay", "1ms")
-        assert "4 stages × 1 replicas, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text
+        assert "4 stages × 1 replica, 8 micro-batches of 1 for 8 samples per step, 64 tokens each." in text
         assert text.endswith("give --speed (or --profile, or --measure) and --bandwidth.")
         assert not {"stage_s", "bits", "chosen", "plain", "config", "profile"} & set(found)
         assert not any(word in text for word in ("seconds", " ms", "train_micro_batch_size_per_gpu"))
