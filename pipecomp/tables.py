@@ -22,7 +22,7 @@ def replace_unprintable() -> None:
 
 
 def counted(number: int, thing: str) -> str:
-    """ "1 stage", "4 stages"."""
+    """Say how many: 1 stage, 4 stages."""
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
