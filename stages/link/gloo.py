@@ -4,7 +4,8 @@ gloo's `send` is a rendezvous: nothing moves until the other side has posted its
 receives posted ahead of need, each able to take a whole frame (gloo lets a packet be shorter than its receive). That a
 receive is posted is told on the same connection, behind the frames that this end is sending itself: the ring is much
 longer than those, or a slow link that carries both ways would stand still until the news of free receives is through.
-A packet travels as frames; between packets, frames of no content say that the sender is alive.
+A packet travels as frames; between packets, frames of no content say that the sender is alive. While packets that
+nobody has taken fill the memory that is for them, receives are posted no more, but for one now and then.
 
     frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole packet u64, CRC-32 of these u32, content
 
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.mesh.frames import ROOM_BYTES
 from pipecomp.sockets import leaving, with_sockets
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.transport import Outgoing, Pacer, finished
@@ -72,6 +74,8 @@ class GlooTransport(Delivery):
         self._outbox: queue.Queue[tuple[int, Outgoing, float]] = queue.Queue()  # kind, content, when it was queued
         self._pacer = pacer
         self._frames = 0  # that were sent
+        self._leaving_bytes, self._waiting_bytes = 0, 0  # of packets to be sent, and of those that nobody has taken
+        self._room = threading.Condition()
         self._aborted = False
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
@@ -83,7 +87,23 @@ class GlooTransport(Delivery):
     def send(self, packet: Outgoing) -> None:
         """Queue a packet; see Transport."""
         self.check_open()
+        with self._room:
+            self._leaving_bytes += packet.size
         self._outbox.put((_DATA, packet, time.monotonic()))
+
+    def wait_for_room(self) -> None:
+        """Wait until others may be queued; see Transport."""
+        with self._room:
+            self._room.wait_for(lambda: self._leaving_bytes < ROOM_BYTES or self._failure is not None)
+        self.check_open()
+
+    def recv(self) -> np.ndarray:
+        """Wait for the next packet; see Transport."""
+        packet = super().recv()
+        with self._room:
+            self._waiting_bytes -= packet.size
+            self._room.notify_all()
+        return packet
 
     def sending(self) -> bool:
         """Tell whether a packet waits; see Transport."""
@@ -105,6 +125,8 @@ class GlooTransport(Delivery):
         if self._closing:
             return
         self._closing = True
+        with self._room:
+            self._room.notify_all()
         self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8), time.monotonic()))
         self._drain()
         self._receiver.join(_CLOSE_SECONDS)
@@ -171,6 +193,9 @@ class GlooTransport(Delivery):
                     finish_one()
                 if kind == _DATA:
                     self.moved("send", began, packet.size)
+                    with self._room:
+                        self._leaving_bytes -= packet.size
+                        self._room.notify_all()
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -213,6 +238,8 @@ class GlooTransport(Delivery):
                     filled += size
                     if filled == total:
                         filled = 0
+                        with self._room:
+                            self._waiting_bytes += total
                         self.deliver(packet, began)
                 elif kind == _ABORT:
                     if size < _RANK.size:
@@ -227,6 +254,8 @@ class GlooTransport(Delivery):
                     raise PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
                 elif kind != _ALIVE:
                     raise WireError(f"rank {self.peer} sent a frame of unknown kind {kind}")
+                if kind == _DATA:
+                    self._wait_until_taken()
                 post(frame)
         except (LinkError, WireError) as error:
             self.failed(error)
@@ -235,7 +264,21 @@ class GlooTransport(Delivery):
         except Exception as error:  # a receiving thread never ends without a word
             self.failed(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
 
+    def _wait_until_taken(self) -> None:
+        """Where a stage runs far ahead of this one, as in evaluation; not so long that it takes this end for silent."""
+        with self._room:
+            self._room.wait_for(
+                lambda: self._waiting_bytes < ROOM_BYTES or self._closing or self._failure is not None,
+                self._timeout.total_seconds() / 4,
+            )
+
     # -- failures
+
+    def failed(self, error: Exception) -> None:
+        """Nothing more will come; see Transport."""
+        super().failed(error)
+        with self._room:
+            self._room.notify_all()
 
     def _explain(self, error: RuntimeError) -> LinkError:
         text = re.sub(r"^\[[^]]*\] |\. This is typically.*$", "", str(error).split("\n")[0])

@@ -25,7 +25,7 @@ class LinkSender(LinkEnd):
         self.next_version = 1  # of a cached activation; above the highest that either end still holds
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
-        """Send the real tokens of x [B, S, H]; returns once the packet is queued.
+        """Send the real tokens of x [B, S, H]; returns once the packet is queued, and in evaluation others may be.
 
         Raises NonFiniteError for values that cannot be quantized: nothing is stored or sent. On a GPU the next
         call does.
@@ -40,6 +40,8 @@ class LinkSender(LinkEnd):
             kind = Kind.ACTIVATION if training else Kind.EVAL_ACTIVATION
             packet = self._encode(kind, codec, x_TH, layout.samples(Form.PLAIN), layout, at)
         self._send(packet)
+        if not training:  # whose micro-batches wait for nothing: on a slow link they would fill memory
+            self.transport.wait_for_room()
 
     def _encode_known(self, x_TH: Tensor, layout: Layout, at: Position) -> tuple[Packet, Sequence[Tensor]]:
         """Encode changes of what the other end holds; the packet, and what that end computes with, of each sample."""

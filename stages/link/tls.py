@@ -15,7 +15,7 @@ import numpy as np
 
 from pipecomp.errors import LinkError, PeerLostError
 from pipecomp.mesh.connection import Connection
-from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES
+from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES, ROOM_BYTES
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.transfer import Transfer
 from pipecomp.stages.link.delivery import Delivery
@@ -42,7 +42,7 @@ class TlsTransport(Delivery):
         self._connection: Connection = mesh.connections[peer]
         self._connection.timeout_s = timeout_s
         self._stream = mesh.next_stream(peer)
-        self._waiting = 0  # packets that have not left
+        self._waiting, self._waiting_bytes = 0, 0  # packets that have not left
         self._left = threading.Condition()
         self._pacer = pacer
         self._paced: queue.SimpleQueue[tuple[Outgoing, float] | None] = queue.SimpleQueue()
@@ -56,6 +56,7 @@ class TlsTransport(Delivery):
         self.check_open()
         with self._left:
             self._waiting += 1
+            self._waiting_bytes += packet.size
         if not (self._holding or self._pacer) and isinstance(packet, np.ndarray):
             self._hand_over(packet)
             return
@@ -63,6 +64,12 @@ class TlsTransport(Delivery):
             self._holding = True
             threading.Thread(target=self._hold_back, name=f"pipecomp-pace-{self.peer}", daemon=True).start()
         self._paced.put((packet, time.monotonic()))
+
+    def wait_for_room(self) -> None:
+        """Wait until others may be queued; see Transport."""
+        with self._left:
+            self._left.wait_for(lambda: self._waiting_bytes < ROOM_BYTES or self._failure is not None)
+        self.check_open()
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
@@ -98,6 +105,7 @@ class TlsTransport(Delivery):
     def _after_send(self, transfer: Transfer) -> None:
         with self._left:
             self._waiting -= 1
+            self._waiting_bytes -= len(transfer.view)
             self._left.notify_all()
         if transfer.error is None:
             self.moved("send", transfer.began, len(transfer.view), transfer.ended)

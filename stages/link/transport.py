@@ -64,6 +64,12 @@ class Transport(Protocol):
         What an unfinished packet raises, the next call of `send` and `recv` raises.
         """
 
+    def wait_for_room(self) -> None:
+        """Wait while packets that have not left take 256 MiB and more, for who could queue any number of them.
+
+        Raises what ended the connection.
+        """
+
     def sending(self) -> bool:
         """Tell whether a packet waits to leave, or is leaving."""
 

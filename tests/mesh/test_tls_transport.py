@@ -102,11 +102,18 @@ def test_packets_that_nobody_takes_wait_where_they_are_sent(meshes, monkeypatch)
     meshes[1].connections[0].receive(1, 0, memoryview(bytearray(5))).wait(30)
     assert second._inbox.qsize() <= 5
     assert first.sending()
+    monkeypatch.setattr("pipecomp.stages.link.tls.ROOM_BYTES", 10_000)
+    room = threading.Thread(target=first.wait_for_room)
+    room.start()
+    room.join(0.05)
+    assert room.is_alive()
     waiting = []
     for p in sent:
         assert np.array_equal(second.recv(), p)
         waiting.append(second._inbox.qsize())
     assert max(waiting) <= 10_000 // 256 + 1
+    room.join(30)
+    assert not room.is_alive()
     first.close()
     assert not first.sending()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,75 @@ def test_packets_come_in_frames(group, end):
     group.come(DATA, b"", 0)
     assert end.recv().tobytes() == b"abcde"
     assert end.recv().size == 0
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_packets_that_nobody_takes_wait_where_they_are_sent(group, end, monkeypatch):
+    """A stage that runs far ahead, as in evaluation, does not fill this one's memory."""
+    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    for i in range(5):
+        group.come(DATA, bytes([i]) * 600)
+    wait_until(lambda: end._inbox.qsize() >= 2)
+    time.sleep(0.05)
+    assert (end._inbox.qsize(), group.incoming.qsize()) == (2, 3)
+    assert [end.recv()[0] for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_who_could_queue_any_number_of_packets_waits_until_some_have_left(group, monkeypatch):
+    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    goes_on = threading.Event()
+    real = group.send
+    monkeypatch.setattr(group, "send", lambda *what: (goes_on.wait(HANG_S), real(*what))[1])
+    end = GlooTransport(group, timeout_s=HANG_S)
+    end.send(np.ones(999, dtype=np.uint8))
+    end.wait_for_room()
+    end.send(np.ones(9, dtype=np.uint8))
+    waiting = threading.Thread(target=end.wait_for_room)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    goes_on.set()
+    waiting.join(HANG_S)
+    assert not waiting.is_alive()
+
+
+def test_who_waits_for_room_hears_of_the_end(group, end, monkeypatch):
+    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    monkeypatch.setattr(Done, "wait", lambda self, timeout: threading.Event().wait(HANG_S))
+    for _ in range(4):
+        end.send(np.ones(1000, dtype=np.uint8))
+    threading.Timer(0.05, lambda: end.failed(LinkError("it is over"))).start()
+    with pytest.raises(LinkError, match="it is over"):
+        end.wait_for_room()
+
+
+def test_a_peer_whose_packets_nobody_takes_hears_of_this_end_now_and_then(group, monkeypatch):
+    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    end = GlooTransport(group, timeout_s=0.4)
+    for i in range(5):
+        group.come(DATA, bytes([i]) * 600)
+    wait_until(lambda: end._inbox.qsize() == 5)
+
+
+@pytest.mark.parametrize("ended", ["failed", "closed"])
+def test_an_end_does_not_wait_until_packets_are_taken(group, end, monkeypatch, ended):
+    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    group.come(DATA, bytes(1000))
+    wait_until(lambda: end._inbox.qsize() == 1)
+    for _ in range(16):
+        group.come(CLOSE)
+    if ended == "failed":
+        end.failed(LinkError("what another link's end says"))
+        end._receiver.join(HANG_S / 8)  # no longer than it would wait
+    else:
+        end.close()
+    assert not end._receiver.is_alive()
 
 
 def test_a_packet_above_the_limit(group, end):
