@@ -15,7 +15,6 @@ from pipecomp.config import Config
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.matching import pipelines
 from pipecomp.kernels.staging import Staging
-from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.link.boundary import Crossing
@@ -64,12 +63,13 @@ def open_transports(engine: PipelineEngine, timeout_s: float) -> dict[str, Trans
 
 
 def open_links(
-    engine: PipelineEngine, given: Config, transports: dict[str, Transport], all_ranks: AllRanks
+    engine: PipelineEngine, given: Config, transports: dict[str, Transport], all_ranks: AllRanks, staging: Staging
 ) -> tuple[Links, Run | None]:
     """Open this rank's ends of its links, which cache the same activations as their peers; every rank must call this.
 
     Returns the links, and the run whose cached activations these are, None where none are kept. given: with "auto"
-    where bits are measured at every start, as cached activations do not depend on them. Raises StoreError for stores
+    where bits are measured at every start, as cached activations do not depend on them. staging: of all that this rank
+    copies. Raises StoreError for stores
     that are of another run or configuration, LinkError where ranks differ.
     """
     grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
@@ -88,7 +88,7 @@ def open_links(
         }
         for name, crossing in crossings.items()
     }
-    run, staging = None, staging_for(engine.device, settings.store.pinned_bytes)
+    run = None
     for _, state in engine.gradients.states():
         state.staging = staging
     with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left

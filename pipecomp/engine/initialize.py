@@ -35,6 +35,7 @@ from pipecomp.engine.matching import match_tied
 from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch
+from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import current_mesh
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_measuring
 from pipecomp.stages.partition.splitting import Stage
@@ -167,6 +168,7 @@ def _connect(
     tokens: counts those of a sample, asked where bits are measured.
     """
     settings = agreed.settings
+    staging = staging_for(engine.device, settings.store.pinned_bytes)
     mesh = current_mesh()
     if mesh is not None:
         mesh.set_timeout(settings.transport.timeout_s)
@@ -177,10 +179,10 @@ def _connect(
         assert isinstance(engine.stage, Stage), "plain modules were refused"
         batch = Batch(engine.micro_batch_size, tokens(engine.stage), engine.micro_batches)
         fewest = fewest_bits(engine.stage, settings.activations)
-        engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest)
+        engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest, staging=staging)
     if engine.global_rank == 0 and settings.store.clusters is None:  # else masks are not what changes are made of
         warn_of_dropout(engine.stage, engine.pipecomp_config.activations)
-    engine.open_links(*open_links(engine, settings, transports, all_ranks), heartbeat)
+    engine.open_links(*open_links(engine, settings, transports, all_ranks, staging), heartbeat)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError,
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
+from pipecomp.kernels.staging import Staging
 from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network
@@ -78,17 +79,22 @@ def wants_measuring(config: Config) -> bool:
 
 
 def look(
-    config: Config, stage: Stage, batch: Batch, to_previous: Transport | None, to_next: Transport | None, fewest: int
+    config: Config,
+    stage: Stage,
+    batch: Batch,
+    to_previous: Transport | None,
+    to_next: Transport | None,
+    fewest: int,
+    staging: Staging | None,
 ) -> Seen:
     """Measure this rank's links, if "auto" asks for it, its stage, and what packets cost it; all ranks must call it."""
     unknown = "auto" in (config.activations.forward_bits, config.activations.backward_bits)
     link = measure_links(stage.index, to_previous, to_next) if unknown else None
     spent = time_stage(stage, batch.samples, batch.tokens)
-    parameter = next(stage.parameters())
+    weight = next(stage.parameters())
     most = [_found(config.activations, key, 8, 1) for key in FEWEST]
-    encode_s, decode_s = time_link(
-        with_bits(config, *most), batch.samples, batch.tokens, stage.hidden_size, parameter.dtype, parameter.device
-    )
+    size = (batch.samples, batch.tokens, stage.hidden_size, weight.dtype, weight.device)
+    encode_s, decode_s = time_link(with_bits(config, *most), *size, staging=staging)
     costs = StageCosts(forward_s=spent.forward_s, backward_s=spent.backward_s, encode_s=encode_s, decode_s=decode_s)
     return Seen(stage.index, costs, link, fewest)
 
@@ -101,12 +107,14 @@ def settle(
     to_next: Transport | None = None,
     *,
     fewest: int = FEWEST["forward_bits"],
+    staging: Staging | None = None,
 ) -> Config:
     """Put what compute hides in place of "auto" and of rates: all ranks measure, rank 0 decides for all and says so.
 
     fewest: bits forward that "auto" does not go below here, for the stage's dropout; of all stages the most count.
+    staging: that the run will copy by, whose pinned memory measurements use, too; by default one of their own.
     """
-    seen = gathered(look(config, stage, batch, to_previous, to_next, fewest))
+    seen = gathered(look(config, stage, batch, to_previous, to_next, fewest, staging))
     found = None
     if dist.get_rank() == 0:
         found = decide(config, seen, batch, stage.hidden_size, next(stage.parameters()).dtype)

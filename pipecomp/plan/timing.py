@@ -17,6 +17,7 @@ import torch
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.kernels import ops
+from pipecomp.kernels.staging import Staging
 from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.plan.profile import Cost, Profile, assemble, cut_apart, example, without_weights
 from pipecomp.schedule.in_flight import KeptBytes
@@ -92,15 +93,16 @@ def time_link(
     device: torch.device,
     *,
     seconds: float = 0.3,
+    staging: Staging | None = None,
 ) -> tuple[float, float]:
     """Time encoding a packet and decoding one, both kinds' mean, of a micro-batch that was seen before.
 
     By the ends of a link themselves, activations cached in memory: quantizing, checksum and copies count, a disk does
-    not.
+    not. staging: that copies, by default one of its own.
     """
     keeps = config.activations.method == "aqsgd"
     a, b = loopback_pair(timeout_s=60.0)
-    staging, group_size = staging_for(device), config.activations.group_size
+    staging, group_size = staging or staging_for(device), config.activations.group_size
     stores = [MemoryStore("plan", group_size=group_size, staging=staging) if keeps else None for _ in (a, b)]
     up = LinkSender(0, config, a, stores[0], staging=staging)
     down = LinkReceiver(0, config, b, stores[1], staging=staging)

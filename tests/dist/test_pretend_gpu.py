@@ -152,6 +152,27 @@ def callback(folder: str) -> dict[str, Any]:
     return {"logged": logged, "device": next(made.model.parameters()).device.type}
 
 
+def measured(folder: str) -> dict[str, Any]:
+    """Bits that are found when the run begins."""
+    from pipecomp.kernels import staging_cuda
+
+    stock, made = staging_cuda.CudaStaging, []
+
+    class Counted(stock):  # type: ignore[valid-type, misc]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    staging_cuda.CudaStaging = Counted  # type: ignore[misc]
+    store = {"backend": "memory", "pinned_bytes": 1 << 16}
+    activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}
+    engine = engine_of(2, {"activations": activations, "store": store, "gradients": SQUEEZE})
+    losses(engine, 2)
+    engine.close()
+    staging_cuda.CudaStaging = stock  # type: ignore[misc]
+    return {"made": len(made)}
+
+
 def planned(folder: str) -> dict[str, Any]:
     """What each rank of `pipecomp train` does, after measurements that are shorter."""
     from pipecomp.plan import survey
@@ -167,7 +188,7 @@ def planned(folder: str) -> dict[str, Any]:
 
 
 ALIKE: list[Callable[[str], dict[str, Any]]] = [pipeline, fitted, clusters, replicas]
-ON_GPU = [fp16, planned]
+ON_GPU = [fp16, measured, planned]
 
 
 def everything(rank: int, world: int, note: Any, folder: str, double: bool) -> dict[str, Any]:
@@ -269,6 +290,11 @@ def test_gradients_that_overflow_in_fp16_skip_the_step(found):
     half = found[1][0]["fp16"]
     assert half["skipped"] == 3
     assert [float.fromhex(x) for x in half["losses"]] == pytest.approx([math.log(VOCABULARY)] * 3, rel=0.05)
+
+
+def test_measurements_take_no_pinned_memory_beside_the_runs(found):
+    """Of store.pinned_bytes a rank has one staging, which measures, sends, stores and averages."""
+    assert [found[1][rank]["measured"]["made"] for rank in (0, 1)] == [1, 1]
 
 
 def test_a_run_of_train_measures_plans_and_trains(found):
