@@ -19,7 +19,7 @@ from pipecomp.buffers.base import GRADIENT
 from pipecomp.buffers.budget import sample_hash
 from pipecomp.buffers.identity import configuration, link_key, read_remarks, read_run
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
-from pipecomp.buffers.lmdb_file import ValueFile
+from pipecomp.buffers.lmdb_file import ValueFile, check_length
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
 from pipecomp.buffers.salvage import salvage
 from pipecomp.buffers.value import read_header, stored_size
@@ -312,6 +312,7 @@ def _remove(folder: Path) -> None:
 def _opened(folder: Path) -> Iterator[ValueFile]:
     """Open a file to look at, of which at least the pages are sound: LMDB would crash with them."""
     with Folder(folder, shared=True) as held:
+        check_length(folder / DATA_FILE)
         problem = unsound(folder) if held.restarted() else next(iter(structure_problems(folder)), None)
         if problem is not None:
             raise StoreError(f"{folder}: damaged: {problem}; see `pipecomp store verify`")

@@ -111,7 +111,9 @@ def _keys(slot: int, sample: int, first: int, end: int) -> list[bytes]:
     return [_NEXT.pack(slot, i) if i else _FIRST.pack(slot, 0, sample) for i in range(first, end)]
 
 
-def _check_length(file: Path, size: int) -> None:
+def check_length(file: Path) -> None:
+    """Raise StoreError for a file that is shorter than it says; with its pages LMDB would leave what is mapped."""
+    size = file.stat().st_size if file.exists() else 0
     expected = expected_bytes(file) if size else None
     if expected is not None and size < expected:
         raise StoreError(
@@ -136,7 +138,7 @@ class ValueFile:
         self._writing = threading.RLock()
         with explained(path, "open the message store"):
             size = self.size_bytes()
-            _check_length(path / DATA_FILE, size)
+            check_length(path / DATA_FILE)
             if not readonly:
                 _make_lock(path / LOCK_FILE)
             self._env = lmdb.open(
