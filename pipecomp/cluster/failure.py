@@ -26,6 +26,7 @@ _LOST = "pipecomp/lost"
 _RANK = re.compile(r"\d{1,9}", re.ASCII)
 _POLL_S = 0.1
 _ASK_S = 3.0  # for the store to answer
+_BOUNDED = "pipecomp-store"  # the name of threads that ask it
 _Value = TypeVar("_Value")
 
 
@@ -47,12 +48,17 @@ def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="pipecomp-store", daemon=True)
+    thread = threading.Thread(target=run, name=_BOUNDED, daemon=True)
     thread.start()
     thread.join(limit_s)
     if not future.done():
         raise StoreSilentError(f"torch.distributed's key-value store has not answered for {limit_s:g} s")
     return future.result()
+
+
+def left_behind() -> list[threading.Thread]:
+    """List the threads of `bounded` that still wait."""
+    return [thread for thread in threading.enumerate() if thread.name == _BOUNDED]
 
 
 def of_a_collective(error: Exception) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster.failure import bounded
+from pipecomp.cluster.failure import bounded, left_behind
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
 
 LOST_STATUS = 13  # exit status of a rank that had to end itself
@@ -35,7 +35,7 @@ _SILENCE_HEALING = 1.0  # where a lost connection may be made anew until then
 _GRACE_S = 5.0  # after that, for an error to end the waiting
 _ON_EXIT_S = 10.0
 _LINGER_S, _LINGER_POLL_S = 5.0, 0.1
-_JOIN_S = 1.0
+_JOIN_S = 5.0
 _LEFT, _STOPPED = "left", "stopped"
 _KEY = "pipecomp/alive/{}"
 _SIGN = re.compile(rf"\d{{1,18}} \d{{1,18}} (?:{_LEFT}|{_STOPPED} \d{{1,9}} .*)?", re.ASCII | re.DOTALL)
@@ -171,8 +171,9 @@ class Heartbeat:
     def end(self) -> None:
         """Stop the threads. One that is inside torch when the interpreter ends would abort the process."""
         self._ended.set()
-        for thread in self._threads:
-            thread.join(_JOIN_S)
+        deadline = time.monotonic() + _JOIN_S
+        for thread in (*self._threads, *left_behind()):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _say(self, state: str) -> None:
         self._state = state

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pipecomp.cluster import heartbeat
+from pipecomp.cluster.failure import StoreSilentError, bounded, left_behind
 from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.errors import ConfigError, LinkTimeoutError, PeerLostError
 from tests.limits import HANG_S
@@ -107,3 +108,14 @@ def test_rank_0_stays_until_all_others_know(watches):
     assert until(gone.is_set)
     failing.join()
     assert watches[0]._seen[1].words[2] == "stopped"
+
+
+def test_the_end_waits_for_a_question_that_was_given_up(watches):
+    """Inside torch its thread would abort the process."""
+    answer = threading.Event()
+    with pytest.raises(StoreSilentError):
+        bounded(answer.wait, 0.0)
+    assert left_behind()
+    threading.Timer(0.1, answer.set).start()
+    watches[0].end()
+    assert not left_behind()
