@@ -6,15 +6,14 @@ import os
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.sockets import leaving, tcp_sockets
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 
 BYTES = 1 << 20
 
@@ -41,13 +40,6 @@ def test_a_default_for_new_sockets_changes_none_that_is_there(ends):
     finally:
         socket.setdefaulttimeout(before)
     assert all(os.get_blocking(end.fileno()) for end in ends)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_bytes_are_leaving_until_the_other_side_has_them(ends):

@@ -1,4 +1,4 @@
-"""What transports share: packets that have come, for `recv`; and what ended the connection, for all that ask."""
+"""What transports share: packets that have come, for `recv`; room for those that go; and what ended the connection."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Callable
 import numpy as np
 
 from pipecomp.errors import LinkError, LinkTimeoutError
+from pipecomp.mesh.frames import ROOM_BYTES
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved
 
 
 class Delivery:
     """The half of a Transport that looks at this process; the other half moves bytes.
 
-    That half calls `deliver` and `failed`, on its receiving thread, and `check_open` before it sends. silence_s: how
-    long `recv` waits; None where that thread notices silence.
+    That half calls `deliver` and `failed`, on its receiving thread, `check_open` before it sends, and `queued` and
+    `gone`. silence_s: how long `recv` waits; None where that thread notices silence.
     """
 
     def __init__(self, peer: int, silence_s: float | None = None) -> None:
@@ -26,6 +27,8 @@ class Delivery:
         self.on_arrival: Callable[[np.ndarray], None] | None = None
         self.on_moved: Moved | None = None
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
+        self._waiting, self._waiting_bytes = 0, 0  # packets that have not left
+        self._changed = threading.Condition()  # what waits, or whether this end has failed
         self._failure: Exception | None = None
         self._failed = threading.Event()
         self._closing = False
@@ -40,6 +43,12 @@ class Delivery:
             self._inbox.put(item)
             raise item
         return item
+
+    def wait_for_room(self) -> None:
+        """Wait until others may be queued; see Transport."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting_bytes < ROOM_BYTES or self._failure is not None)
+        self.check_open()
 
     def limit(self, most_bytes: int) -> None:
         """Take no packet of more bytes; see Transport."""
@@ -56,6 +65,19 @@ class Delivery:
             raise self._failure
         if self._closing:
             raise LinkError(f"the connection to rank {self.peer} is closed")
+
+    def queued(self, size: int) -> None:
+        """A packet of so many bytes waits to leave."""
+        with self._changed:
+            self._waiting += 1
+            self._waiting_bytes += size
+
+    def gone(self, size: int) -> None:
+        """A packet of so many bytes waits no more."""
+        with self._changed:
+            self._waiting -= 1
+            self._waiting_bytes -= size
+            self._changed.notify_all()
 
     def deliver(self, packet: np.ndarray, began: float) -> None:
         """A packet has come, uint8 [n]; its first byte at `began` of perf_counter."""
@@ -81,3 +103,5 @@ class Delivery:
             self._failure = error
             self._failed.set()
             self._inbox.put(error)
+        with self._changed:
+            self._changed.notify_all()

@@ -74,8 +74,7 @@ class GlooTransport(Delivery):
         self._outbox: queue.Queue[tuple[int, Outgoing, float]] = queue.Queue()  # kind, content, when it was queued
         self._pacer = pacer
         self._frames = 0  # that were sent
-        self._leaving_bytes, self._waiting_bytes = 0, 0  # of packets to be sent, and of those that nobody has taken
-        self._room = threading.Condition()
+        self._untaken_bytes = 0  # of packets that came
         self._aborted = False
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
@@ -87,22 +86,15 @@ class GlooTransport(Delivery):
     def send(self, packet: Outgoing) -> None:
         """Queue a packet; see Transport."""
         self.check_open()
-        with self._room:
-            self._leaving_bytes += packet.size
+        self.queued(packet.size)
         self._outbox.put((_DATA, packet, time.monotonic()))
-
-    def wait_for_room(self) -> None:
-        """Wait until others may be queued; see Transport."""
-        with self._room:
-            self._room.wait_for(lambda: self._leaving_bytes < ROOM_BYTES or self._failure is not None)
-        self.check_open()
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
         packet = super().recv()
-        with self._room:
-            self._waiting_bytes -= packet.size
-            self._room.notify_all()
+        with self._changed:
+            self._untaken_bytes -= packet.size
+            self._changed.notify_all()
         return packet
 
     def sending(self) -> bool:
@@ -125,8 +117,8 @@ class GlooTransport(Delivery):
         if self._closing:
             return
         self._closing = True
-        with self._room:
-            self._room.notify_all()
+        with self._changed:
+            self._changed.notify_all()
         self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8), time.monotonic()))
         self._drain()
         self._receiver.join(_CLOSE_SECONDS)
@@ -193,9 +185,7 @@ class GlooTransport(Delivery):
                     finish_one()
                 if kind == _DATA:
                     self.moved("send", began, packet.size)
-                    with self._room:
-                        self._leaving_bytes -= packet.size
-                        self._room.notify_all()
+                    self.gone(packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
@@ -238,8 +228,8 @@ class GlooTransport(Delivery):
                     filled += size
                     if filled == total:
                         filled = 0
-                        with self._room:
-                            self._waiting_bytes += total
+                        with self._changed:
+                            self._untaken_bytes += total
                         self.deliver(packet, began)
                 elif kind == _ABORT:
                     if size < _RANK.size:
@@ -266,19 +256,13 @@ class GlooTransport(Delivery):
 
     def _wait_until_taken(self) -> None:
         """Where a stage runs far ahead of this one, as in evaluation; not so long that it takes this end for silent."""
-        with self._room:
-            self._room.wait_for(
-                lambda: self._waiting_bytes < ROOM_BYTES or self._closing or self._failure is not None,
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._untaken_bytes < ROOM_BYTES or self._closing or self._failure is not None,
                 self._timeout.total_seconds() / 4,
             )
 
     # -- failures
-
-    def failed(self, error: Exception) -> None:
-        """Nothing more will come; see Transport."""
-        super().failed(error)
-        with self._room:
-            self._room.notify_all()
 
     def _explain(self, error: RuntimeError) -> LinkError:
         text = re.sub(r"^\[[^]]*\] |\. This is typically.*$", "", str(error).split("\n")[0])

@@ -19,9 +19,6 @@ class LoopbackTransport(Delivery):
         self.check_open()
         self.other.deliver(finished(packet).copy(), time.perf_counter())
 
-    def wait_for_room(self) -> None:
-        """No packet waits; see Transport."""
-
     def sending(self) -> bool:
         """No packet waits; see Transport."""
         return False

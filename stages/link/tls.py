@@ -15,7 +15,7 @@ import numpy as np
 
 from pipecomp.errors import LinkError, PeerLostError
 from pipecomp.mesh.connection import Connection
-from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES, ROOM_BYTES
+from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.transfer import Transfer
 from pipecomp.stages.link.delivery import Delivery
@@ -42,8 +42,6 @@ class TlsTransport(Delivery):
         self._connection: Connection = mesh.connections[peer]
         self._connection.timeout_s = timeout_s
         self._stream = mesh.next_stream(peer)
-        self._waiting, self._waiting_bytes = 0, 0  # packets that have not left
-        self._left = threading.Condition()
         self._pacer = pacer
         self._paced: queue.SimpleQueue[tuple[Outgoing, float] | None] = queue.SimpleQueue()
         self._holding = False  # whether a thread hands over packets that are held back, or waited for
@@ -54,9 +52,7 @@ class TlsTransport(Delivery):
     def send(self, packet: Outgoing) -> None:
         """Queue a packet; see Transport."""
         self.check_open()
-        with self._left:
-            self._waiting += 1
-            self._waiting_bytes += packet.size
+        self.queued(packet.size)
         if not (self._holding or self._pacer) and isinstance(packet, np.ndarray):
             self._hand_over(packet)
             return
@@ -64,12 +60,6 @@ class TlsTransport(Delivery):
             self._holding = True
             threading.Thread(target=self._hold_back, name=f"pipecomp-pace-{self.peer}", daemon=True).start()
         self._paced.put((packet, time.monotonic()))
-
-    def wait_for_room(self) -> None:
-        """Wait until others may be queued; see Transport."""
-        with self._left:
-            self._left.wait_for(lambda: self._waiting_bytes < ROOM_BYTES or self._failure is not None)
-        self.check_open()
 
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
@@ -103,10 +93,7 @@ class TlsTransport(Delivery):
         self._connection.send(self._stream, 0, memoryview(np.ascontiguousarray(packet))).then(self._after_send)
 
     def _after_send(self, transfer: Transfer) -> None:
-        with self._left:
-            self._waiting -= 1
-            self._waiting_bytes -= len(transfer.view)
-            self._left.notify_all()
+        self.gone(len(transfer.view))
         if transfer.error is None:
             self.moved("send", transfer.began, len(transfer.view), transfer.ended)
 
@@ -124,8 +111,8 @@ class TlsTransport(Delivery):
 
     def _empty(self, wait_s: float) -> bool:
         """Whether all packets have left, or none can any more."""
-        with self._left:
-            return self._left.wait_for(lambda: self._waiting == 0 or self._failure is not None, wait_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._waiting == 0 or self._failure is not None, wait_s)
 
     # -- what the connection's receiving thread calls
 
@@ -136,12 +123,6 @@ class TlsTransport(Delivery):
             self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", lost))
         else:
             self.failed(PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer))
-
-    def failed(self, error: Exception) -> None:
-        """Nothing more will come; see Transport."""
-        super().failed(error)
-        with self._left:
-            self._left.notify_all()
 
 
 def bytes_on_wire(size: int) -> int:

@@ -77,11 +77,8 @@ class End(TlsTransport):
     """A link's end as its connection's receiving thread sees it."""
 
     def __init__(self) -> None:
-        import threading
-
         Delivery.__init__(self, 1)
         self.limit(MOST_PACKET)
-        self._left = threading.Condition()
 
 
 def fuzz_frames(data: bytes) -> None:

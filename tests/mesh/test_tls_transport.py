@@ -102,7 +102,7 @@ def test_packets_that_nobody_takes_wait_where_they_are_sent(meshes, monkeypatch)
     meshes[1].connections[0].receive(1, 0, memoryview(bytearray(5))).wait(30)
     assert second._inbox.qsize() <= 5
     assert first.sending()
-    monkeypatch.setattr("pipecomp.stages.link.tls.ROOM_BYTES", 10_000)
+    monkeypatch.setattr("pipecomp.stages.link.delivery.ROOM_BYTES", 10_000)
     room = threading.Thread(target=first.wait_for_room)
     room.start()
     room.join(0.05)

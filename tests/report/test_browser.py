@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipecomp.report.command import write_report
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 from tests.report.runs import make_run, slow
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium (pip install selenium)")
@@ -65,14 +64,6 @@ def show(browser: Any, page: Path, *, width: int = 1600, dark: bool = False) -> 
 def theme(browser: Any, *, dark: bool) -> None:
     wanted = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [wanted]})
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + HANG_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "not so after a long time"
-        time.sleep(0.05)
-    return found
 
 
 def complaints(browser: Any) -> list[str]:

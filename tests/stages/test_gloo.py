@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link import gloo
+from pipecomp.stages.link import delivery, gloo
 from pipecomp.stages.link.gloo import FRAME_BYTES, GlooTransport, write_prefix
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 
 DATA, ALIVE, ABORT, CLOSE = range(1, 5)
 PREFIX_BYTES = 20
@@ -83,26 +82,19 @@ def test_packets_come_in_frames(group, end):
     assert end.recv().size == 0
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_packets_that_nobody_takes_wait_where_they_are_sent(group, end, monkeypatch):
     """A stage that runs far ahead, as in evaluation, does not fill this one's memory."""
     monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
     for i in range(5):
         group.come(DATA, bytes([i]) * 600)
-    wait_until(lambda: end._inbox.qsize() >= 2)
+    until(lambda: end._inbox.qsize() >= 2)
     time.sleep(0.05)
     assert (end._inbox.qsize(), group.incoming.qsize()) == (2, 3)
     assert [end.recv()[0] for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
 def test_who_could_queue_any_number_of_packets_waits_until_some_have_left(group, monkeypatch):
-    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    monkeypatch.setattr(delivery, "ROOM_BYTES", 1000)
     goes_on = threading.Event()
     real = group.send
     monkeypatch.setattr(group, "send", lambda *what: (goes_on.wait(HANG_S), real(*what))[1])
@@ -120,7 +112,7 @@ def test_who_could_queue_any_number_of_packets_waits_until_some_have_left(group,
 
 
 def test_who_waits_for_room_hears_of_the_end(group, end, monkeypatch):
-    monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
+    monkeypatch.setattr(delivery, "ROOM_BYTES", 1000)
     monkeypatch.setattr(Done, "wait", lambda self, timeout: threading.Event().wait(HANG_S))
     for _ in range(4):
         end.send(np.ones(1000, dtype=np.uint8))
@@ -134,14 +126,14 @@ def test_a_peer_whose_packets_nobody_takes_hears_of_this_end_now_and_then(group,
     end = GlooTransport(group, timeout_s=0.4)
     for i in range(5):
         group.come(DATA, bytes([i]) * 600)
-    wait_until(lambda: end._inbox.qsize() == 5)
+    until(lambda: end._inbox.qsize() == 5)
 
 
 @pytest.mark.parametrize("ended", ["failed", "closed"])
 def test_an_end_does_not_wait_until_packets_are_taken(group, end, monkeypatch, ended):
     monkeypatch.setattr(gloo, "ROOM_BYTES", 1000)
     group.come(DATA, bytes(1000))
-    wait_until(lambda: end._inbox.qsize() == 1)
+    until(lambda: end._inbox.qsize() == 1)
     for _ in range(16):
         group.come(CLOSE)
     if ended == "failed":
