@@ -66,8 +66,8 @@ def join_processes(config: Any = None) -> None:
     watch_launcher()
     if dist.is_initialized():
         return
-    read_launch(os.environ)
     if "RANK" not in os.environ:
+        read_launch(os.environ)
         own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(own, MASTER_PORT=str(free_port()))
     rank, world = read_launch(os.environ).place

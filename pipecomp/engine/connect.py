@@ -69,8 +69,7 @@ def open_links(
 
     Returns the links, and the run whose cached activations these are, None where none are kept. given: with "auto"
     where bits are measured at every start, as cached activations do not depend on them. staging: of all that this rank
-    copies. Raises StoreError for stores
-    that are of another run or configuration, LinkError where ranks differ.
+    copies. Raises StoreError for stores that are of another run or configuration, LinkError where ranks differ.
     """
     grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
     indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
