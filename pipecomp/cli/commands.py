@@ -116,6 +116,8 @@ def demo(
     console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
     if found["sentence"] is not None:
         console.print(f"\n{found['sentence']}", style="bold", highlight=False)
+    if quick:
+        console.print("With --quick it is too short to compare methods: run it without.", highlight=False)
 
 
 @app.command()
