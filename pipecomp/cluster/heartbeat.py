@@ -87,6 +87,7 @@ class Heartbeat:
         self._beats = 0
         self._state = _LEFT
         self._waiting_since: float | None = None  # since when this rank does something together with the others
+        self._computing = _always  # whether it still does, asked by the watch
         self._answered, self._problem_of_store = time.monotonic(), "is gone"
         self._seen: dict[int, _Sign] = {}
         self._ended = threading.Event()
@@ -125,16 +126,19 @@ class Heartbeat:
         """From now on this rank waits for others. Raises what is known to have been lost."""
         if self.lost is not None:
             raise self.lost
-        self._waiting_since = time.monotonic()
+        self._waiting_since, self._computing = time.monotonic(), _always
 
     def missed(self, rank: int) -> PipecompError | None:
         """Tell why a rank will not answer: what is known to be lost, or its silence, with an engine or without."""
         sign = self._seen.get(rank)
         return self.lost or (None if sign is None else self._silent(rank, sign, time.monotonic()))
 
-    def leave(self) -> None:
-        """Note that this rank waits for nobody any more."""
-        self._waiting_since = None
+    def leave(self, computing: Callable[[], bool] | None = None) -> None:
+        """Note that this rank waits for nobody any more; its GPU may, for as long as `computing` says yes."""
+        if computing is None:
+            self._waiting_since = None
+        else:
+            self._computing = computing
 
     def stopped(self, rank: int, reason: str) -> None:
         """Tell those that wait for this rank that its training is over, because `rank` failed."""
@@ -229,7 +233,7 @@ class Heartbeat:
                 self.on_told(told)
             noticed = None if problem is None else noticed or now
             waiting = self._waiting_since
-            if problem is None or noticed is None or waiting is None:
+            if problem is None or noticed is None or waiting is None or not self._computing():
                 continue
             if now > max(noticed, waiting) + (1 - self._silence) * self.timeout_s + _GRACE_S:
                 self._end_process(problem)
@@ -281,6 +285,10 @@ class Heartbeat:
 
 def _ignore(error: Exception) -> None:
     """Nobody has to be told."""
+
+
+def _always() -> bool:
+    return True
 
 
 def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, heals: bool = False) -> Heartbeat:

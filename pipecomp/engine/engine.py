@@ -98,7 +98,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             super().__init__(**ds)
         self.local = None if local is None else LocalTraining(self, local)
         self.gradients = GradientReduction(self, tied_groups, exchange, self.local)
-        self.guard = FailureGuard(self.global_rank)
+        self.guard = FailureGuard(self.global_rank, self.device)
         self.reporting = Reporting(self)
         self.run_ahead = RunAhead(self, pipecomp_config.in_flight)
         self._checkpoints = Checkpoints(self)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
 
 from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
 from pipecomp.cluster.heartbeat import Heartbeat
@@ -17,14 +19,14 @@ _LINGER_S = 15.0  # for them to ask which; they may have much else to do
 class FailureGuard:
     """Wraps what all ranks do together, so that the failure of one is known to all.
 
-    rank: this one. `watch` gives it links and heartbeat once they are there; before that it tells by the store alone.
+    rank: this one. device: on which it computes. `watch` gives it links and heartbeat once they are there; before that it tells by the store alone.
 
     Attributes:
         failed: Whether training has ended by an error, here or on another rank.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
         self._links = Links()
         self._heartbeat: Heartbeat | None = None
         self._engine = 0  # this engine's number there
@@ -47,10 +49,12 @@ class FailureGuard:
             yield
             return
         self._depth = 1
+        computing = None
         try:
             if self._heartbeat is not None:
                 self._heartbeat.enter()
             yield
+            computing = _computing(self._device)
         except OutputError:  # all ranks have it, at the same place, and nothing else is wrong
             raise
         except Exception as error:
@@ -61,7 +65,7 @@ class FailureGuard:
         finally:
             self._depth = 0
             if self._heartbeat is not None:
-                self._heartbeat.leave()
+                self._heartbeat.leave(computing)
 
     def _tell(self, error: Exception) -> Exception:
         """Tell all ranks that this one's training ends; returns what to raise."""
@@ -92,3 +96,24 @@ class FailureGuard:
         if self._heartbeat is not None:
             self._heartbeat.close(self._engine)
         self._links.close()
+
+
+def _computing(device: torch.device) -> Callable[[], bool] | None:
+    """Whether a GPU still does what it has been given so far; None on the host, which has done it.
+
+    NCCL's collectives wait for other ranks on the GPU: who then reads a loss waits as long.
+    """
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        given = torch.cuda.Event()
+        given.record(torch.cuda.current_stream(device))
+
+    def computing() -> bool:
+        try:
+            with torch.cuda.device(device):
+                return not given.query()
+        except RuntimeError:  # of something before it on the GPU; whoever reads a result gets it
+            return False
+
+    return computing

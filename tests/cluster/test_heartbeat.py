@@ -119,3 +119,31 @@ def test_the_end_waits_for_a_question_that_was_given_up(watches):
     threading.Timer(0.1, answer.set).start()
     watches[0].end()
     assert not left_behind()
+
+
+def test_a_rank_whose_gpu_waits_for_the_others_waits(watches, monkeypatch):
+    """With NCCL a step returns at once; who then reads its loss waits there."""
+    ended, computing = threading.Event(), [True]
+    monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: (ended.set(), self._ended.set()))
+    for each in watches[:2]:
+        each.begin()
+        each.enter()
+    watches[0].leave(lambda: computing[0])
+    watches[1].leave()  # its process goes on, and would fail the test
+    watches[2].end()
+    assert until(ended.is_set)
+    assert not watches[1]._ended.is_set()
+
+
+def test_a_rank_whose_gpu_is_done_does_not_wait(watches, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: self._ended.set())
+    watches[0].begin()
+    watches[0].enter()
+    watches[0].leave(lambda: False)
+    watches[2].end()
+    assert until(lambda: watches[0].lost is not None)
+    since = time.monotonic()
+    assert until(lambda: time.monotonic() > since + 2.0)
+    assert not watches[0]._ended.is_set()
