@@ -19,7 +19,8 @@ _LINGER_S = 15.0  # for them to ask which; they may have much else to do
 class FailureGuard:
     """Wraps what all ranks do together, so that the failure of one is known to all.
 
-    rank: this one. device: on which it computes. `watch` gives it links and heartbeat once they are there; before that it tells by the store alone.
+    rank: this one. device: on which it computes. `watch` gives it links and heartbeat once they are there; before that
+    it tells by the store alone.
 
     Attributes:
         failed: Whether training has ended by an error, here or on another rank.
