@@ -158,6 +158,13 @@ def architecture_of(config: Any) -> Architecture:
             "default_head=..., blocks=path of the block list, before={module: replacement past stage 0}, "
             "after=(final norm, ...)))"
         )
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = (quantized if isinstance(quantized, dict) else quantized.to_dict()).get("quant_method")
+        raise SplitError(
+            f"config.quantization_config: got {getattr(method, 'value', method)!r}, allowed: none. Stages have weights "
+            "in float32, BF16 or FP16: give the model from which the quantized one was made"
+        )
     return _REGISTRY[str(model_type)]
 
 
