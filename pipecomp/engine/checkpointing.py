@@ -183,8 +183,8 @@ class Checkpoints:
                 load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
         else:
             states = dict(engine.gradients.states())
-            for state in states.values():
-                state.forget()
+            for compressed in states.values():
+                compressed.forget()
             if engine.global_rank == 0 and states:
                 _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
         self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])

@@ -95,7 +95,7 @@ def two_replicas(rank: int, world: int, note: Any, folder: str) -> dict[str, Any
     engine = start(SQUEEZE)
     engine.save_checkpoint(folder, tag="without")
     engine.train_batch()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, client_state={"mine": 7})
     next(Path(folder).glob(f"without/pipecomp-gradients-*-rank-{rank}.*")).unlink()
     out["trained on"] = [norms(engine)]
     engine.load_checkpoint(folder, tag="without")
@@ -104,7 +104,8 @@ def two_replicas(rank: int, world: int, note: Any, folder: str) -> dict[str, Any
     engine = start(SQUEEZE, 2)
     engine.train_batch()
     out["trained on, cut otherwise"] = [norms(engine)]
-    engine.load_checkpoint(folder)
+    _, state = engine.load_checkpoint(folder)
+    out["client's, cut otherwise"] = state["mine"]
     out["trained on, cut otherwise"].append(norms(engine))
     engine.close()
     for name, options in (("all", {}), ("module", {"load_module_only": True})):
@@ -172,6 +173,7 @@ def test_what_an_engine_had_is_forgotten_where_a_checkpoint_has_no_residuals(two
         assert all(norm > 0 for norm in trained.values())
         assert trained.keys() == loaded.keys()
         assert not any(loaded.values())
+        assert two[rank]["client's, cut otherwise"] == 7
 
 
 def test_residuals_of_some_ranks_alone_are_refused(two: dict[int, Any]) -> None:
