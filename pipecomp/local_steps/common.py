@@ -118,10 +118,9 @@ class CommonWeights:
 
     @torch.no_grad()
     def go_on(self, beyond: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
-        """Go on with what `beyond_weights` and `momentum` returned; that of other weights is let go."""
+        """Go on, before the first step, with what `beyond_weights` and `momentum` returned."""
         for name, common in self._common.items():
             if name in beyond:
                 common.copy_(beyond[name])
-            self._sgd.state.pop(common, None)
             if name in momentum:
                 self._sgd.state[common]["momentum_buffer"] = momentum[name].to(common, copy=True)

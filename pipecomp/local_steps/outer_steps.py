@@ -179,7 +179,7 @@ class OuterSteps:
                     self._common.hand_out_since(flight.sent)
                 else:
                     self._common.hand_out(flight.mean, flight.keep)
-                    if flight.sent_at == step and not flight.keep:
+                    if not flight.keep:
                         self._even[flight.fragment] = step
                 if self._moments is not None:
                     self._moments.follow(flight.rows, flight.row_means)
@@ -268,8 +268,7 @@ class OuterSteps:
             own.copy_(state["weights"][name])
         self.taken, self.averaged_at = shared["taken"], shared["averaged_at"]
         fits = self.fits(shared) and not state.get("recut", False)
-        self._timetable.began = shared["began"] if fits or self.fits(shared) else step
-        self._even = dict(shared["even"]) if fits else {}
+        self._timetable.began = shared["began"] if self.fits(shared) else step
         # Another cut has the first replica's optimizer states on all replicas, which no row means belong to.
         nothing: list[dict[str, Tensor]] = [{} for _ in shared["flights"]]
         its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
@@ -284,6 +283,7 @@ class OuterSteps:
             self._flights.append(_Flight(*place, keep, before, moved, sums, its_rows, means, []))
         if not fits:
             self._land(step)
+        self._even = dict(shared["even"]) if fits else {}  # of this cut's fragments
 
     def _here(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of this replica's own weights, on their devices."""

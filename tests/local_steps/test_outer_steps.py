@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -173,10 +174,11 @@ def test_fragments_that_arrive_late_are_mixed_with_what_replicas_have_done_since
         torch.testing.assert_close(seen[0][name], common[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mixing", [None, 0.25])
+@pytest.mark.parametrize(("mixing", "optimizer"), [(None, Outer()), (0.25, NESTEROV)])
 @pytest.mark.parametrize("stop", [2, 3, 5, 8])
-def test_going_on_is_as_if_it_had_not_stopped(stop, mixing):
-    options = LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=mixing, local_steps_warmup=3)
+def test_going_on_is_as_if_it_had_not_stopped(stop, mixing, optimizer):
+    """Twice: what goes on shares nothing with the state that it was given."""
+    options = LocalSteps(local_steps=4, fragments=2, overlap=2, mixing=mixing, local_steps_warmup=3, outer=optimizer)
     weights, outer = start(options, 2)
     train(weights, outer, range(stop))
     states = [copy.deepcopy(each.state_dict()) for each in outer]
@@ -185,16 +187,17 @@ def test_going_on_is_as_if_it_had_not_stopped(stop, mixing):
         with each.common_weights():
             commons.append({name: w.clone() for name, w in held.items()})
     train(weights, outer, range(stop, 14))
-    again, resumed = start(options, 2)
-    for replica in (0, 1):
-        for name, w in again[replica].items():
-            w.copy_(commons[replica][name])
-        resumed[replica].load_state_dict(states[replica], stop)
-    train(again, resumed, range(stop, 14))
-    for replica in (0, 1):
-        for name in SIZES:
-            assert torch.equal(again[replica][name], weights[replica][name])
-        assert resumed[replica].stats() == outer[replica].stats()
+    for _ in range(2):
+        again, resumed = start(options, 2)
+        for replica in (0, 1):
+            for name, w in again[replica].items():
+                w.copy_(commons[replica][name])
+            resumed[replica].load_state_dict(states[replica], stop)
+        train(again, resumed, range(stop, 14))
+        for replica in (0, 1):
+            for name in SIZES:
+                assert torch.equal(again[replica][name], weights[replica][name])
+            assert resumed[replica].stats() == outer[replica].stats()
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -249,6 +252,27 @@ def test_a_training_that_ends_with_its_warm_up_takes_no_step_by_momentum_alone(w
     before = {name: w.clone() for name, w in weights[0].items()}
     outer[0].meet(warmup)
     assert outer[0].stats()["outer_steps"] == warmup
+    assert all(torch.equal(w, before[name]) for name, w in weights[0].items())
+
+
+def test_a_training_that_ends_when_a_fragment_has_just_arrived_takes_no_step_by_momentum_alone():
+    """Replicas keep nothing of their own then."""
+    weights, outer = start(LocalSteps(local_steps=2, outer=NESTEROV, overlap=1, mixing=0.0), 1)
+    train(weights, outer, range(5))
+    before = {name: w.clone() for name, w in weights[0].items()}
+    outer[0].meet(5)
+    assert outer[0].stats()["outer_steps"] == 2
+    assert all(torch.equal(w, before[name]) for name, w in weights[0].items())
+
+
+def test_an_error_under_the_common_weights_leaves_a_replica_its_own():
+    """Training goes on after a checkpoint that could not be written."""
+    weights, outer = start(LocalSteps(local_steps=3), 1)
+    train(weights, outer, range(1))
+    before = {name: w.clone() for name, w in weights[0].items()}
+    with contextlib.suppress(OSError), outer[0].common_weights():
+        assert not any(torch.equal(w, before[name]) for name, w in weights[0].items())
+        raise OSError
     assert all(torch.equal(w, before[name]) for name, w in weights[0].items())
 
 

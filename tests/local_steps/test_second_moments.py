@@ -82,8 +82,9 @@ def test_a_weight_without_a_gradient_takes_part_with_zeros():
 
 
 def test_a_replica_that_has_not_trained_yet_exchanges_what_the_others_do():
-    """Its samples gave none of its weights a gradient."""
+    """Its samples gave none of its weights a gradient. Whoever looked for a state has left an empty one."""
     replicas = [Replica(0), Replica(1)]
+    assert not replicas[1].adam.state[replicas[1].weights["bias"]]
     outer = start(replicas, True, LATE)
     for step in range(5):
         for replica, each in zip(replicas, outer, strict=True):
