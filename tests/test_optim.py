@@ -20,6 +20,7 @@ from pipecomp.allreduce.buckets import Piece, pack
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.optim import QuantizedAdam
+from pipecomp.optim.adam import freeze_variance, new_moments
 
 SIZES = (1, 2, 3, 5)
 SHAPES = ((37, 11), (130,), (3, 5, 7), (600,))
@@ -343,6 +344,14 @@ def test_values_without_gradient_before_the_freeze_stay_where_they_are() -> None
     assert 1e-3 < float(moved[39]) < 5e-2
 
 
+def test_values_without_gradient_do_not_make_less_usual() -> None:
+    moments = {**new_moments(torch.zeros(1000)), "step": 3}
+    moments["exp_avg_sq"][:10] = 2.0**-6
+    assert freeze_variance(moments, 4)
+    assert (moments["unit"], moments["frozen_at"]) == (2.0**-3, 3)
+    assert float(moments["exp_avg_sq"].min()) == 2.0 ** (-6 - 2 * 4)
+
+
 def test_a_parameter_with_small_gradients_moves_as_with_adam() -> None:
     """It shares groups of values with parameters whose gradients are a million times as large."""
     shapes = ((200,), (100,), (200,))
@@ -383,8 +392,12 @@ def test_a_parameter_without_gradient_on_one_rank_counts_as_zeros_there() -> Non
     assert torch.equal(with_none[0], with_zeros[0])
 
 
-def test_a_parameter_without_any_gradient_does_not_change() -> None:
-    """Not its values, not its count of steps, and with weight decay not either; its momentum goes on after the gap."""
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_parameter_without_any_gradient_does_not_change(gone: int) -> None:
+    """Not its values, not its count of steps, and with weight decay not either; its momentum goes on after the gap.
+
+    Others, which share its bucket, go on meanwhile.
+    """
 
     def work(group: LoopbackGroup) -> list[Any]:
         ps = parameters()
@@ -392,15 +405,18 @@ def test_a_parameter_without_any_gradient_does_not_change() -> None:
         never = ps[3].detach().clone()
         for i in range(8):
             take(optimizer, [*gradients(group.rank, i)[:3], None])
-        before, momentum = ps[1].detach().clone(), optimizer.state[ps[1]]["exp_avg"].clone()
+        before, momentum = ps[gone].detach().clone(), optimizer.state[ps[gone]]["exp_avg"].clone()
+        others = optimizer.state[ps[1 - gone]]["exp_avg"].clone()
         for i in range(8, 30):
-            g = gradients(group.rank, i)
-            take(optimizer, [g[0], None, g[2], None])
-        state = optimizer.state[ps[1]]
-        assert torch.equal(before, ps[1])
+            found: list[Tensor | None] = [*gradients(group.rank, i)[:3], None]
+            found[gone] = None
+            take(optimizer, found)
+        state = optimizer.state[ps[gone]]
+        assert torch.equal(before, ps[gone])
         assert torch.equal(never, ps[3])
         assert state["step"] == 8
-        assert optimizer.state[ps[0]]["step"] == 30
+        assert optimizer.state[ps[1 - gone]]["step"] == 30
+        assert not torch.equal(optimizer.state[ps[1 - gone]]["exp_avg"], others)
         assert not optimizer.state[ps[3]]
         assert float((state["exp_avg"] - momentum).norm()) < 0.3 * float(momentum.norm())
         take(optimizer, [None] * 4)  # nothing to do
@@ -578,6 +594,7 @@ def test_restored_it_goes_on_with_the_same_bits(at: int, dtype: torch.dtype) -> 
         for i in range(at):
             take(optimizer, [*gradients(group.rank, i)[:3], None if i == 1 else gradients(group.rank, i)[3]])
         saved = copied(optimizer.state_dict())
+        momentum = saved["state"][0]["exp_avg"].clone()
         restored = [torch.nn.Parameter(p.detach().clone()) for p in ps]
         other = QuantizedAdam(restored, **{**options, "lr": 5.0})
         other.load_state_dict(saved)
@@ -586,6 +603,7 @@ def test_restored_it_goes_on_with_the_same_bits(at: int, dtype: torch.dtype) -> 
         for i in range(at, 12):
             take(optimizer, gradients(group.rank, i))
             take(other, gradients(group.rank, i))
+        assert torch.equal(saved["state"][0]["exp_avg"], momentum), "nothing of what is loaded is shared"
         return values(ps), values(restored)
 
     for went_on, restored in run_threads(3, work):
@@ -608,6 +626,9 @@ def test_memories_of_another_rank_are_refused_and_may_be_left_out() -> None:
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["exchange"]["memories"]["memory"]["worker"] == {}
     take(optimizer, gradients(0, 3))
+    assert optimizer.state_dict()["exchange"]["memories"]["memory"]["worker"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["exchange"]["memories"]["memory"]["worker"] == {}
     with pytest.raises(ConfigError, match=r"exchange\.bits"):
         QuantizedAdam(parameters(), freeze_step=1, bits=8).load_state_dict(saved)
     with pytest.raises(ConfigError, match="exchange"):
@@ -658,6 +679,23 @@ def test_ranks_that_differ_are_told(key: str) -> None:
         return caught.value.key
 
     assert run_threads(2, work) == [key, key]
+
+
+def test_ranks_that_go_on_from_different_steps_are_told() -> None:
+    """Also after they have taken steps together."""
+
+    def work(group: LoopbackGroup) -> str:
+        optimizer = QuantizedAdam(parameters(), group=group, freeze_step=3)
+        saved = []
+        for i in range(2):
+            take(optimizer, gradients(group.rank, i))
+            saved.append(copied(optimizer.state_dict()))
+        optimizer.load_state_dict(saved[group.rank])
+        with pytest.raises(ConfigError) as caught:
+            take(optimizer, gradients(group.rank, 2))
+        return caught.value.key
+
+    assert run_threads(2, work) == ["steps so far"] * 2
 
 
 def test_closure_and_no_gradients_at_all() -> None:
@@ -712,24 +750,28 @@ def test_after_the_freeze_own_gradients_are_clipped_as_much_as_their_mean_was(n:
     shared, *noise = torch.linalg.qr(torch.randn(400, 3, generator=torch.Generator().manual_seed(0)))[0].T
     own = [shared + 1.4 * (-1) ** rank * noise[rank // 2] * (n > 1) for rank in range(n)]
 
-    def work(scale: float, max_norm: float | None) -> Callable[[LoopbackGroup], Tensor]:
+    def work(scale: float, max_norm: float | None, loss_scale: float = 1.0) -> Callable[[LoopbackGroup], Tensor]:
         def on_rank(group: LoopbackGroup) -> Tensor:
             ps = parameters(shapes=((400,),))
-            optimizer = QuantizedAdam(ps, lr=1e-2, freeze_step=5, bits=8, group=group, max_norm=max_norm)
+            optimizer: Any = QuantizedAdam(ps, lr=1e-2, freeze_step=5, bits=8, group=group, max_norm=max_norm)
             for step in range(12):
                 if step == 8 and max_norm is not None:  # what is remembered of the mean goes on with a checkpoint
                     saved = optimizer.state_dict()
                     optimizer.close()
                     optimizer = QuantizedAdam(ps, lr=1e-2, freeze_step=5, bits=8, group=group, max_norm=max_norm)
                     optimizer.load_state_dict(saved)
-                take(optimizer, [scale * own[group.rank]])
+                now = loss_scale if step > 4 else 1.0
+                optimizer.grad_scale = torch.tensor(now)  # as a GradScaler says it
+                take(optimizer, [now * scale * own[group.rank]])
+                assert max_norm is None or optimizer._global_grad_norm == pytest.approx(scale, rel=1e-3)
             optimizer.close()
             return values(ps)
 
         return on_rank
 
-    clipped, scaled = (run_threads(n, work(*how)) for how in ((1.0, 0.5), (0.5, None)))
+    clipped, scaled, by_scaler = (run_threads(n, work(*how)) for how in ((1.0, 0.5), (0.5, None), (1.0, 0.5, 2.0**16)))
     assert all(torch.equal(clipped[0], other) for other in clipped)
+    torch.testing.assert_close(by_scaler[0], clipped[0], rtol=1e-6, atol=1e-6)
     start = values(parameters(shapes=((400,),)))
     assert float((clipped[0] - scaled[0]).norm()) < 1e-2 * float((scaled[0] - start).norm())
 
@@ -742,6 +784,16 @@ def test_float16_gradients_are_clipped_by_a_norm_that_float16_does_not_hold() ->
     optimizer.close()
     wanted = torch.full((2000,), 0.1 / math.sqrt(2000))
     torch.testing.assert_close(optimizer.state[p]["exp_avg"], wanted, rtol=1e-3, atol=0.0)
+
+
+def test_float16_gradients_are_averaged_as_float32_where_the_loss_is_scaled() -> None:
+    """Without the scale float16 holds none of them."""
+    (p,) = ps = parameters(torch.float16, ((5,),))
+    optimizer: Any = QuantizedAdam(ps, freeze_step=3, betas=(0.5, 0.999))
+    optimizer.grad_scale = torch.tensor(2.0**16)
+    take(optimizer, [torch.full((5,), 2.0**-14)])
+    optimizer.close()
+    assert torch.equal(optimizer.state[p]["exp_avg"], torch.full((5,), 2.0**-31))
 
 
 def test_a_norm_that_float32_does_not_hold_does_not_end_clipping() -> None:

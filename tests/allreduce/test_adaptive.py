@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State, allreduce_mean, predict
+from pipecomp.allreduce.adaptive_options import Adaptive
+from pipecomp.allreduce.adaptive_planner import Planner
+from pipecomp.allreduce.call import Counters
+from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.allreduce.saving import load, save
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
+from pipecomp.gradient_config import Gradients
 
 Options = dict[str, Any]
 
@@ -107,6 +113,39 @@ def test_a_larger_error_takes_fewer_bytes() -> None:
 
     sent = run_threads(2, work)[0]
     assert sent[0] > sent[1] > sent[2]
+
+
+def test_errors_are_those_of_the_values_themselves() -> None:
+    """Whatever a layer was divided by before it was quantized."""
+    x = gradient(0, 0)[:2000]
+    state = State(method="qsgd_mn", bits=4, adaptive={"every": 4})
+    state.submit(torch.cat([x, 1000 * x]), "b", slices=((0, 2000), (1, 2000))).wait()
+    small, large = state.state_dict()["adaptive"]["errors"].values()
+    state.close()
+    assert large == pytest.approx([1e6 * error for error in small], rel=0.1)
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+def test_the_error_of_leaving_coordinates_out_is_its_mean_over_all_choices(rescale: bool) -> None:
+    x, k = torch.tensor([1.0, -2.0, 3.0, 0.5]), 0.5
+    method = Gradients(method="grandk_mn", k=k, rescale=rescale).chosen
+    average: Any = method.average(Residuals())
+    sent = [torch.zeros(4).index_put((torch.tensor(chosen),), x[list(chosen)]) for chosen in combinations(range(4), 2)]
+    errors = [float((x - (1 / k if rescale else 1) * each).square().sum()) for each in sent]
+    assert average.squared_error(x, None) == pytest.approx(sum(errors) / len(errors))
+
+
+def test_a_plan_is_made_of_what_was_measured_since_the_last() -> None:
+    """First one layer has all the error, then the other, a little less of it."""
+    adaptive = Adaptive.checked({"every": 4, "bits": [2, 4, 8]}, Gradients(method="qsgd_mn", bits=4).chosen, "qsgd_mn")
+    planner = Planner(adaptive, 4, lambda bits, size, n: bits * size)
+    for step in range(9):
+        planner.begin("b", Counters(), lambda row: [row])
+        for layer, size in (("a", 1.0 if step < 4 else 0.0), ("b", 0.0 if step < 4 else 0.5)):
+            planner.add(layer, 100, [size * 4.0**-bits for bits in adaptive.values])
+        if step == 4:
+            assert planner.values == {"a": 4, "b": 2}
+    assert planner.values == {"a": 2, "b": 4}
 
 
 def test_residuals_stay_with_their_layers() -> None:

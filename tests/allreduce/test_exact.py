@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipecomp.allreduce import State, allreduce_mean
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
-from pipecomp.allreduce.methods.casq import share_buckets
+from pipecomp.allreduce.methods.casq import k_means, share_buckets
 
 Options = dict[str, Any]
 SQUEEZE: Options = {"method": "double_squeeze", "bits": 8, "group_size": 16}
@@ -260,6 +260,13 @@ def test_casq_clusters_every_tensor_for_itself() -> None:
 
     assert torch.equal(work(("large", "small"))["small"], work(("small",))["small"])
     assert torch.equal(work(("small", "large"))["large"], work(("large",))["large"])
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_casq_has_a_center_on_each_side_of_zero(sign: int) -> None:
+    """Also where a side has so few values that its part of the centers rounds to none: they would go to the other."""
+    values = sign * torch.cat([torch.linspace(1.0, 2.0, 999), torch.tensor([-3.0])])
+    assert float((sign * k_means(values, 4)).min()) == -3.0
 
 
 def test_casq_shares_buckets_by_entropy_and_number() -> None:

@@ -67,3 +67,8 @@ def test_layers_of_different_scale_need_fewer_bytes_than_one_width_for_all() -> 
 
 def test_without_errors_all_layers_keep_their_own_value() -> None:
     assert choose([[0.0, 0.0]] * 3, [[1.0, 2.0]] * 3, 1, 1.0) == [1, 1, 1]
+
+
+def test_the_own_value_fits_where_rounding_says_that_nothing_does() -> None:
+    """A third of the limit for each of three layers is no whole number of steps."""
+    assert choose([[1.0, 1.0]] * 3, [[1.0, 2.0]] * 3, 1, 1.0) == [1, 1, 1]

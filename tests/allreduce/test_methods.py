@@ -279,8 +279,18 @@ def test_any_length_and_number_of_ranks(d: int, n: int, seed: int, choice: Optio
     assert bool(means[0].isfinite().all())
 
 
-@pytest.mark.parametrize("options", [{"method": "double_squeeze"}, {"method": "casq"}], ids=name)
+RESTORED: list[Options] = [
+    {"method": "double_squeeze"},
+    {"method": "casq"},
+    {"method": "casq", "interval": 3},
+    {"method": "global_qsgd"},
+    {"method": "grandk_mn", "k": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", RESTORED, ids=name)
 def test_restored_memories_continue_alike(options: Options) -> None:
+    """Random draws too, and CASQ's next clustering."""
     inputs = gradients(2, 700)
 
     def work(group: LoopbackGroup) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,11 @@ from pipecomp.plan import timing
 from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_measuring
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
+from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.probe import TransportPeer, measure_links, network_of
-from pipecomp.plan.profile import count, most_tokens
+from pipecomp.plan.profile import Cost, Profile, count, most_tokens
 from pipecomp.plan.simulation import StageCosts
-from pipecomp.plan.survey import own_device, survey_machine, survey_ranks
+from pipecomp.plan.survey import own_device, slowest_profile, slowest_speeds, survey_machine, survey_ranks
 from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
@@ -78,6 +79,23 @@ def test_the_slowest_replica_counts():
     (out,), (back,) = network.forward, network.backward
     assert (out.bits_per_s, back.bits_per_s) == (1e8, 1e7)
     assert out.latency_s == back.latency_s == 0.02
+
+
+def test_the_slowest_machine_counts_part_by_part():
+    def profile(*seconds):
+        parts = [Cost(flops=0.0, kept_bytes=0.0, forward_s=s, backward_s=s) for s in seconds[:4]]
+        more = {"call_s": (seconds[4], seconds[4]), "measured": "measured"}
+        return Profile(hidden=8, tokens=4, first=parts[0], blocks=tuple(parts[1:3]), last=parts[3], **more)
+
+    found = slowest_profile([profile(1.0, 2.0, 5.0, 4.0, 0.5), profile(2.0, 1.0, 6.0, 3.0, 0.25)])
+    assert found == replace(profile(2.0, 2.0, 6.0, 4.0, 0.5), measured="measured, the slowest of 2")
+    rates = ("encode_values_s", "decode_values_s", "cast_values_s", "disk_bytes_s")
+    one, other = (
+        Speeds(average={"reduce": s, "decode": 1 / s}, update_s_per_parameter=s, **dict.fromkeys(rates, s))
+        for s in (2.0, 4.0)
+    )
+    wanted = replace(one, average={"reduce": 4.0, "decode": 0.5}, update_s_per_parameter=4.0)
+    assert slowest_speeds([one, other]) == slowest_speeds([other, one]) == wanted
 
 
 def test_a_stage_is_timed_without_a_trace():
@@ -268,6 +286,7 @@ class TestDecision:
         assert found.reason.startswith(
             "bits within the links' rates: 1 to 3 forward (error 0.05), 2 to 6 back (error 0.2)"
         )
+        assert "slowest link 21 Mbit/s" in found.reason
         slow = {**rated, "mbit_per_s": 1}
         assert self.decided(self.unmeasured(), forward_bits=slow, backward_bits=slow)[:2] == (
             ConstantError(error=0.05, min=1, max=2),

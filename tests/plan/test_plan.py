@@ -21,7 +21,7 @@ from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.network import TCP_SHARE, Line, Network, chain, uniform
+from pipecomp.plan.network import TCP_SHARE, Line, Network, between_replicas, chain, uniform
 from pipecomp.plan.options import _rounded_up, networks_of
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
@@ -209,11 +209,12 @@ def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False)
 
 
 AQSGD = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}})
+DELTA = Config.from_dict({"activations": {"method": "aqsgd", "backward_method": "delta"}})
 
 
 class TestPrediction:
     def test_local_steps_share_out_what_averaging_takes(self):
-        one, slow = job(K=1, replicas=2), uniform(1, 1e7)
+        one, slow = job(K=1, replicas=2), uniform(1, 1e5)
 
         def predicted(**local: Any) -> Prediction:
             return predict(one, Config.from_dict({"gradients": {"method": "double_squeeze", **local}}), slow)
@@ -226,8 +227,23 @@ class TestPrediction:
         assert nesterov.memory_bytes()[0] == every.memory_bytes()[0] + 8 * one.plan.parameters[0]
         halves = predicted(local_steps=8, fragments=2, overlap=1)
         shown = every.average_s / 8 - (every.step_s - every.average_s) * 2 / 8
-        assert halves.average_s == pytest.approx(max(0.0, shown))
-        assert predicted(local_steps=8, fragments=2, overlap=4).average_s < halves.average_s or shown <= 0
+        assert halves.average_s == pytest.approx(shown)
+        assert predicted(local_steps=8, fragments=2, overlap=4).average_s < halves.average_s
+        always = predicted(local_steps=8, fragments=8, overlap=7)
+        assert always.average_s == pytest.approx(every.average_s / 8 - (every.step_s - every.average_s))
+
+    def test_late_fragments_travel_while_links_are_idle(self):
+        two, network = job(K=2, replicas=2), uniform(2, 2e8)
+
+        def predicted(**local: Any) -> Prediction:
+            section = {"method": "double_squeeze", "local_steps": 8, **local}
+            speeds = Speeds(average={"quantize": 1e-5})
+            return predict(two, Config.from_dict({"gradients": section}), network, speeds)
+
+        alone = predict(job(K=2), Config(), network)
+        idle_s = alone.step_s - 8 * two.micro_batches * alone.forward_bytes[0] / 2e8
+        assert idle_s > 0.05
+        assert predicted().average_s - predicted(overlap=1).average_s == pytest.approx(idle_s / 8)
 
     def test_without_a_network_it_is_compute(self):
         found = predict(job(K=4, M=10), Config(), uniform(4, float("inf")))
@@ -235,10 +251,17 @@ class TestPrediction:
         assert found.samples_per_s == pytest.approx(10 / found.step_s)
         assert found.slack == 1
         assert found.first_epoch_s == found.step_s
+        distant = predict(job(K=3, M=1), Config(), uniform(3, float("inf"), 1.0))
+        assert distant.step_s == pytest.approx(3 * 0.02 + 4 + 4 + 1), "packets, the norm over the stages, the loss"
 
     def test_first_epoch_sends_whole_activations(self):
         found = predict(job(), with_bits(AQSGD, 2, 4), uniform(2, 1e7))
         assert found.first_visit_bytes[0] > 15 * found.forward_bytes[0]
+        assert found.first_epoch_s > 2 * found.step_s
+
+    def test_first_epoch_sends_whole_gradients_where_they_are_changes(self):
+        slow_back = Network(forward=(Line(),), backward=(Line(bits_per_s=1e7),))
+        found = predict(job(), with_bits(DELTA, 2, 2), slow_back)
         assert found.first_epoch_s > 2 * found.step_s
 
     def test_kernels_and_updates_count(self):
@@ -259,6 +282,10 @@ class TestPrediction:
         assert found.step_s == found.store_s == pytest.approx(8 * 64 * 1000 * 4 / 1e5)
         eight = replace(with_bits(AQSGD, 2, 4), store=replace(AQSGD.store, bits=8))
         assert predict(job(M=8), eight, uniform(2, 1e9), Speeds(disk_bytes_s=1e5)).store_s == found.store_s / 4
+        delta = predict(job(M=8), DELTA, uniform(2, 1e9), Speeds(disk_bytes_s=1e5))
+        assert delta.store_s == 2 * found.store_s, "gradients too"
+        middle = predict(job(K=3, M=8), with_bits(AQSGD, 2, 4), uniform(3, 1e9), Speeds(disk_bytes_s=1e5))
+        assert middle.store_s == 2 * found.store_s, "of both links"
 
     def test_cluster_centers_have_no_first_epoch_and_are_written_once_a_step(self):
         section = {"activations": {"method": "aqsgd", "forward_bits": 2}, "store": {"clusters": 256}}
@@ -291,11 +318,19 @@ class TestPrediction:
         assert predict(pair, Config(), uniform(1, 1e6, 0.5)).average_s == pytest.approx(distant)
         tied, untied = (predict(job(tied=t), Config(), uniform(2, 1e7)).step_s for t in (True, False))
         assert tied == pytest.approx(untied + predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e7).total_s)
+        both = job(tied=True, replicas=2)
+        found = predict(both, Config(), uniform(2, 1e7))
+        assert found.tied_s == predict_average("none", 200 * 64, 4, bandwidth_bit_per_s=1e7).total_s
+        rest = max(both.plan.parameters) - 200 * 64
+        assert found.average_s == predict_average("none", rest, 2, bandwidth_bit_per_s=1e7).total_s
+        assert between_replicas(uniform(3, 1e6, 0.5)).between == Line(bits_per_s=1e6, latency_s=0.5)
 
     def test_memory_counts_what_is_in_flight(self):
         made = job(K=2, M=8)
         found = predict(made, Config(), uniform(2, float("inf")))
         assert found.memory_bytes() == [16 * made.plan.parameters[0] + 2 * 2e6, 16 * made.plan.parameters[1] + 2e6]
+        half = memory_bytes(replace(made, dtype=torch.bfloat16))
+        assert half[1] == 18 * made.plan.parameters[1] + 2e6, "with a copy in float32"
 
     def test_stages_run_ahead_as_far_as_it_helps(self):
         stages = [StageCosts(forward_s=1, backward_s=2)] * 2
@@ -410,6 +445,7 @@ class TestChoices:
     def test_local_steps_are_the_fewest_that_leave_averaging_a_small_share(self):
         assert choose_local_steps(1.0, 0.01) is None
         assert choose_local_steps(1.0, 0.1) == 2
+        assert choose_local_steps(1.0, 0.21) == 4, "0.21 of 4.21 s"
         assert choose_local_steps(1.0, 0.7) == 16
         assert choose_local_steps(1.0, 100.0) == 32
 

@@ -10,7 +10,7 @@ import pytest
 from pipecomp.engine.schedule import TrainSchedule
 from pipecomp.errors import ConfigError
 from pipecomp.plan.network import ACKNOWLEDGED, Line, Network, rates, uniform
-from pipecomp.plan.simulation import StageCosts, Step, play
+from pipecomp.plan.simulation import StageCosts, Step, measured_costs, play
 from pipecomp.schedule.in_flight import numbers
 
 FREE = math.inf
@@ -81,6 +81,13 @@ class TestByHand:
     def test_steady_state_of_two_stages(self, T, slack, each):
         """c + T with two micro-batches in flight, max(c, T) with more; T one way, both ways alike."""
         assert seconds(step(2, 200, V_f=T, V_b=T, slack=slack), 8) / 200 == pytest.approx(each, rel=0.03)
+
+
+def test_measured_costs_are_of_a_micro_batch_and_of_a_packet():
+    """Of a stage in the middle, with packets on two links."""
+    seconds = {"forward": 6.0, "backward": 12.0, "encode": 2.4, "decode": 4.8}
+    found = measured_costs({"seconds": seconds, "steps": 2, "links": {"0->1": {}, "1->2": {}}}, micro_batches=3)
+    assert found == StageCosts(forward_s=1.0, backward_s=2.0, encode_s=pytest.approx(0.2), decode_s=pytest.approx(0.4))
 
 
 class TestNetwork:

@@ -33,7 +33,24 @@ def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **stat
 
 class TestSeals:
     def test_a_whole_one_is_good(self, tmp_path: Path) -> None:
-        assert manifest.problem(checkpoint(tmp_path, 3, seals=(0, 4))) is None
+        path = checkpoint(tmp_path, 3, seals=(0, 4))
+        assert manifest.problem(path) is None
+        (path / "data.tmp").unlink()  # nobody vouches for it
+        assert manifest.problem(path) is None
+
+    def test_each_seal_is_looked_at(self, tmp_path: Path) -> None:
+        """Machines without a common disk have files of their own."""
+        path = checkpoint(tmp_path, 3)
+        (path / "of-another").write_bytes(b"x")
+        manifest.write(path, 4)
+        (path / "of-another").unlink()
+        assert manifest.problem(path) == "of-another is missing"
+
+    def test_what_is_deleted_halfway_is_not_finished(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = checkpoint(tmp_path, 3)
+        monkeypatch.setattr(manifest.shutil, "rmtree", lambda folder, ignore_errors: None)
+        manifest.remove_after(tmp_path, 2)
+        assert not manifest.finished(path)
 
     def test_without_a_seal_it_was_not_finished(self, tmp_path: Path) -> None:
         assert manifest.problem(checkpoint(tmp_path, 3, seals=())) == "it was not finished"

@@ -29,9 +29,20 @@ def test_auto_finds_what_is_needed(needed):
 
 def test_auto_goes_back_where_more_does_not_help():
     chosen = InFlight("auto", 0, 2, 8)
-    for _ in range(20):
+    seen = set()
+    for _ in range(250):  # it is tried again meanwhile
+        seen.add(chosen.value)
         chosen.observe(0.5, 1.0)  # the next stage is slow: waiting has nothing to do with the link
+    assert seen == {2, 3}
     assert chosen.value == 2
+
+
+def test_a_single_slow_step_changes_nothing():
+    chosen = InFlight("auto", 0, 2, 8)
+    chosen.observe(0.5, 1.0)
+    chosen.observe(0.0, 1.0)
+    assert chosen.value == 2
+    assert not chosen.observing
 
 
 def test_settled_numbers_are_tried_again():
@@ -88,5 +99,4 @@ def test_what_a_forward_keeps_is_counted_once():
     with kept.counting():
         y = (x @ w).exp()
         (y * y).sum()
-    assert kept.bytes >= 64 * 32 * 4 + 64 * 16 * 4
-    assert kept.bytes <= 2 * (64 * 32 * 4 + 64 * 16 * 4 + 32 * 16 * 4)
+    assert kept.bytes == 64 * 32 * 4 + 64 * 16 * 4  # x, and y, which three operations keep
