@@ -131,7 +131,7 @@ def quantized_adam(
     known, section = ("lr", "betas", "eps", "weight_decay"), ds_config["optimizer"]
     params = dict(section.get("params", {}))
     params.pop("torch_adam", None)
-    adam_w = params.pop("adam_w_mode", section["type"].lower() == "adamw")
+    adam_w = params.pop("adam_w_mode", True) or section["type"].lower() == "adamw"  # as DeepSpeed has it
     for key in params:
         if key not in known:
             raise ConfigError(f"optimizer.params.{key}", params[key], f"{', '.join(known)} with 'quantized_adam'")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pipecomp.allreduce import State, allreduce_mean
+from pipecomp.config import Config
+from pipecomp.engine.assemble import quantized_adam
 from pipecomp.engine.gradient_exchange import GradientExchange, TiedRanks
 from pipecomp.gradient_config import Gradients
 
@@ -44,3 +47,30 @@ def test_gradients_come_back_to_their_own_parameters() -> None:
     for name, x in signs.items():
         assert torch.equal(grads[name], allreduce_mean(state, x, name)), name
     state.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "left"),
+    [
+        ("AdamW", {}, 0.95),
+        ("Adam", {}, 0.95),
+        ("Adam", {"adam_w_mode": False}, 0.9),
+        ("AdamW", {"adam_w_mode": False}, 0.95),
+    ],
+)
+def test_weight_decay_is_what_deepspeed_would_make_of_the_section(
+    kind: str, given: dict[str, Any], left: float
+) -> None:
+    """Adam is AdamW there, unless `adam_w_mode` says otherwise: then decay alone is a gradient, and a step the rate."""
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.zeros(3)
+    topology = SimpleNamespace(get_rank=lambda pipe, data: 0)
+    grid = SimpleNamespace(_topo=topology, pipe_parallel_size=1, data_parallel_size=1, get_stage_id=lambda: 0)
+    stage = SimpleNamespace(tied_parameters=dict)
+    module: Any = SimpleNamespace(mpu=lambda: grid, forward_funcs=[stage])
+    settings = Config.from_dict({"gradients": {"method": "quantized_adam", "freeze_step": 1}})
+    section = {"type": kind, "params": {"lr": 0.1, "weight_decay": 0.5, **given}}
+    optimizer = quantized_adam(settings, {"optimizer": section}, module, [p])
+    optimizer.step()
+    optimizer.close()
+    torch.testing.assert_close(p.detach(), torch.full((3,), left))
