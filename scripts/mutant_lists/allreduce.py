@@ -121,6 +121,14 @@ MUTANTS = (
         EXACT,
         "the variance does not fall with the number of replicas",
     ),
+    Mutant(
+        "draws begin anew after a resume",
+        "pipecomp/allreduce/state.py",
+        '        self._calls = state["calls"]\n',
+        "",
+        ("tests/allreduce/test_methods.py::test_restored_memories_continue_alike",),
+        "a run that goes on rounds with the noise of its first steps again, and ends with another loss",
+    ),
     # -- error feedback
     Mutant(
         "CASQ's residual without its old value",

@@ -89,4 +89,21 @@ MUTANTS = (
         ("tests/dist/test_resume_agreement.py",),
         "the first step after a resume ends with an error, or trains on wrong numbers",
     ),
+    Mutant(
+        "another pipeline goes on from the first replica's weights",
+        "pipecomp/engine/local_steps.py",
+        "return total / len(values)",
+        "return values[0]",
+        ("tests/engine/test_local_steps.py",),
+        "what the other replicas have learned since they last met is lost",
+    ),
+    # -- running ahead
+    Mutant(
+        "a stage's memory limits that stage alone",
+        "pipecomp/engine/run_ahead.py",
+        "self.in_flight.limit = -int(limit)",
+        "pass",
+        ("tests/engine/test_run_ahead.py",),
+        "stages run ahead by numbers that do not fit, and wait for each other",
+    ),
 )

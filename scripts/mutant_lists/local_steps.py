@@ -24,4 +24,12 @@ MUTANTS = (
         OUTER,
         "a part of the training is done for nothing",
     ),
+    Mutant(
+        "the outer momentum begins anew after a resume",
+        "pipecomp/local_steps/common.py",
+        "if name in momentum:",
+        "if False:",
+        OUTER,
+        "a run that goes on takes outer steps that are too short, and ends with another loss",
+    ),
 )

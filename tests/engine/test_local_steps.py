@@ -1,0 +1,74 @@
+"""Local steps of a rank: what goes on from a checkpoint in which others have their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
+from pipecomp.gradient_config import Gradients
+from pipecomp.stages import build_stage, modules, plan
+from tests.local_steps.test_outer_steps import Meeting
+
+LOCAL = {
+    "local_steps": 3,
+    "overlap": 2,
+    "second_moments": "own",
+    "outer": {"optimizer": "nesterov", "lr": 0.5, "momentum": 0.5},
+}
+
+
+def rank(stages: int, stage: int, replica: int, meeting: Meeting) -> LocalTraining:
+    torch.manual_seed(0)
+    source = modules(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), (3,))
+    built = build_stage(source, plan(source, stages), stage)
+    engine: Any = SimpleNamespace(
+        stage=built,
+        stage_id=stage,
+        grid=SimpleNamespace(data_parallel_id=replica, data_parallel_size=2),
+        pipecomp_config=SimpleNamespace(gradients=Gradients(method="none", **LOCAL)),
+        optimizer=torch.optim.SGD(built.parameters(), lr=0.1),
+        global_steps=7,
+    )
+    outer: Any = meeting.of(replica)
+    return LocalTraining(engine, LocalExchanges(outer=outer))
+
+
+def weights(training: LocalTraining) -> dict[str, torch.Tensor]:
+    """By name, of the stage's own."""
+    return {name: p.detach().clone() for name, p in training._engine.stage.named_parameters()}
+
+
+def test_another_pipeline_goes_on_from_the_mean_of_all_replicas_of_all_stages(tmp_path: Path) -> None:
+    """As if what was on its way had arrived: weights, and the outer momentum."""
+    meetings = [Meeting(2), Meeting(2)]
+    ranks = [[rank(2, stage, replica, meetings[stage]) for replica in (0, 1)] for stage in (0, 1)]
+    draw = torch.Generator().manual_seed(1)
+    for step in range(7):  # sent after 3, arrived after 5; sent after 6
+        for each in (each for stage in ranks for each in stage):
+            each.outer.start(step)
+            for p in each._engine.stage.parameters():
+                p.data += torch.randn(p.shape, generator=draw)
+        for each in (each for stage in ranks for each in stage):
+            each.outer.after_step(step + 1)
+    whole = rank(1, 0, 0, Meeting(2))
+    for stage in ranks:
+        for each in stage:
+            each.save(tmp_path)
+        with stage[0].outer.common_weights():
+            for name, common in weights(stage[0]).items():
+                whole._engine.stage.get_parameter(name).data.copy_(common)
+    whole.load(tmp_path, {"cuts": [0, 1, 2], "replicas": 2}, same=False, with_optimizer=True)
+    found, momentum = weights(whole), whole.outer.state_dict()["shared"]["momentum"]
+    assert len(found) == len(momentum) == 4
+    for stage in ranks:
+        for each in stage:
+            each.outer.after_step(8)  # it arrives, and nothing has moved
+        for name, p in weights(stage[0]).items():
+            torch.testing.assert_close(found[name], (p + weights(stage[1])[name]) / 2)
+        for name, m in stage[0].outer.state_dict()["shared"]["momentum"].items():
+            torch.testing.assert_close(momentum[name], m)

@@ -1,0 +1,49 @@
+"""How far a stage runs ahead in the engine: what it looks at after a step, and what all stages come to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipecomp.engine import run_ahead
+from pipecomp.engine.run_ahead import RunAhead
+
+
+def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of the first of two stages. own: its waits by micro-batch, step by step; others: what the other stage tells."""
+
+    def all_reduce(seen: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        torch.maximum(seen, torch.tensor(others), out=seen)
+
+    monkeypatch.setattr(run_ahead.dist, "all_reduce", all_reduce)
+    grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
+    engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cpu"), grid=grid)
+    found = RunAhead(engine, "auto")
+    for waits in own:
+        found.begin_step()
+        for micro_batch, seconds in waits.items():
+            found.waited(micro_batch, seconds)
+        found.end_step(1.0)
+    return found.in_flight
+
+
+def test_the_longest_wait_of_any_stage_counts(monkeypatch):
+    assert after([{}] * 2, [0.5, 1.0, -7], monkeypatch).value == 3
+    assert after([{1: 0.25, 2: 0.25}] * 2, [0.0, 1.0, -7], monkeypatch).value == 3
+    assert after([{1: 0.005, 2: 0.005}] * 2, [0.0, 1.0, -7], monkeypatch).value == 2, "a hundredth of a step"
+    assert after([{0: 0.5}] * 2, [0.0, 1.0, -7], monkeypatch).value == 2, "the first one's is waited for at any number"
+
+
+def test_every_step_is_looked_at_by_itself(monkeypatch):
+    """One more in flight was enough: it stays."""
+    assert after([{1: 0.5}] * 2 + [{1: 0.01}] * 2, [0.0, 1.0, -7], monkeypatch).value == 3
+
+
+def test_the_stage_with_the_least_memory_limits_all(monkeypatch):
+    """A stage that ran further ahead than the others would wait for what they never send."""
+    assert after([{}], [0.5, 1.0, -1], monkeypatch).limit == 1
+    assert after([{}] * 4, [0.5, 1.0, -1], monkeypatch).value == 2
