@@ -123,6 +123,7 @@ BAD = [
     ({"activations": {"method": "aqsgd"}, "store": {"bits": 3}}, "store.bits", "2, 4, 8, 16 or 32"),
     ({"activations": {"method": "aqsgd"}, "store": {"max_bytes": -1}}, "store.max_bytes", "above 0"),
     ({"activations": {"method": "aqsgd"}, "store": {"prefetch": -1}}, "store.prefetch", "0 to 64"),
+    ({"activations": {"method": "aqsgd"}, "store": {"run": "a/b"}}, "store.run", "a name of letters"),
     ({"activations": {"method": "aqsgd"}, "store": {"path": ""}}, "store.path", "folder"),
     ({"activations": {"method": "aqsgd"}, "store": {"path": "a\0b"}}, "store.path", "zero bytes"),
     *(
@@ -152,7 +153,9 @@ BAD = [
     ({"transport": {"backend": "mpi"}}, "transport.backend", "gloo"),
     ({"transport": {"checksum": 1}}, "transport.checksum", "true or false"),
     ({"transport": {"timeout_s": 0}}, "transport.timeout_s", "1 to 86400"),
+    ({"transport": {"backend": "tls", "trusted_network": True}}, "transport.trusted_network", "only with"),
     ({"seed": -1}, "seed", "0 to"),
+    ({"seed": 2**32}, "seed", "0 to"),
     ({"tie": "yes"}, "tie", "true or false"),
     ("aqsgd", "pipecomp", "object"),
 ]
@@ -176,6 +179,37 @@ def test_clusters_belong_to_what_is_compared_and_stored_where_they_are_set():
     assert "clusters" not in plain.shared()["store"]
     assert clustered.link_settings(0) == {**plain.link_settings(0), "clusters": 256}
     assert clustered.shared()["store"]["clusters"] == 256
+
+
+AQSGD = {"method": "aqsgd"}
+DELTA = {**AQSGD, "backward_method": "delta"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"seed": 1}),
+        ({}, {"store": {"bits": 8}}),
+        ({}, {"store": {"max_bytes": 9}}),
+        ({}, {"activations": DELTA}),
+        ({"activations": DELTA}, {"activations": {**DELTA, "backward_bits": 4}}),
+        ({"activations": {**AQSGD, "first_visit": 8}}, {"activations": {**AQSGD, "first_visit": 8, "rotation": True}}),
+        *(
+            ({}, {"activations": {**AQSGD, key: value}})
+            for key, value in (
+                ("forward_bits", 3),
+                ("first_visit", 8),
+                ("rounding", "stochastic"),
+                ("scale", "rms"),
+                ("group_size", 32),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_ends_of_a_link_agree_on_all_that_changes_what_is_cached(one, other):
+    settings = [Config.from_dict({"activations": AQSGD, **section}).link_settings(0) for section in (one, other)]
+    assert settings[0] != settings[1]
 
 
 def test_a_value_too_large_to_show():

@@ -60,6 +60,26 @@ def test_loader_gives_ids_with_their_samples_and_knows_what_comes_next():
     assert next(iter(resumed)).ids == next(batches).ids
 
 
+def test_a_dataset_may_say_which_samples_are_one():
+    class Views(list):
+        def sample_id(self, index: int) -> int:
+            return 100 + index // 2
+
+    views = Views(DATA)
+    loader = TrainLoader(views, ShardedSampler(23, 2, seed=1))
+    expected = loader.upcoming(0)
+    batch = next(iter(loader))
+    assert list(batch.ids) == expected == [views.sample_id(i) for i in batch.inputs["input_ids"][:, 0].tolist()]
+    assert [i for b in eval_batches(views, 4) for i in b.ids] == list(map(views.sample_id, range(23)))
+
+
+def test_a_loader_that_begins_anew_leaves_the_global_generator():
+    """A run that goes on makes another one, and must draw the same dropout masks."""
+    before = torch.get_rng_state()
+    next(iter(TrainLoader(DATA, ShardedSampler(23, 2))))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_batches_may_be_mappings_pairs_or_carry_their_ids():
     ids_BS = torch.ones(2, 3, dtype=torch.int64)
     labels = torch.zeros(2)
@@ -69,6 +89,7 @@ def test_batches_may_be_mappings_pairs_or_carry_their_ids():
     carried = as_micro_batch({"input_ids": ids_BS, "sample_ids": torch.tensor([2**40, 1]), "label": labels})
     assert carried.ids == (2**40, 1)
     assert carried.labels is labels
+    assert as_micro_batch({"input_ids": ids_BS, "sample_ids": torch.tensor([2, 1])}, [4, 5]).ids == (4, 5)
     assert as_micro_batch({"input_ids": ids_BS}, number_from=7).ids == (7, 8)
 
 

@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 
+from pipecomp import files
 from pipecomp.files import file_crc, replacing, write_whole
 
 
@@ -33,7 +34,8 @@ def test_nothing_written_is_an_error(tmp_path):
         pass
 
 
-def test_the_crc_is_zlibs(tmp_path):
+def test_the_crc_is_zlibs(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 100_000)
     data = bytes(range(256)) * 1000
     (tmp_path / "data").write_bytes(data)
     assert file_crc(tmp_path / "data") == zlib.crc32(data)

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
 from pipecomp.errors import ConfigError, KeysError, LinkError
 from pipecomp.keys import certificates, invitation
-from pipecomp.keys.authority import issue, listed, new, revoke
+from pipecomp.keys.authority import DAYS, issue, listed, new, public_key_of, revoke
 from pipecomp.keys.certificates import parse_ranks, ranks_text
 from pipecomp.keys.folder import KeyFolder
 from pipecomp.keys.listener import EVERYWHERE, Address, Listener
@@ -100,6 +102,19 @@ def test_private_files_are_the_owners_alone(first, second):
         Trust(second)
 
 
+def test_a_folder_that_was_there_is_its_owners_alone_from_then_on(tmp_path):
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys").chmod(0o755)
+    assert stat.S_IMODE(new(tmp_path / "keys").path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["", ".a", "a b", "a/ranks/0", "a\n", 65 * "a"])
+def test_what_is_no_name_of_a_machine(tmp_path, name):
+    """It stands in the certificate beside what that allows."""
+    with pytest.raises(ConfigError, match="machine: got"):
+        new(tmp_path / "keys", machine=name)
+
+
 def test_both_ends_know_machine_and_ranks_of_the_other(first, second):
     found = meet(Trust(first), Trust(second))
     assert (found[0].machine, found[0].ranks) == ("second", (1, 2))
@@ -147,6 +162,8 @@ def test_a_revoked_machine_is_refused_once_its_peer_knows(first, second, tmp_pat
     assert [line["revoked"] for line in listed(first.path)] == [False, True, False]
     with pytest.raises(KeysError, match="no machine 'second' to revoke; there are: first, third"):
         revoke(first.path, "second")
+    revoke(first.path, "third")
+    assert first.revoked()[1] == {Trust(third).identity.serial, int(listed(first.path)[1]["serial"], 16)}, "both still"
 
 
 def test_a_list_of_revoked_certificates_must_be_the_authoritys_and_newer(first, second, tmp_path):
@@ -223,7 +240,7 @@ def test_a_folder_that_cannot_be_written_does_not_keep_a_machine_from_learning(f
 
 
 def test_a_certificate_is_good_until_its_authoritys_end(tmp_path, monkeypatch):
-    for days in (1, 9):
+    for days in (100, 1, 9):
         folder = new(tmp_path / f"keys-{days}", days=days)
         Trust(folder)
         assert folder.identity().expires == folder.certificate().not_valid_after_utc
@@ -273,6 +290,27 @@ def test_a_rank_that_the_certificate_does_not_name(first, second):
     for rank in (0, 3, "1", True):
         with pytest.raises(KeysError, match=r"'second' says that it is rank .*; it may be 1-2"):
             trust.check_rank(peer, rank)
+
+
+@pytest.mark.parametrize("key", [ec.generate_private_key(ec.SECP384R1()), rsa.generate_private_key(65537, 2048)])
+def test_a_request_with_a_key_of_another_kind(key):
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    with pytest.raises(KeysError, match=r"not on secp256r1|of another kind"):
+        public_key_of(certificates.pem(request.sign(key, certificates.hashes.SHA256())))
+
+
+def test_a_request_for_somebody_elses_key():
+    """Whoever has not got the private key cannot have signed it."""
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    signed = request.sign(certificates.new_key(), certificates.hashes.SHA256())
+    public_key_of(certificates.pem(signed))
+    der, form = signed.public_bytes(serialization.Encoding.DER), serialization.PublicFormat.UncompressedPoint
+    own, other = (
+        key.public_key().public_bytes(serialization.Encoding.X962, form) for key in (signed, certificates.new_key())
+    )
+    forged = x509.load_der_x509_csr(der.replace(own, other))
+    with pytest.raises(KeysError, match="not signed by its key"):
+        public_key_of(certificates.pem(forged))
 
 
 def test_names_and_ranks_are_given_once(first, second):
@@ -394,7 +432,37 @@ class TestInvitation:
             assert [line["revoked"] for line in listed(first.path)] == [False, False]
         assert [line["revoked"] for line in listed(first.path)] == [False, True]
         with invitation.Invitation(first.path, "second", listen=LOCAL) as invited:
-            invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, invited.code)
+            got = invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, invited.code)
+        assert got.ranks == (1,), "which nobody has"
+
+    @pytest.mark.parametrize("days", [0, 3651])
+    def test_days_that_no_certificate_is_good_for(self, first, days):
+        with pytest.raises(ConfigError, match=f"days: got {days}, allowed: a number from 1 to 3650"):
+            invitation.Invitation(first.path, "second", listen=LOCAL, days=days)
+
+    def test_its_certificate_is_good_for_the_days_of_the_invitation(self, first, tmp_path):
+        with invitation.Invitation(first.path, "second", listen=LOCAL, days=2) as invited:
+            got = invitation.join(tmp_path / "a", str(invited.address), invited.fingerprint, invited.code)
+        assert first.identity().expires - got.expires > datetime.timedelta(days=DAYS - 3)
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [("key", "a certificate for another key"), ("authority", "not signed by this run"), ("list", "not signed by")],
+    )
+    def test_what_the_inviting_machine_sends_is_checked(self, first, tmp_path, monkeypatch, wrong, said):
+        """Before any of it is kept: it may be a machine of an older pipecomp, or what was taken over."""
+        other = new(tmp_path / "other")
+
+        def answer(address, fingerprint, code, request, keep):
+            key = certificates.new_key().public_key() if wrong == "key" else public_key_of(request)
+            signed = issue(other if wrong == "authority" else first, key, "second", (1,)).decode()
+            revoked = (other if wrong == "list" else first).read("revoked.pem").decode()
+            keep(first.certificate(), {"certificate": signed, "revoked": revoked})
+
+        monkeypatch.setattr(invitation, "_ask", answer)
+        with pytest.raises(KeysError, match=said):
+            invitation.join(tmp_path / "second", "127.0.0.1:1", "0" * 64, "A")
+        assert not (tmp_path / "second").exists()
 
     def test_who_still_waits_when_an_invitation_ends_gets_nothing(self, first):
         """Its connection was taken before; behind another one, it is looked at after the end."""
@@ -416,7 +484,7 @@ class TestInvitation:
         with pytest.raises(KeysError, match=r"authority.key cannot be read"):
             invitation.Invitation(second.path, "third", listen=LOCAL)
 
-    @pytest.mark.parametrize("text", ["here", "1.2.3.4", "1.2.3.4:x", ":1", "1.2.3.4:99999"])
+    @pytest.mark.parametrize("text", ["here", "1.2.3.4", "1.2.3.4:x", ":1", "1.2.3.4:65536"])
     def test_what_is_no_address(self, text, tmp_path):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             invitation.join(tmp_path, text, "0" * 64, "A")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipecomp.errors import WireError
 from pipecomp.keys.authority import new
 from pipecomp.keys.stream import SecureStream
 from pipecomp.keys.trust import Trust
@@ -77,6 +79,24 @@ def test_what_has_come_in_part_is_received_when_the_rest_comes(ends, size, cuts,
     data, received = content(size), bytearray(size)
     receive_pieces(ends, sealed(ends[0], data), cuts, received)
     assert received == data
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "said"),
+    [
+        (65_537, b"", "a message of a handshake has 65537 bytes, allowed: 65536"),
+        (2, b"[]", "no JSON object"),
+        (1, b"{", "no JSON"),
+    ],
+)
+def test_what_is_no_message_of_a_handshake(ends, size, text, said):
+    """As a stranger may send it to an invitation: no memory is taken for what is too long."""
+    sender, receiver = ends
+    receiver.sock.settimeout(HANG_S)
+    sender.send(struct.pack("<I", size) + text)
+    sender.close()
+    with pytest.raises(WireError, match=f"{said}$"):
+        receiver.receive_json()
 
 
 def test_a_thread_that_receives_is_not_woken_for_every_packet(ends):
