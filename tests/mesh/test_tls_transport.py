@@ -303,3 +303,16 @@ class TestBounds:
         for codec in (codecs.activation(x_TH.dtype), codecs.gradient(x_TH.dtype), codecs.evaluation(x_TH.dtype)):
             assert wire.encode(self.header(), encoded(codec, x_TH).numpy()).size <= most
         assert most <= 2 * EVALUATED * S * H * 8
+
+    def test_first_visits_and_tables_fit(self):
+        """Small groups and many bits make a first visit longer than a change, and than the plain values."""
+        from pipecomp.messages.link_codecs import LinkCodecs
+
+        first = {"first_visit": 8, "backward_method": "delta", "backward_first_visit": 8}
+        section = {"method": "aqsgd", "forward_bits": 1, "backward_bits": 1, "group_size": 2, **first}
+        codecs = LinkCodecs(Config.from_dict({"activations": section}).activations, 0)
+        most = Bounds(EVALUATED, S, H).most_bytes(codecs, torch.bfloat16)
+        for visits in (codecs.activations, codecs.gradients):
+            size = visits.head_bytes(EVALUATED * S) + visits.first_visit(torch.bfloat16).payload_bytes(EVALUATED * S, H)
+            assert wire.packet_bytes(EVALUATED, size) <= most
+        assert Bounds(1, 1, 1, changed=10_000).most_bytes(codecs, torch.bfloat16) >= wire.packet_bytes(0, 10_000 * 20)

@@ -52,6 +52,11 @@ def test_outliers_no_longer_set_the_scale():
     assert error(rotated) < 0.7 * error(plain)
 
 
+def test_equal_values_are_spread_too():
+    """Without the signs all of a tile would go into its first value."""
+    assert float(rotate(torch.ones(1, 1024)).abs().max()) < 0.2 * 1024**0.5
+
+
 def test_what_cannot_be_quantized_is_an_error():
     x = torch.zeros(2, 64)
     x[1, 3] = float("nan")

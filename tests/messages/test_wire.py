@@ -180,6 +180,22 @@ def test_bytes_behind_a_packet_are_refused(more):
         decode(np.concatenate([packet, np.zeros(more, dtype=np.uint8)]))
 
 
+def test_flags_of_another_version_are_refused():
+    """Without a checksum nothing else would tell."""
+    packet = encode(HEADER, payload("aabbcc"), checksum=False)
+    packet[7] = 2
+    with pytest.raises(WireError, match="unknown flags 0x2"):
+        decode(packet)
+
+
+def test_values_count_with_the_bits_of_their_visits():
+    header = dataclasses.replace(HEADER, samples=(*HEADER.samples, Sample(8, Form.NOT_KEPT, 0, 2)))
+    assert header.quantized() == (11 * 6, (4 * 4 + 5 * 8 + 2 * 8) * 6)
+    gradient = dataclasses.replace(header, kind=Kind.GRADIENT)  # where that form says nothing of the values
+    assert gradient.quantized() == (11 * 6, (4 * 4 + 5 * 8 + 2 * 4) * 6)
+    assert dataclasses.replace(header, first_bits=0).quantized() == (4 * 6, 4 * 4 * 6)
+
+
 def test_a_changed_value_is_found_by_the_checksum_alone():
     packet = encode(HEADER, payload("aabbcc"))
     packet[-5] ^= 1  # the payload's last bit: no length and no code is wrong

@@ -282,6 +282,15 @@ def test_both_ends_hold_the_same_and_lose_less_than_direct(options: dict[str, An
     assert up.stats.error_count == (12 if up.staging.immediate else 11) * B  # on a device read a step later
 
 
+def test_rounding_draws_anew_in_every_packet() -> None:
+    x_BSH, found = texts(1)[0], []
+    for number in range(2):
+        up, down = link({"rounding": "stochastic"})
+        up.send_activation(x_BSH, layout(), Position(0, number))
+        found.append(down.recv_activation(Position(0, number))[0])
+    assert not torch.equal(*found)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_no_row_loses_more_than_its_own_scale_allows(bits: int) -> None:
     """Rows that nothing before resembles build on zero, and lose what "direct" loses."""
@@ -474,6 +483,11 @@ def of_samples(**values: Any) -> Any:
         (of_samples(form=wire.Form.FULL), BaseMismatchError, "version 2"),
         (of_samples(form=wire.Form.PLAIN), BaseMismatchError, "version 2"),
         (of_samples(version=2), WireError, "made of version 2"),
+        (
+            lambda h, d: (dataclasses.replace(h, samples=(h.samples[0]._replace(version=9), *h.samples[1:])), d),
+            WireError,
+            r"versions \[3, 9\] made of version 2",
+        ),
         (lambda h, d: (dataclasses.replace(h, bits=3), d), LinkError, "3 bits.*configurations differ"),
         (lambda h, d: (dataclasses.replace(h, first_bits=3), d), LinkError, "configurations differ"),
         (lambda h, d: (dataclasses.replace(h, method=wire.Method.QUANTIZED), d), LinkError, "quantized values"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.errors import LinkError, LinkTimeoutError, NonFiniteError, PeerLostError, WireError
 from pipecomp.stages.link import delivery, gloo
 from pipecomp.stages.link.gloo import FRAME_BYTES, GlooTransport, write_prefix
 from tests.limits import HANG_S, until
@@ -141,6 +141,7 @@ def test_an_end_does_not_wait_until_packets_are_taken(group, end, monkeypatch, e
         end._receiver.join(HANG_S / 8)  # no longer than it would wait
     else:
         end.close()
+        assert group.sent.qsize() == 16, "one for each receive that the peer has posted"
     assert not end._receiver.is_alive()
 
 
@@ -218,6 +219,20 @@ def test_any_error_of_the_sending_thread_is_told(group, raised):
     found = failure(end)
     assert isinstance(found, LinkError)
     assert f"sending to rank 1 failed: {type(raised).__name__}" in str(found)
+
+
+def test_behind_a_packet_that_proves_unfit_only_the_end_is_sent(group, end):
+    class Unfit:
+        size = 3
+
+        def finish(self) -> np.ndarray:
+            raise NonFiniteError("NaN")
+
+    end.send(np.ones(3, dtype=np.uint8))
+    end.send(Unfit())
+    assert isinstance(failure(end), NonFiniteError)
+    end.abort(0, "it is over")
+    assert [int(group.sent.get(timeout=HANG_S)[0]) for _ in range(2)] == [DATA, ABORT]
 
 
 @pytest.mark.parametrize(

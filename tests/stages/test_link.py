@@ -1,6 +1,8 @@
 """Both ends of a link over a loopback transport: Algorithm 1, padding, options, and every refusal."""
 
 import dataclasses
+import hashlib
+import struct
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
 from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import agree, recv_part
+from pipecomp.stages.link.handshake import agree, recv_part, send_part
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
@@ -107,19 +109,21 @@ def test_a_sample_twice_in_a_micro_batch(repeated, bits):
     assert up.stats.full_samples == len(set(repeated))
 
 
-def test_a_new_sample_twice_in_a_micro_batch_where_the_other_end_keeps_none():
-    """Its second visit must not build on the first: only the gradient will tell that it was not kept."""
+@pytest.mark.parametrize("lacks", ["sender", "receiver"])
+def test_a_new_sample_twice_in_a_micro_batch_where_one_end_keeps_none(lacks):
+    """Its second visit must not build on the first: that the receiver has not kept it only the gradient will tell."""
     config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}})
     a, b = loopback_pair(timeout_s=0.2)
     up, down = LinkSender(0, config, a, MemoryStore("link-0")), LinkReceiver(0, config, b, MemoryStore("link-0"))
-    down.store.keeps_new = lambda: False
+    full = {"sender": up, "receiver": down}[lacks]
+    full.store.keeps_new = lambda: False
     for step in range(2):
         x_BSH = torch.randn(B, S, H)
         assert torch.equal(pass_over(up, down, x_BSH, layout((1, 2, 1)), step), x_BSH)
         down.send_gradient(x_BSH, layout((1, 2, 1)), Position(step, 0))
         up.recv_gradient(layout((1, 2, 1)), Position(step, 0))
         assert held(up) == held(down) == {}
-    del down.store.keeps_new
+    del full.store.keeps_new
     for step in range(2, 4):
         pass_over(up, down, torch.randn(B, S, H), layout((1, 2, 1)), step)
         assert_same_messages(up, down)
@@ -222,6 +226,8 @@ def test_empty_and_one_token_samples(count):
 @pytest.mark.parametrize("mode", ["full", "fp16", "bf16", "direct"])
 def test_evaluation_does_not_touch_the_store(mode):
     up, down = link({"method": "aqsgd", "eval": mode})
+    waited = []
+    up.transport.wait_for_room = lambda: waited.append("nothing else slows evaluation down")
     x_BSH = torch.randn(B, S, H)
     up.send_activation(x_BSH, layout(), Position(0, 0), training=False)
     y_BSH, _ = down.recv_activation(Position(0, 0), training=False)
@@ -232,6 +238,7 @@ def test_evaluation_does_not_touch_the_store(mode):
     assert down.stats.wait_seconds == 0.0, "reports set it beside the time of training"
     pass_over(up, down, x_BSH, layout(), 0)
     assert down.stats.wait_seconds > 0.0
+    assert len(waited) == 1
 
 
 def test_a_delta_on_a_message_that_the_receiver_lacks_is_refused():
@@ -357,6 +364,12 @@ def tampered(up, change):
         ({"bits": 3}, "3 bits.*configurations differ"),
         ({"group_size": 4}, "group_size 4, this rank None"),
         ({"first_bits": 8}, "first visits at 8 bits"),
+        ({"method": wire.Method.TOP_K}, "sent top_k values.*configurations differ"),
+        ({"payload_dtype": wire.DType.FLOAT16}, "float16.*configurations differ"),
+        (
+            {"samples": tuple(wire.Sample(i, wire.Form.PLAIN, 0, S) for i in (1, 2, 3))},
+            "sample 1 came without a version",
+        ),
     ],
 )
 def test_what_was_not_expected_is_named(change, match):
@@ -366,6 +379,15 @@ def test_what_was_not_expected_is_named(change, match):
     with pytest.raises(LinkError, match=match):
         down.recv_activation(Position(0, 0))
     assert down.store.inventory() == []
+
+
+@pytest.mark.parametrize("change", [{"samples": ()}, {"hidden": 0}])
+def test_an_empty_packet_is_refused(change):
+    up, down = link({"method": "none"})
+    tampered(up, lambda header: dataclasses.replace(header, **change))
+    up.send_activation(torch.randn(B, S, H), layout(), Position(0, 0))
+    with pytest.raises(WireError, match="micro-batch 0, step 0, link 0: it is empty"):
+        down.recv_activation(Position(0, 0))
 
 
 @pytest.mark.parametrize("more", [-1, 1])
@@ -479,6 +501,15 @@ def test_silence_is_an_error():
         down.recv_activation(Position(0, 0))
 
 
+def test_every_call_raises_what_ended_a_connection_first():
+    _, down = link({"method": "none"})
+    for said in ("the reason", "what followed from it"):
+        down.transport.failed(LinkError(said))
+    for call in (down.transport.recv, down.transport.recv, lambda: down.transport.send(np.zeros(3, dtype=np.uint8))):
+        with pytest.raises(LinkError, match="the reason"):
+            call()
+
+
 def test_a_store_where_none_is_used():
     config = Config.from_dict({"activations": {"method": "direct"}})
     with pytest.raises(ConfigError, match="aqsgd"):
@@ -515,6 +546,7 @@ class TestAgreement:
         assert self.both(up, down) == (0, 0)
         pass_over(up, down, torch.randn(B, S, H), layout(), 2)
         assert up.stats.full_samples == B
+        assert not up.arrivals._copies | down.arrivals._copies, "of what has come nothing stays on a device"
 
     def test_what_differs_is_sent_whole_once(self):
         up, down = self.trained()
@@ -526,6 +558,31 @@ class TestAgreement:
         pass_over(up, down, torch.randn(B, S, H), layout(), 2)
         assert_same_messages(up, down)
         assert min(m.version for m in held(up).values()) > 99
+
+    def test_one_value_that_differs_is_noticed(self):
+        """As many samples, and their versions, are the same."""
+        up, down = self.trained()
+        down.store.put(3, held(down)[3].version, torch.randn(S, H))
+        assert self.both(up, down) == (1, 1)
+        assert held(up).keys() == held(down).keys() == {1, 2}
+
+    @pytest.mark.parametrize(
+        ("parts", "said"),
+        [
+            ({0: b"x"}, "a summary of 1 bytes"),
+            (
+                {0: struct.pack("<QQ32s32s", 3, 1, b"", hashlib.sha256(b"{}").digest()), 4: b"", 1: bytes(20)},
+                "20 bytes for 3",
+            ),
+        ],
+    )
+    def test_parts_of_another_length_are_refused(self, parts, said):
+        up, down = self.trained()
+        for part, payload in parts.items():
+            send_part(up, 0, part, payload)
+        with pytest.raises(WireError, match=f"rank 0 sent {said}"):
+            agree(down, {})
+        assert held(down).keys() == {1, 2, 3}
 
     def test_a_version_that_leaves_none_for_packets_is_refused(self):
         up, down = self.trained()

@@ -17,6 +17,7 @@ from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.handshake import send_part
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
@@ -53,11 +54,11 @@ def values(samples: int) -> Tensor:
 STOCHASTIC = {"method": "direct", "rounding": "stochastic", "forward_bits": 4, "backward_bits": 4}
 
 
-def sent(place: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def sent(place: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     """An activation and a gradient of the same values, as they arrive."""
     place = dict(place)
     at = Position(place.pop("step"), place.pop("micro_batch"))
-    up, down = link(STOCHASTIC, **place)
+    up, down = link({**STOCHASTIC, **options}, **place)
     up.send_activation(values(1), layout(1), at)
     forward, _ = down.recv_activation(at)
     down.send_gradient(values(1), layout(1), at)
@@ -65,9 +66,9 @@ def sent(place: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("what", HERE)
-def test_rounding_draws_anew_for_another(what: str) -> None:
-    here, there = sent(HERE), sent({**HERE, what: HERE[what] + 1})
-    again = sent(HERE)
+@pytest.mark.parametrize("top_k", [None, 0.5])
+def test_rounding_draws_anew_for_another(what: str, top_k: float | None) -> None:
+    here, there, again = (sent(place, backward_top_k=top_k) for place in (HERE, {**HERE, what: HERE[what] + 1}, HERE))
     for direction in (0, 1):
         assert torch.equal(here[direction], again[direction])
         assert not torch.equal(here[direction], there[direction])
@@ -110,14 +111,14 @@ def test_a_packet_that_asks_for_too_much_memory_is_refused() -> None:
 # -- both ends the same
 
 
-def test_a_difference_between_both_ends_is_found_and_the_second_one_an_error() -> None:
+def test_a_difference_between_both_ends_is_found_and_an_error_where_it_comes_again() -> None:
     up, down = link({"method": "aqsgd"})
 
-    def step(number: int) -> list[Any]:
+    def step(number: int, off: float = 1e-3) -> list[Any]:
         up.send_activation(values(2), layout(2), Position(number, 0))
         down.recv_activation(Position(number, 0))
         (held,) = down.store.get([1])
-        down.store.put(1, held.version, held.m_nH + 1e-3)
+        down.store.put(1, held.version, held.m_nH + off)
         found: list[Any] = [None, None]
 
         def check(i: int, end: Any) -> None:
@@ -131,8 +132,18 @@ def test_a_difference_between_both_ends_is_found_and_the_second_one_an_error() -
             thread.start()
         for thread in threads:
             thread.join(HANG_S)
+        assert up.changed == down.changed == set(), "what was compared is not compared again"
         return found
 
     assert step(0) == [[1], [1]]
     assert [h.sample for h in up.store.inventory()] == [h.sample for h in down.store.inventory()] == [0]
-    assert all(isinstance(error, DriftError) for error in step(1))
+    assert step(1, off=0.0) == [[], []]
+    assert step(2) == [[1], [1]], "the last check found nothing"
+    assert all(isinstance(error, DriftError) for error in step(3))
+
+
+def test_a_digest_of_another_length_is_refused() -> None:
+    up, down = link({"method": "aqsgd"})
+    send_part(up, 0, 2, b"x")
+    with pytest.raises(WireError, match="rank 0 sent a digest of 1 bytes"):
+        check_drift(down, 0)

@@ -259,6 +259,10 @@ def test_memory_that_is_let_go_may_be_taken_again():
     assert left == [4096]
     again = [pool.take(4096) for _ in range(2)]
     assert (left, len(made), len(again)) == ([0], 3, 2)
+    del again
+    for _ in range(3):
+        pool.take(4096)  # the one that was kept
+    assert len(made) == 3
 
 
 def test_what_is_unused_makes_way_for_other_sizes():
@@ -331,6 +335,8 @@ def test_packets_that_have_left_are_not_kept_until_their_step_ends():
             up.send_activation(torch.randn(2, S, H), layout, Position(0, i))
         assert [packet() for packet in packets] == [None] * 3
         up.end_step()
+        assert up._clusters is not None
+        assert up._clusters._unsettled == []
 
 
 def test_what_arrives_is_being_copied_before_its_turn():

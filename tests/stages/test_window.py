@@ -12,6 +12,7 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
 from pipecomp.messages.codecs import Quantized, encoded
+from pipecomp.messages.wire import Form, Header, Kind, Method, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
@@ -188,6 +189,22 @@ def test_a_window_of_another_frame_is_refused():
     up.send_activation(torch.randn(1, 4, 6 * C), Layout.of_shifts((1,), None, other), Position(0, 0))
     with pytest.raises(WireError, match="sample 1 has 4 lines from place 9 of 48, not a window of"):
         down.recv_activation(Position(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "count"),
+    [
+        (CANVAS.places + 1, 0, 4),
+        (CANVAS.places, 0, 5),
+        (CANVAS.places, CANVAS.canvas_columns - 5, 4),  # a column too far to the right
+        (CANVAS.places, (CANVAS.canvas_lines - 3) * CANVAS.canvas_columns, 4),  # a line too far down
+    ],
+)
+def test_a_window_that_leaves_its_frame_is_refused(tokens, start, count):
+    what = {"kind": Kind.ACTIVATION, "method": Method.CAST, "link": 0, "step": 0, "micro_batch": 0, "hidden": 6 * C}
+    header = Header(**what, tokens=tokens, samples=(Sample(1, Form.PLAIN, start, count),))
+    with pytest.raises(WireError, match=f"sample 1 has {count} lines from place {start} of {tokens}, not a window of"):
+        Layout.of_header(header, CANVAS)
 
 
 def test_a_message_of_another_shape_is_no_base():
