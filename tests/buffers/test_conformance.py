@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipecomp.buffers import LmdbEnvironment, MemoryEnvironment, MemoryStore, open_environment
+from pipecomp.buffers.budget import sample_hash
 from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, StoreError
 from tests.lazy_staging import on_both
@@ -152,6 +153,23 @@ def test_put_replaces_what_was_prefetched(make):
     assert same(got[1], 1, message(1, 1))
     assert same(got[2], 2, message(2, 2))
     assert got[3] is None
+
+
+def test_what_is_forgotten_is_forgotten_ahead_too(make):
+    """Otherwise one end of a link would build on what the other has forgotten."""
+    size = ValueFormat(32).size(3, H)
+    environment = make(prefetch=1, max_bytes=size)
+    store = environment.link("link-0", SETTINGS)
+    stays, goes = sorted((1, 2), key=sample_hash)
+    store.put(goes, 1, message(goes, 1))
+    environment.commit()
+    environment.flush()
+    store.prefetch([goes])
+    while not store.prefetched():
+        time.sleep(0.001)
+    store.put(stays, 1, message(stays, 1))
+    environment.commit()
+    assert [got is None for got in store.get([stays, goes])] == [False, True]
 
 
 def test_inventory_names_versions_and_digests(make):

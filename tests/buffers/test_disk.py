@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from contextlib import suppress
@@ -27,6 +28,7 @@ from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
 from tests.children import child_of, in_child
+from tests.limits import HANG_S
 
 SECTION = {"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}}
 
@@ -356,8 +358,57 @@ def test_a_copy_for_a_checkpoint_is_whole_or_not_made(tmp_path, monkeypatch):
         assert not environment.save(tmp_path / "second")
         assert not (tmp_path / "second").exists()
     assert environment.restore(tmp_path / "first")
+    assert store.keeps_new()
     environment.close()  # what was refused before is of a time that is over
     assert held_at(tmp_path / "rank") == {4: 1, 5: 1}
+
+
+def test_a_copy_has_every_committed_step_and_takes_the_place_of_later_ones(tmp_path):
+    environment = LmdbEnvironment(tmp_path / "rank", prefetch=1)
+    store = environment.link("link-0", {})
+
+    def behind(commit):
+        """A step that is not written when the next call begins."""
+        gate = threading.Event()
+        environment.writer.submit(lambda: gate.wait(HANG_S))
+        commit()
+        threading.Timer(0.05, gate.set).start()
+
+    def step(version):
+        store.put_many([(sample, version, torch.full((2, 3), float(version))) for sample in (4, 5)])
+        store.commit()
+
+    behind(lambda: step(1))
+    assert environment.save(tmp_path / "first")
+    step(2)
+    environment.flush()
+
+    def later():
+        step(3)
+        store.put(5, 4, torch.full((2, 3), 4.0))  # of a step that does not end
+        store.prefetch([4])
+        while not store.prefetched():
+            time.sleep(0.001)
+
+    behind(later)
+    assert environment.restore(tmp_path / "first")
+    store.commit()
+    assert [(got.version, float(got.m_nH[0, 0])) for got in store.get([4, 5])] == [(1, 1.0)] * 2
+    environment.close()
+    assert held_at(tmp_path / "rank") == {4: 1, 5: 1}
+
+
+def test_a_copy_that_was_made_with_other_settings_is_refused(tmp_path):
+    for bits in (3, 4):
+        environment = LmdbEnvironment(tmp_path / "rank")
+        environment.link("link-0", {"forward_bits": bits})
+        if bits == 3:
+            assert environment.save(tmp_path / "copy")
+        else:
+            with pytest.raises(StoreError, match="was stored with other settings"):
+                environment.restore(tmp_path / "copy")
+        environment.close()
+        shutil.rmtree(tmp_path / "rank")
 
 
 def limit_memory(more: int) -> None:

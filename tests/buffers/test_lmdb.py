@@ -96,6 +96,28 @@ class TestSteps:
         assert versions(store) == {0: 1, 1: 1}
         assert torch.equal(store.get([0])[0].m_nH, message(0, 1))
 
+    def test_what_is_on_disk_is_in_memory_no_more(self, opened):
+        store = opened().link("link-0", SETTINGS)
+        store.put_many([(sample, 1, message(sample, 1)) for sample in range(3)])
+        store.commit()
+        store.flush()
+        assert [entry.value for entry in store._entries.values()] == [None] * 3
+        assert [entry._m for entry in store._entries.values()] == [None] * 3
+
+    def test_slots_that_are_free_are_used_after_opening_again(self, opened):
+        """Slots that only grew would be taken for damage one day."""
+        store = opened().link("link-0", SETTINGS)
+        store.put_many([(sample, 1, message(sample, 1)) for sample in range(4)])
+        store.commit()
+        store.drop([1, 2])
+        store.commit()
+        store = opened().link("link-0", SETTINGS)
+        store.put_many([(sample, 2, message(sample, 2)) for sample in (7, 8)])
+        store.commit()
+        store.flush()
+        assert store._table.end == 4
+        assert versions(opened().link("link-0", SETTINGS)) == {0: 1, 3: 1, 7: 2, 8: 2}
+
     def test_a_value_may_change_its_length(self, opened):
         environment = opened()
         store = environment.link("link-0", SETTINGS)
@@ -368,6 +390,21 @@ class TestErrors:
             assert f"no beginning of a value at {slot:016x}" in said
         assert "no beginning of a value" in raised(opened().link, "link-0", SETTINGS)
         opened().close()
+        assert admin.prune(tmp_path).kept == 3
+        assert versions(opened().link("link-0", SETTINGS)) == dict.fromkeys(range(3), 1)
+
+    def test_a_value_under_another_samples_key_is_found(self, opened, tmp_path):
+        store = opened().link("link-0", SETTINGS)
+        store.put_many([(sample, 1, message(sample, 1, n=2)) for sample in range(4)])  # a piece each
+        store.commit()
+        opened().close()
+        with lmdb.open(str(tmp_path / "rank-0"), max_dbs=3) as raw:
+            table = raw.open_db(b"link-0")
+            with raw.begin(write=True, db=table) as txn:
+                txn.put(struct.pack(">QHQ", 3, 0, 9), txn.pop(struct.pack(">QHQ", 3, 0, 3)))
+        (found,) = admin.verify(tmp_path).damaged
+        assert found.sample == 9
+        assert "sample 9: holds a value of sample 3" in found.problem
         assert admin.prune(tmp_path).kept == 3
         assert versions(opened().link("link-0", SETTINGS)) == dict.fromkeys(range(3), 1)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp.buffers import open_environment
-from pipecomp.buffers.admin import prune, verify
+from pipecomp.buffers import open_environment, salvage
+from pipecomp.buffers.admin import info, prune, verify
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.buffers.mending import mend
 from pipecomp.buffers.snapshot import copy_file
@@ -146,6 +146,14 @@ def test_a_page_of_headers_costs_its_own_values_alone(store: Path) -> None:
     assert found.kept > 0
     assert not verify(store).damaged
     assert held(store) == found.kept
+
+
+def test_values_are_saved_batch_by_batch(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(salvage, "_BATCH", 7)
+    (store / "rank-1").mkdir()
+    salvage._copy(store / "rank-0", store / "rank-1")
+    assert not verify(store).damaged
+    assert [line.samples for line in info(store)] == [SAMPLES, SAMPLES]
 
 
 def test_values_behind_many_empty_slots_are_kept(store: Path) -> None:
