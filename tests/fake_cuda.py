@@ -22,10 +22,15 @@ DEVICE = torch.device("cpu")  # what stands for the GPU
 
 
 class FakeCuda:
-    """The double. come: whether the GPU has done all. emptied: how often torch gave unused pinned memory back."""
+    """The double. come: whether the GPU has done all. emptied: how often torch gave unused pinned memory back.
+
+    did: in order, what streams ("computing", the current one, and "copying") wait for and keep memory for, and which
+    of them the host has waited for.
+    """
 
     def __init__(self) -> None:
         self.come, self.emptied = True, 0
+        self.did: list[tuple[str, ...]] = []
         self._pinned: list[np.ndarray] = []
         self._current = threading.local()
 
@@ -67,11 +72,12 @@ class Event:
     """torch.cuda.Event."""
 
     def __init__(self, cuda: FakeCuda, blocking: bool) -> None:
-        self._cuda, self._blocking = cuda, blocking
+        self._cuda, self._blocking, self.of = cuda, blocking, "none"
 
     def record(self, stream: Any) -> None:
         """At the end of what the stream has got."""
         self._cuda.check()
+        self.of = stream.name
 
     def query(self) -> bool:
         """Whether it has come."""
@@ -82,17 +88,19 @@ class Event:
         """Wait for it."""
         self._cuda.check()
         assert self._blocking, "a thread that waits keeps a core busy"
+        self._cuda.did.append(("synchronize", self.of))
 
 
 class Stream:
     """torch.cuda.Stream."""
 
-    def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
-        self._cuda, self.device = cuda, device
+    def __init__(self, cuda: FakeCuda, device: torch.device, name: str) -> None:
+        self._cuda, self.device, self.name = cuda, device, name
 
     def wait_event(self, event: Event) -> None:
         """Go on after it."""
         self._cuda.check()
+        self._cuda.did.append(("wait", self.name, event.of))
 
 
 def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -100,11 +108,11 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = FakeCuda()
     monkeypatch.setattr(torch.cuda, "device", cuda.guard)
     monkeypatch.setattr(torch.cuda, "stream", cuda.on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(cuda, device))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(cuda, device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(cuda, device, "computing"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(cuda, device, "copying"))
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: Event(cuda, blocking))
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", cuda.empty_host_cache, raising=False)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: cuda.did.append(("keep", stream.name)))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: cuda.is_pinned(x))
     monkeypatch.setattr(staging_cuda, "pinned", cuda.pin)
     return cuda

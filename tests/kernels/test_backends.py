@@ -409,6 +409,16 @@ def test_a_change_needs_what_it_is_from():
         ops.encode_batch([visit], torch.empty(16, dtype=torch.uint8))
 
 
+def test_kernels_get_no_tensor_that_they_would_read_beside():
+    visit, payload = ops.Visit(torch.ones(2, 8), torch.ones(2, 8), Options(4, None), delta=True), torch.empty(32).byte()
+    ops.encode_batch([visit], payload[:16]).check()
+    for wrong in (visit._replace(m=visit.m.to("meta")), visit._replace(x=visit.x.to("meta"))):
+        with pytest.raises(ShapeError, match="one device"):
+            ops.encode_batch([wrong], payload[:16])
+    with pytest.raises(ShapeError, match=r"payload: torch.uint8 \(16,\), allowed: torch.uint8 \[16\]"):
+        ops.encode_batch([visit], payload[::2])
+
+
 @anywhere
 @given(
     bits=st.integers(1, 24),

@@ -296,7 +296,8 @@ def test_arguments_are_checked():
         lambda: ops.linear_encode(g, 4.0, (7, 3), scale_index=torch.zeros(8, dtype=torch.uint8)),
         lambda: ops.linear_encode(g, 4.0, 7, bits=3),
         lambda: ops.exponential_encode(g, 4.0, bits=5),
-        lambda: ops.exponential_encode(g, 4.0, bits=4, workers=300),
+        lambda: ops.multiscale_index(g, 4.0, tuple(range(1, 258))),  # an index has 8 bits
+        lambda: ops.exponential_encode(g, 4.0, bits=4, workers=65),
         lambda: ops.exponential_levels(4, 1000),
         lambda: ops.linear_decode(codes, 8, 4.0, 7, workers=0),
         lambda: ops.linear_decode(codes, 8, 4.0, 7, workers=2, bits=4),
@@ -325,6 +326,27 @@ def test_arguments_are_checked():
         for encode in (lambda n: ops.linear_encode(g, n, 7), lambda n: ops.exponential_encode(g, n)):
             with pytest.raises(NonFiniteError, match="norm"):
                 encode(norm)
+
+
+def test_what_makes_no_sketch_is_refused():
+    """Kernels go by its numbers, and would read and write beside the tensors."""
+    x, e, centers, counts = torch.randn(50), torch.empty(50), torch.tensor([-1.0, 1.0]), torch.tensor([3, 0])
+    how = sketch.Sketch(counts, 1, 5)
+    codes, means = ops.sketch_encode_(x, e, centers, how)
+    assert means.shape == (2 + 3,)
+    for wrong in (counts - 1, counts + (1 << 30)):
+        with pytest.raises(ConfigError, match="counts"):
+            ops.sketch_encode_(x, e, centers, how._replace(counts=wrong))
+    for call in (
+        lambda: ops.sketch_encode_(x, e[1:], centers, how),
+        lambda: ops.sketch_encode_(x, e, torch.zeros(1), how),
+        lambda: ops.sketch_encode_(x, e, centers, how._replace(counts=counts[1:])),
+        lambda: ops.sketch_decode(codes[1:], means, how, e),
+        lambda: ops.sketch_decode(codes, means[1:], how, e),
+        lambda: ops.sketch_decode(codes, means, how, torch.empty(60)),
+    ):
+        with pytest.raises(ShapeError):
+            call()
 
 
 def test_hashes_of_places_are_kept_on_the_cpu_alone():

@@ -100,7 +100,7 @@ def test_positions_that_are_not_are_refused():
     with pytest.raises(ShapeError, match="positions"):
         ops.unpack_positions(packed[:, :-1], 100, 30)
     with pytest.raises(ShapeError, match="below 1600"):
-        ops.unpack_positions(torch.full((1, 3), 255, dtype=torch.uint8), 1600, 2)
+        ops.unpack_positions(ops.pack_bits(torch.tensor([[3, 1600]]), 11), 1600, 2)
     with pytest.raises(ShapeError, match="index"):
         ops.top_k_scatter(torch.zeros(1, 2), index, 100)
     for fraction in (0, 1.5, -1, True, "all", math.nan):

@@ -41,6 +41,19 @@ def test_threads_say_which_gpu_they_mean(cuda, pinned_bytes):
     assert torch.equal(elsewhere(staging.to_device, x).wait(), x)
 
 
+def test_copies_wait_for_computing_and_computing_for_copies(cuda):
+    """And what a stream still uses is not given to another, as torch would once nobody on the host refers to it."""
+    staging, x = CudaStaging(DEVICE), torch.randn(3)
+    out = staging.to_host(x)
+    assert cuda.did == [("wait", "copying", "computing"), ("keep", "copying")]
+    out.wait()
+    assert cuda.did[2:] == [("synchronize", "copying")]
+    back = staging.to_device(x)
+    assert len(cuda.did) == 3, "nobody waits before it is needed"
+    back.wait()
+    assert cuda.did[3:] == [("wait", "computing", "copying"), ("keep", "computing")]
+
+
 def test_averages_say_which_gpu_they_mean(cuda):
     state = State("double_squeeze", group=LoopbackGroup(0, 1, {}))
     state.staging = CudaStaging(DEVICE)

@@ -206,6 +206,11 @@ class TestFromFolder:
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
         assert torch.equal(run(build(tmp_path, 2)), logits_of(model))
 
+    def test_a_single_file_is_taken_before_an_index(self, gpt2_folder: Path) -> None:
+        """As transformers does: the shards of an older save may still be there."""
+        (gpt2_folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+        assert torch.equal(run(build(gpt2_folder, 2)), logits_of(make_model("gpt2")))
+
     def test_names_of_a_base_model(self, gpt2_folder: Path) -> None:
         """The published gpt2 has no prefix in its names, and old buffers among them."""
         expected = logits_of(make_model("gpt2"))
@@ -628,6 +633,22 @@ class TestSaving:
         assert write_shard(stages[1], gpt2_folder).name == "model-00002-of-00002.safetensors.part"
         write_index(stages[1], gpt2_folder)
         assert torch.equal(logits_of(transformers.AutoModelForCausalLM.from_pretrained(gpt2_folder)), logits_of(model))
+
+    def test_a_save_that_is_cut_short_leaves_nothing_to_load(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Shards of two times would be a model that nobody has trained."""
+        stages = split(make_model("gpt2"), num_stages=2)
+        save_pretrained(stages, tmp_path)
+
+        def full(*_: Any) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr("os.replace", full)
+        with pytest.raises(OSError, match="no space left"):
+            save_pretrained(stages, tmp_path)
+        with pytest.raises(SplitError, match="no weights found"):
+            Checkpoint(str(tmp_path))
 
     def test_state_in_place_of_the_stages_own(self, tmp_path: Path) -> None:
         model = make_model("gpt2")

@@ -121,9 +121,11 @@ def test_without_a_margin_shifts_are_refused():
 
 def test_cuts_are_balanced_by_parameters():
     net = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 100), nn.Linear(100, 2), nn.Linear(2, 2))
+    net[1].requires_grad_(False)
     found = plan(modules(net, (4,)), num_stages=2)
     assert found.cuts == (0, 1, 4)
     assert found.parameters == (500, 10100 + 202 + 6)
+    assert found.trained == (500, 202 + 6)
 
 
 def test_what_cannot_be_cut_is_refused():

@@ -700,6 +700,17 @@ class TestPaddingOnTheLeft:
         assert torch.equal(self.labels("bert-masked", 2), self.LABELS), "a token's own label"
         assert self.LABELS[0, 2] == 2, "the batch's own labels stay"
 
+    @pytest.mark.parametrize(("name", "taken", "refused"), [("gpt2", 2, 3), ("bert-masked", 1, 2)])
+    def test_labels_that_padding_would_predict_are_refused(self, name: str, taken: int, refused: int) -> None:
+        """On the right, too: of a causal model the last real token predicts the first place behind it."""
+        last, layout = split(make_model(name), num_stages=2)[-1], Layout.of_mask((5, 6, 7), self.MASK.flip(1), 4)
+        labels = torch.full((3, 4), -100)
+        labels[0, taken] = 8
+        last.check_labels(layout, labels)
+        labels[0, refused] = 9
+        with pytest.raises(DataError, match=f"sample 5 has 9 at place {refused}, to be predicted from padding"):
+            last.check_labels(layout, labels)
+
     @pytest.mark.parametrize("name", ["bert-classes", "roberta-classes", "deberta-v2"])
     def test_a_head_that_reads_the_first_place_refuses_it(self, name: str) -> None:
         inputs = {"input_ids": self.LABELS, "attention_mask": self.MASK}
