@@ -126,8 +126,10 @@ class TestSamples:
 
     def test_a_foreign_tokenizer_is_refused(self) -> None:
         tokenizer = encoder.train_tokenizer(TEXTS, 300)
-        with pytest.raises(DataError, match="the model knows 9"):
-            Samples(tokenizer, [Row(("a song",), 1)], 12, vocabulary=9, types=False)
+        row = Row(("a song",), 1)
+        largest = max(Samples(tokenizer, [row], 12, vocabulary=300, types=False)[0]["input_ids"])
+        with pytest.raises(DataError, match=f"makes token {largest}, the model knows {largest}"):
+            Samples(tokenizer, [row], 12, vocabulary=largest, types=False)
 
     @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), typed=st.booleans())
     @settings(max_examples=40, deadline=None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipecomp.checkpoint import manifest
-from pipecomp.errors import ConfigError
+from pipecomp.errors import CheckpointError, ConfigError
 from pipecomp.recipes import run, steps
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints
@@ -244,12 +244,19 @@ class TestResume:
                 written += [step] * (len(engine.saved) - before)
             assert written == expected
             assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}, "recipe_trained": {"--crop": 4}})
+            assert checkpoints.save_now(engine, evaluation_due=True)
+            assert engine.saved[-1][1] == {**engine.saved[0][1], "recipe_evaluation_due": True}
 
 
 class Writing(Engine):
-    """Writes checkpoints, whole ones."""
+    """Writes checkpoints, whole ones, but as often as is said none."""
+
+    refusals = 0
 
     def save_checkpoint(self, folder: str, client_state: dict) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise CheckpointError("no room")
         checkpoint(Path(folder), self.global_steps)
 
 
@@ -297,6 +304,24 @@ class TestWhoseTheyAre:
         for engine.global_steps in (100, 200, 300):
             checkpoints.save_now(engine)
         assert list(manifest.steps(tmp_path)) == [200, 300]
+
+    @pytest.mark.parametrize("keep", [1, 3])
+    def test_as_many_are_kept_as_it_is_told(self, tmp_path: Path, keep: int) -> None:
+        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--keep", str(keep)), {}, {"lr": 1}, {})
+        engine = Writing()
+        for engine.global_steps in range(1, 6):
+            checkpoints.save_now(engine)
+        assert list(manifest.steps(tmp_path)) == [1, 2, 3, 4, 5][-keep:]
+
+    @pytest.mark.parametrize("refusals", [1, 2])
+    def test_a_disk_that_refuses_is_asked_once_more_without_the_older_ones(self, tmp_path: Path, refusals: int) -> None:
+        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {})
+        engine = Writing()
+        for engine.global_steps in (1, 2):
+            checkpoints.save_now(engine)
+        engine.global_steps, engine.refusals = 3, refusals
+        assert checkpoints.save_now(engine) is (refusals == 1)
+        assert list(manifest.steps(tmp_path)) == [2, 3][: 3 - refusals]
 
 
 def test_metrics_go_on(tmp_path: Path) -> None:

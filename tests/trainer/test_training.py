@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments, get_scheduler
 
 import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import Attempts
@@ -17,9 +18,11 @@ from pipecomp.data import MicroBatch, ShardedSampler
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints, setup
-from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader
+from pipecomp.trainer.evaluation import BatchResult, Evaluation
+from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, data_seed
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.schedule import follows_metric, make_scheduler
+from pipecomp.trainer.sampling import LengthSampler, make_sampler
+from pipecomp.trainer.schedule import Length, follows_metric, make_scheduler, note_best
 from pipecomp.trainer.training import Training
 from tests.dist.small import gpt2
 
@@ -211,3 +214,95 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
     expected = [rates[:1] * after for rates in steps(engine, scheduler, 11)]
     assert steps(other, again, 11) == expected
     assert 0.1 > expected[0][0] >= expected[-1][0]
+
+
+@pytest.mark.parametrize(("kind", "drop_last"), [("random", False), ("sequential", True), ("group_by_length", False)])
+def test_the_order_is_the_one_that_the_arguments_name(tmp_path: Path, kind: str, drop_last: bool) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path), seed=7, data_seed=0, dataloader_drop_last=drop_last, train_sampling_strategy=kind,
+        per_device_train_batch_size=2, gradient_accumulation_steps=3, use_cpu=True, report_to="none",
+    )  # fmt: skip
+    data = [{"input_ids": [0] * (i * 7 % 23)} for i in range(41)]
+    samples = Samples.of(data, list, None, "train_dataset")
+    made = make_sampler(samples, args, data, None, replicas=2, replica=1)
+    options: dict[str, Any] = {"replicas": 2, "replica": 1, "seed": 0, "drop_last": drop_last}
+    if kind == "group_by_length":
+        expected: ShardedSampler = LengthSampler([len(x["input_ids"]) for x in data], 6, 2, **options)
+    else:
+        expected = ShardedSampler(41, 2, shuffle=kind == "random", **options)
+    assert made.per_epoch == expected.per_epoch == (10 if drop_last else 11)
+    for number in range(22):
+        assert made.batch(number) == expected.batch(number)
+    args.data_seed = None
+    assert data_seed(args) == 7
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"), [(2, -1, (2, 6)), (1.5, -1, (2, 5)), (0.1, -1, (1, 1)), (9, 4, (2, 4))]
+)
+def test_how_long_a_training_is(epochs: float, max_steps: int, expected: tuple[int, int]) -> None:
+    args = SimpleNamespace(gradient_accumulation_steps=3, num_train_epochs=epochs, max_steps=max_steps)
+    length = Length.of(args, 7)
+    assert (length.epochs, length.max_steps) == expected
+    assert [length.micro_batches(update) for update in range(length.updates)] == [3, 3, 1]
+
+
+def test_a_schedule_has_what_the_arguments_say_of_it(tmp_path: Path) -> None:
+    kind, options = "cosine_with_restarts", {"num_cycles": 3}
+    args = TrainingArguments(
+        output_dir=str(tmp_path), lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=4
+    )
+
+    def rates(make: Any) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        scheduler, found = make(optimizer), []
+        for _ in range(20):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    def trainers(optimizer: Any) -> Any:
+        return get_scheduler(kind, optimizer, 4, 20, scheduler_specific_kwargs=options)
+
+    assert rates(lambda optimizer: make_scheduler(args, optimizer, None, 20)) == rates(trainers)
+
+
+@pytest.mark.parametrize("greater", [True, False])
+def test_the_best_evaluation(greater: bool) -> None:
+    args = SimpleNamespace(metric_for_best_model="f1", greater_is_better=greater, save_strategy="steps")
+    state, values = TrainerState(), [0.5, 0.7, 0.7, 0.3] if greater else [0.5, 0.3, 0.3, 0.7]
+    best = []
+    for step, value in enumerate(values, 1):
+        state.global_step = step
+        best.append(note_best(args, state, {"eval_loss": -value, "eval_f1": value}))
+    assert best == [True, True, False, False]
+    assert (state.best_metric, state.best_global_step) == (values[1], 2)
+    with pytest.raises(ConfigError, match="metric_for_best_model: got 'f1', allowed: one of eval_loss"):
+        note_best(args, state, {"eval_loss": 1.0})
+
+
+@pytest.mark.parametrize("concat", [True, False])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_an_evaluation_counts_every_sample_alike(concat: bool, filtered: bool) -> None:
+    """The last micro-batch may be short."""
+    told: list[Any] = []
+    args = SimpleNamespace(eval_do_concat_batches=concat, logging_nan_inf_filter=filtered, include_for_metrics=["loss"])
+    engine = SimpleNamespace(grid=SimpleNamespace(data_parallel_size=1))
+    evaluation = Evaluation(
+        engine, None, args, loss=None, compute_metrics=lambda found: told.append(found) or {}, preprocess=None,
+        on_step=lambda: None,
+    )  # fmt: skip
+    sizes, losses = (3, 3, 1), (1.0, float("inf"), 5.0)
+    rows = [
+        BatchResult(number, size, loss, np.full((size, 2), number), np.full(size, number), None)
+        for number, (size, loss) in enumerate(zip(sizes, losses, strict=True))
+    ]
+    samples = Samples.of([{"labels": 0}] * 7, list, None, "eval_dataset")
+    metrics = evaluation._combine(rows, EvalLoader(samples, 3, 0, {"num_workers": 0}), "eval", 0.0)[2]
+    assert metrics["eval_loss"] == (2.0 if filtered else float("inf"))
+    (found,) = told
+    assert found.losses.tolist() == [1.0] * 3 + [float("inf")] * 3 + [5.0]
+    labels = np.concatenate(found.label_ids) if not concat else found.label_ids
+    assert isinstance(found.label_ids, list) is not concat
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2]
