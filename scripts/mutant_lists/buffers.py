@@ -32,6 +32,31 @@ MUTANTS = (
         ("tests/buffers/test_mending.py",),
         "every restart loads the damage again",
     ),
+    # -- steps
+    Mutant(
+        "what was loaded ahead of a forgotten sample is handed out",
+        "buffers/core.py",
+        "        self._invalidate([*evicted, *declined])\n",
+        "",
+        ("tests/buffers/test_conformance.py::test_what_is_forgotten_is_forgotten_ahead_too",),
+        "a change of what the other end has forgotten: the run ends",
+    ),
+    Mutant(
+        "values on disk stay in memory",
+        "buffers/lmdb_steps.py",
+        "entry.release()",
+        "pass",
+        ("tests/buffers/test_lmdb.py::TestSteps::test_what_is_on_disk_is_in_memory_no_more",),
+        "memory grows by every sample of the data",
+    ),
+    Mutant(
+        "a step that waits to be written is written into what was restored",
+        "buffers/lmdb_store.py",
+        "            self.writer.drain()\n            self.steps",
+        "            self.steps",
+        ("tests/buffers/test_disk.py::test_a_copy_has_every_committed_step_and_takes_the_place_of_later_ones",),
+        "the file holds other activations than the checkpoint",
+    ),
     # -- staging: the double of tests/lazy_staging.py has the poisoned buffer of a copy as `target`
     Mutant(
         "a store writes without asking whether values were finite",

@@ -44,6 +44,14 @@ MUTANTS = (
         "a packet that was not made by this code is taken for one",
     ),
     Mutant(
+        "top-k's rounding without the seed",
+        "pipecomp/messages/codecs.py",
+        "inner.encode(values_TK, payload[cut:], seed)",
+        "inner.encode(values_TK, payload[cut:])",
+        ("tests/stages/test_link_exact.py::test_rounding_draws_anew_for_another",),
+        "the same rounding noise in every step: errors that should average out add up",
+    ),
+    Mutant(
         "bytes behind a packet",
         "pipecomp/messages/wire.py",
         "if packet.size != expected:",
