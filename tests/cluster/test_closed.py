@@ -85,6 +85,14 @@ def test_gloo_at_a_public_address(monkeypatch, address, public):
         closed.check_network(False)
 
 
+def test_gloos_own_address_counts_too(monkeypatch):
+    """The ranks may meet at another one."""
+    monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
+    monkeypatch.setattr(closed, "gloo_address", lambda: "8.8.8.8")
+    with pytest.raises(ConfigError, match=r"'tls' at 8\.8\.8\.8, an address that the whole internet may reach"):
+        closed.check_network(False)
+
+
 def work(rank, world, note, keys):
     os.environ[closed.KEYS] = f"{keys}/rank-{rank}"
     from pipecomp.cluster.rendezvous import collective_backend

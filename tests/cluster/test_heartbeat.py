@@ -85,8 +85,10 @@ def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
     assert isinstance(lost, PeerLostError)
     assert lost.rank == 0
     assert str(lost).startswith("rank 0 could not start: ConfigError: key: got 1")
+    assert watches[2]._told() is not None
     watches[2].begin()  # another engine: what ended the one before is over
     assert watches[2].lost is None
+    assert watches[2]._told() is None
     watches[2].enter()
 
 

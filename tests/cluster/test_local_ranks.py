@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from pipecomp.cluster import local_ranks
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 from tests import conftest
 from tests.limits import HANG_S
 
@@ -44,6 +45,39 @@ def test_ctrl_c_between_two_starts_ends_those_that_run(monkeypatch):
     assert not first.is_alive()
     assert first.exitcode is not None
     assert second.pid is None
+
+
+def test_ranks_that_take_too_long_are_named():
+    with pytest.raises(RankFailedError, match=r"ranks \[0, 1\] took over 0\.5 s"):
+        run_ranks(2, sleep, timeout_s=0.5)
+
+
+def variable(rank: int, world: int, note: Any) -> str | None:
+    return os.environ.get("PIPECOMP_TEST")
+
+
+def test_ranks_have_the_variables_that_the_caller_has_now():
+    """Not those with which the server began that forks them."""
+    code = (
+        "import os\nfrom tests.cluster.test_local_ranks import *\nfor value in ('a', 'b', None):\n"
+        "    os.environ.pop('PIPECOMP_TEST', None) if value is None else os.environ.update(PIPECOMP_TEST=value)\n"
+        "    print(run_ranks(1, variable, timeout_s=HANG_S)[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG_S,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["a", "b", "None"]
+
+
+def ends_badly(rank: int, world: int, note: Any) -> None:
+    Finalize(None, os._exit, (3 * rank,), exitpriority=0)
+
+
+def test_a_rank_that_ends_with_an_error_after_its_result_has_failed():
+    with pytest.raises(RankFailedError, match="rank 1 ended with exit code 3"):
+        run_ranks(2, ends_badly, timeout_s=HANG_S)
+    assert run_ranks(2, ends_badly, timeout_s=HANG_S, may_die=(1,)) == {0: None, 1: None}
 
 
 def ignores_ctrl_c(rank: int, world: int, note: Any) -> bool:

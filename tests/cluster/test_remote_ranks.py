@@ -105,10 +105,11 @@ def test_folders_are_named_as_people_name_them(tmp_path, monkeypatch):
 def test_the_line_for_another_machine_survives_its_shell():
     command = (sys.executable, "-c", "import os, sys; print(os.getcwd(), os.environ['PIPECOMP_KEYS'], sys.argv[1:])")
     rank = Rank(number=1, host="two", command=(*command, "a b", "$HOME"), variables={"RANK": "1"})
-    line = rank.line("/", {"PIPECOMP_KEYS": "my keys", "PIPECOMP_LISTEN": "198.51.100.1:1", "SECRET": "x"})
+    own = {"PIPECOMP_LISTEN": "198.51.100.1:1", "PIPECOMP_LAUNCHER": "7"}
+    line = rank.line("/", {"PIPECOMP_KEYS": "my keys", "SECRET": "x", **own})
     assert "RANK=1" in shlex.split(line)
     assert "SECRET" not in line
-    assert "PIPECOMP_LISTEN" not in line, "it names this machine's own address"
+    assert not any(name in line for name in own), "they name this machine's own address, and a process of it"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == "/ my keys ['a b', '$HOME']"
 

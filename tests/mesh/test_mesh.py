@@ -22,14 +22,17 @@ import torch.distributed as dist
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.keys.authority import new, revoke
 from pipecomp.keys.listener import EVERYWHERE, MOST_WAITING, Address
-from pipecomp.keys.stream import NoAnswerError
+from pipecomp.keys.stream import NoAnswerError, SecureStream
 from pipecomp.keys.trust import Trust
 from pipecomp.mesh import hello
 from pipecomp.mesh.collectives import Collectives
 from pipecomp.mesh.frames import CALL_BYTES, CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
+from pipecomp.mesh.inbox import Inbox
 from pipecomp.mesh.mesh import Meeting, Mesh, default_listen, meet
+from pipecomp.mesh.outbox import Outbox
 from pipecomp.mesh.process_group import MeshProcessGroup, _Work
 from pipecomp.mesh.routes import DIRECT, RELAYED, Door, Routes, address_key, connect
+from pipecomp.mesh.store import RefusedError
 from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
 LONG = 3 * CONTENT_BYTES + 17
@@ -193,12 +196,31 @@ def test_all_reduce_in_pieces(two, monkeypatch):
 
 @pytest.mark.parametrize(
     ("operation", "expected"),
-    [("MAX", [4, 5]), ("MIN", [1, 2]), ("PRODUCT", [4, 10]), ("BOR", [5, 7]), ("BAND", [0, 0]), ("BXOR", [5, 7])],
+    [
+        *(("MAX", [4, 5]), ("MIN", [1, 2]), ("PRODUCT", [4, 10]), ("BOR", [5, 7]), ("BAND", [0, 0]), ("BXOR", [5, 7])),
+        ("AVG", [2.5, 3.5]),
+    ],
 )
 def test_reductions(two, operation, expected):
-    tensors = [torch.tensor([1, 2]), torch.tensor([4, 5])]
-    together([lambda r=r: Collectives(two[r], [0, 1], 8).all_reduce_(tensors[r], operation) for r in range(2)])
-    assert [t.tolist() for t in tensors] == [expected, expected]
+    kind, options = torch.tensor(expected).dtype, dist.AllreduceCoalescedOptions()
+    options.reduceOp = getattr(dist.ReduceOp, operation)
+    tensors = [torch.tensor(values, dtype=kind) for values in ([1, 2], [4, 5], [1, 2], [4, 5])]
+    groups = group_of(two, "r")
+    together([lambda r=r: groups[r].allreduce_coalesced(tensors[r::2], options).wait() for r in range(2)])
+    assert [t.tolist() for t in tensors] == [expected] * 4
+
+
+def test_blocks_of_different_lengths_and_several_tensors_at_once(two):
+    groups = group_of(two, "d")
+    given, sizes = [torch.arange(4.0), torch.arange(4.0, 7.0)], [[1, 3], [2, 1]]  # what each sends to each
+    blocks = [torch.empty(3), torch.empty(4)]
+    calls = [(groups[r].all_to_all_single, blocks[r], given[r], [row[r] for row in sizes], sizes[r]) for r in range(2)]
+    together([lambda call=call, a=a: call(*a).wait() for call, *a in calls])
+    assert [block.tolist() for block in blocks] == [[0, 4, 5], [1, 2, 3, 6]]
+    every = [[[torch.empty(2), torch.empty(1)] for _ in range(2)] for _ in range(2)]
+    own = [[torch.full((2,), r + 0.0), torch.full((1,), r + 5.0)] for r in range(2)]
+    together([lambda r=r: groups[r].allgather_coalesced(every[r], own[r]).wait() for r in range(2)])
+    assert all(torch.equal(a, b) for found in every for r in range(2) for a, b in zip(found[r], own[r], strict=True))
 
 
 def test_half_precision_and_tensors_that_are_not_contiguous(two):
@@ -252,6 +274,12 @@ def test_a_future_is_told_of_the_gpus_of_its_tensors(monkeypatch):
     for tensors in ([host], [gpu, host, gpu], []):
         _Work(tensors, timedelta(seconds=WAIT_S))
     assert told == [None, [torch.device("cuda:1")], None]
+
+
+def test_a_collective_is_waited_for_as_long_as_its_caller_says():
+    for default_s, asked in ((0.5, timedelta(seconds=0.01)), (0.01, None), (0.01, timedelta(0))):
+        with pytest.raises(dist.DistBackendError, match=r"timed out after 0\.01 s"):
+            _Work([], timedelta(seconds=default_s)).wait(asked)
 
 
 def test_what_is_copied_is_copied_when_torch_calls(two):
@@ -323,10 +351,16 @@ class TestStore:
 
     @pytest.mark.parametrize("key", ["pipecomp/alive/0", "p/x/pipecomp/stopped/0"])
     def test_a_rank_cannot_speak_for_another(self, two, key):
-        with pytest.raises(dist.DistStoreError, match="rank 1 may not write"):
-            two[1].store.set(key, "stopped 0 I failed")
-        two[1].store.set(key[:-1] + "1", "mine")
+        store = two[1].store
+        for write in (store.set, lambda key, text: store.compare_set(key, "", text), lambda key, _: store.add(key, 1)):
+            with pytest.raises(dist.DistStoreError, match="rank 1 may not write"):
+                write(key, "stopped 0 I failed")
+        store.set(key[:-1] + "1", "mine")
         assert not two[0].store.check([key])
+        two[0].store.set(key, "here")
+        with pytest.raises(dist.DistStoreError, match="rank 1 may not write"):
+            store.delete_key(key)
+        assert two[0].store.get(key) == b"here"
 
     def test_a_rank_that_is_gone_harms_nobody_who_writes_what_it_waits_for(self, two):
         """Whatever ended its connection, and whoever writes: another rank is answered as if nobody had waited."""
@@ -372,6 +406,19 @@ class TestStore:
             with pytest.raises(dist.DistStoreError, match="5000 characters, allowed: 4096"):
                 mesh.store.set("x" * 5000, "")
         assert two[0]._table._waits == []
+        for number in range(2):  # in all of its questions together
+            two[0]._table.serve(asking := two[0].connections[1], 100 + number, ["wait", ["x"]])
+        with pytest.raises(RefusedError, match="rank 1 waits for more than 3 keys"):
+            two[0]._table.wait_for(asking, 102, ["x", "y"])
+
+    def test_the_store_takes_no_more_than_is_allowed(self, two, monkeypatch):
+        two[0].store.set("k", "")
+        monkeypatch.setattr("pipecomp.mesh.store.MOST_BYTES", most := two[0]._table._bytes + 9)
+        two[1].store.set("k", bytes(9))
+        for key, value in (("k", bytes(10)), ("l", "")):
+            with pytest.raises(dist.DistStoreError, match=rf"the key-value store has {most} bytes, allowed: {most}"):
+                two[1].store.set(key, value)
+        assert two[0].store.get("k") == bytes(9)
 
     def test_when_rank_0_is_gone_questions_end(self, folders, monkeypatch):
         monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
@@ -451,6 +498,13 @@ class TestFailures:
         ):
             raise there.failure
         close_all(meshes)
+
+    def test_who_has_failed_waits_for_no_connection_that_is_lost(self, two, monkeypatch):
+        monkeypatch.setattr("pipecomp.mesh.connection._CLOSE_S", 0.0)
+        there, looks = two[0].connections[1], iter(range(1000))
+        monkeypatch.setattr(there.line, "_parked", True)
+        two[0].hurry()
+        assert not there.drain(lambda wait_s: next(looks) == 999)
 
     def test_an_orderly_end_is_told_as_one(self, folders):
         meshes = meet_all(folders[:2])
@@ -846,9 +900,24 @@ class TestLimits:
     def test_what_is_no_question(self, two, text):
         assert "rank 1 sent" in self.refused(two, pack(Header(Kind.CALL, len(text), tag=1)), text)
 
-    def test_endless_announcements(self, two, monkeypatch):
+    @pytest.mark.parametrize(("kind", "what"), [(Kind.ASK, "receives"), (Kind.OPEN, "streams")])
+    def test_endless_announcements(self, two, monkeypatch, kind, what):
         monkeypatch.setattr("pipecomp.mesh.outbox.MOST_ASKED", 10)
-        assert "more than 10 receives" in self.refused(two, *[pack(Header(Kind.ASK, 0, 3, i, 1)) for i in range(11)])
+        assert f"more than 10 {what}" in self.refused(two, *[pack(Header(kind, 0, 3 + i, i, 1)) for i in range(11)])
+
+    def test_messages_and_receives_that_were_met_count_no_more(self, monkeypatch):
+        """A run has millions of them."""
+        monkeypatch.setattr("pipecomp.mesh.inbox.EARLY_BYTES", 1000)
+        monkeypatch.setattr("pipecomp.mesh.outbox.MOST_ASKED", 2)
+        inbox, outbox = Inbox(), Outbox()
+        for _ in range(10):
+            header = Header(Kind.DATA, 0, 3, 0, 0)
+            inbox.place(header)
+            inbox.placed(header)
+            inbox.receive(3, 0, memoryview(bytearray())).wait(0)
+            outbox.asked(3, 0, EAGER_BYTES + 1)
+            outbox.send(3, 0, memoryview(bytes(EAGER_BYTES + 1)))
+            assert outbox.take(0, 0.0)
 
 
 def test_connections_end_when_the_interpreter_does(tmp_path):
@@ -943,12 +1012,51 @@ class TestStrangers:
 
     @pytest.mark.parametrize(
         ("change", "said"),
-        [({"world": 3}, "rank 1 of 3 does not fit to rank 0 of 2"), ({"session": "x"}, "another start of this run")],
+        [
+            ({"world": 3}, "rank 1 of 3 does not fit to rank 0 of 2"),
+            ({"session": "x"}, "another start of this run"),
+            ({"version": 2}, "rank 0 speaks version 3 of frames, rank 1 2"),
+            ({"rank": 0}, "machine 'machine-1' says that it is rank 0; it may be 1"),
+            ({"purpose": hello.PEER}, "rank 0 does not do 'peer'"),
+            ({"to": "1"}, "rank 0 does not do 'relay'"),
+            *(({"received": n}, f"a number of frames that is none: {n}") for n in (-1, True, 1.5, None)),
+        ],
     )
-    def test_who_does_not_fit_is_told(self, two, folders, change, said):
-        place = hello.Place(**{"rank": 1, "world": 2, "session": two[1]._place.session, **change})
+    def test_who_does_not_fit_is_told(self, two, folders, monkeypatch, change, said):
+        place, real = hello.Place(1, 2, two[1]._place.session), SecureStream.send_json
+        asks = lambda stream, words: real(stream, {**words, **change} if "version" in words else words)  # noqa: E731
+        monkeypatch.setattr(SecureStream, "send_json", asks)
         with pytest.raises(hello.RefusedError, match=said):
             connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.RELAY, 0, 1), wait_s=5)
+
+    @pytest.mark.parametrize("rank", [0, 2])
+    def test_a_rank_that_the_run_has_not_or_that_answers_is_told(self, two, folders, rank):
+        place = hello.Place(rank, 2, two[1]._place.session)
+        with pytest.raises(hello.RefusedError, match=f"rank {rank} of 2 does not fit to rank 0 of 2"):
+            connect(two[0]._meeting.address, Trust(folders[rank]), place, hello.Wish(hello.RELAY, 0, 1), wait_s=5)
+
+    def test_a_machine_that_answers_as_another_of_its_ranks(self, folders):
+        """Its certificate may be for both, and its address stand where the other's should."""
+        trust, answer = Trust(folders[1]), {"rank": 2, "session": ""}
+        stream = SimpleNamespace(send_json=lambda words: None, receive_json=lambda: answer | {"revoked": trust.revoked})
+        with pytest.raises(KeysError, match="it says that it is rank 2, not 0"):
+            hello.greet(stream, Trust(folders[0]).identity, trust, hello.Place(1, 3, ""), hello.Wish(hello.JOIN, 0))
+
+    def test_rank_0_does_not_pass_for_a_rank_that_it_relays(self, two, folders):
+        """Else it could read what two others send each other."""
+        ends, place = socket.socketpair(), hello.Place(0, 2, two[1]._place.session)
+
+        def pretend() -> None:
+            stream, who = (trust := Trust(folders[0])).secure(ends[1], server=False)
+            with contextlib.suppress(KeysError):
+                hello.greet(stream, who, trust, place, hello.Wish(hello.PEER, 1))
+
+        with ThreadPoolExecutor(1) as pool:
+            pretending = pool.submit(pretend)
+            with pytest.raises(KeysError, match="rank 0 is at the other end"):
+                two[1]._routes._through(SimpleNamespace(sock=ends[0], strip=bytes), 2, 0)
+            ends[0].close()
+            pretending.result(WAIT_S)
 
     @pytest.mark.parametrize("to", [-1, 0, 1, 2, 1 << 70])
     def test_nobody_is_relayed_to_who_is_no_other_rank(self, two, folders, to):
@@ -957,6 +1065,19 @@ class TestStrangers:
         with pytest.raises(hello.RefusedError, match=f"there is no rank {to} that rank 1 could be relayed to"):
             connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.RELAY, 0, to), wait_s=5)
         assert two[0]._relay._waiting == {}
+
+    def test_nobody_is_relayed_to_who_is_gone(self, three, folders, monkeypatch):
+        """It would wait for a rank that does not come."""
+        monkeypatch.setitem(three[0].connections, 2, SimpleNamespace(failure=LinkError("it has ended")))
+        place = hello.Place(1, 3, three[1]._place.session)
+        with pytest.raises(hello.RefusedError, match="rank 2 is gone: it has ended"):
+            connect(three[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.RELAY, 0, 2), wait_s=5)
+
+    def test_who_was_given_up_is_told_and_does_not_come_again(self, two, folders):
+        two[0].connections[1].give_up(LinkError("it is over"))
+        place = hello.Place(1, 2, two[1]._place.session)
+        with pytest.raises(hello.RefusedError, match="rank 0 has given up the connection to rank 1"):
+            connect(two[0]._meeting.address, Trust(folders[1]), place, hello.Wish(hello.AGAIN, 0), wait_s=5)
 
     def test_who_only_hangs_up_leaves_room_for_what_is_said_of_others(self, folders, capsys):
         made = Mesh(Meeting(0, 2, free_address()), Trust(folders[0]))

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -65,6 +66,9 @@ def test_keys_that_do_not_fit(tmp_path: Path) -> None:
     new(keys, ranks="0-1")
     with pytest.raises(KeysError, match=r"are for rank 0-1, which does not fit to 2 machines of 1 rank\(s\)"):
         host.start_ranks(run_of(), keys, None, host.Checks(), say=print)
+    new(tmp_path / "third", ranks="2")
+    with pytest.raises(KeysError, match="are for rank 2, which does not fit to 2 machines of 1"):
+        host.start_ranks(run_of(), str(tmp_path / "third"), None, host.Checks(), say=print)
     (tmp_path / "keys" / "authority.key").unlink()
     with pytest.raises(KeysError, match="was made by joining another machine"):
         host.invite_all(run_of(), keys, Address("127.0.0.1", free_port()), [], minutes=1, say=print)
@@ -92,6 +96,53 @@ def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said
     assert CliRunner().invoke(app, words).exit_code == 0
     with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
         host.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:7", "none", None])
+def test_what_ranks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str | None) -> None:
+    """Two cannot listen at one port; where none shall listen, that is said to each."""
+    keys, told = str(tmp_path / "keys"), []
+    new(keys, ranks="2-3")
+    ended = SimpleNamespace(poll=lambda: 0, returncode=0)
+    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: told.append(env) or ended)
+    assert host.start_ranks(run_of(procs=2), keys, listen, host.Checks(), say=print) == 0
+    assert [of.get(host.LISTEN) for of in told] == [listen, listen if listen == "none" else None]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", host.KEYS, host.ADDRESS)
+    places = (("2", "0"), ("3", "1"))
+    assert [tuple(of[name] for name in names) for of in told] == [(*p, "4", "2", keys, "127.0.0.1:1") for p in places]
+
+
+def python(text: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+
+
+STAYS = """import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(flush=True)
+time.sleep(60)"""
+
+
+def test_the_worst_status_counts_and_who_stays_after_a_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    assert host._wait([python(""), python("")], said.append) == 0
+    assert host._wait([python(""), python("raise SystemExit(3)"), python("raise SystemExit(2)")], said.append) == 3
+    assert host._wait([python("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")], said.append) == 128 + 15
+    assert said == []
+    monkeypatch.setattr(host, "_END_S", 0.1)
+    assert host._wait([python("raise SystemExit(3)"), python(STAYS)], said.append) == 128 + 9
+    assert set(said) == {"a rank has failed, and others did not end: they are ended"}
+
+
+def test_ranks_get_this_processs_signals_and_end_with_it() -> None:
+    told, left = python(STAYS), python(STAYS)
+    with host._Forwarding([told]):
+        assert told.stdout is not None
+        told.stdout.readline()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(HANG_S) == 5
+    with pytest.raises(KeyError), host._Forwarding([left]):
+        raise KeyError  # whatever ends it
+    assert left.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_which_arguments_name_files() -> None:
