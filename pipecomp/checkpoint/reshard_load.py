@@ -57,11 +57,13 @@ def describe(engine: Any) -> Description:
     )
 
 
-def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None:
+def saved_otherwise(engine: Any, folder: Path, key: str, *, with_optimizer: bool) -> SavedPipeline | None:
     """Open the checkpoint if it has to be resharded; None if DeepSpeed can load it. Every rank must call this.
 
-    key: of this project's own state among the client's. Raises ConfigError or SplitError for a checkpoint of another
-    model, precision or ZeRO stage, or without some of its files; LinkError where only another rank has an error.
+    key: of this project's own state among the client's. with_optimizer: whether optimizer states are loaded; weights
+    alone DeepSpeed takes from a checkpoint of another precision or ZeRO stage, too. Raises ConfigError or SplitError for
+    a checkpoint of another model, precision or ZeRO stage, or without some of its files; LinkError where only another
+    rank has an error.
     """
     own = describe(engine)
     found: SavedPipeline | None = None
@@ -72,9 +74,12 @@ def saved_otherwise(engine: Any, folder: Path, key: str) -> SavedPipeline | None
             description.check(own)
             found = SavedPipeline(folder, description)
             found.require_files()
-        elif description is not None and engine.stage.adapter is not None:
-            # DeepSpeed would be content with a file that lacks what is trained.
-            SavedPipeline(folder, description).weights(engine.stage, of=[engine.stage_id])
+        elif description is not None:
+            if with_optimizer:
+                description.check_optimizer(own)
+            if engine.stage.adapter is not None:
+                # DeepSpeed would be content with a file that lacks what is trained.
+                SavedPipeline(folder, description).weights(engine.stage, of=[engine.stage_id])
     for rank, recut in enumerate(all_ranks.all_gather_object(found is not None)):
         if recut is not (found is not None):
             raise ConfigError("load_dir", str(folder), f"the same checkpoint on all ranks (rank {rank} differs)")

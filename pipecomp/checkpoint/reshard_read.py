@@ -23,7 +23,7 @@ from pipecomp.checkpoint.deepspeed_names import (
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
-from pipecomp.errors import ConfigError, SplitError
+from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
@@ -60,13 +60,17 @@ class Description:
                 f"the checkpoint is of {self.model_class} with {self.cuts[-1]} blocks, the model is {own.model_class} "
                 f"with {own.cuts[-1]}"
             )
+        allowed = f"{self.tie!r}, as the checkpoint has, where the pipeline is cut otherwise"
+        require(self.tie == own.tie, "pipecomp.tie", own.tie, allowed)
+        self.check_optimizer(own)
+
+    def check_optimizer(self, own: Description) -> None:
+        """Raise ConfigError if the optimizer's states are in the form of another precision or ZeRO stage."""
         for key, theirs, mine in (
-            ("pipecomp.tie", self.tie, own.tie),
             ("precision", self.precision, own.precision),
             ("zero_optimization.stage", self.zero, own.zero),
         ):
-            if theirs != mine:
-                raise ConfigError(key, mine, f"{theirs!r}, as the checkpoint has, where the pipeline is cut otherwise")
+            require(theirs == mine, key, mine, f"{theirs!r}, as the checkpoint has, to go on with its optimizer states")
 
 
 def names_in_every_cut(stage: Stage | ModuleStage) -> Names:

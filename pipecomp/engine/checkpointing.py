@@ -155,7 +155,8 @@ class Checkpoints:
             return None, None
         folder = Path(load_dir) / tag
         self._check_finished(folder)
-        saved = reshard_load.saved_otherwise(engine, folder, _STATE_KEY)
+        with_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
+        saved = reshard_load.saved_otherwise(engine, folder, _STATE_KEY, with_optimizer=with_optimizer)
         if saved is None:
             # With an adapter, frozen weights are not in the files.
             strict = options["load_module_strict"] and engine.stage.adapter is None

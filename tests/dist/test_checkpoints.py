@@ -18,10 +18,10 @@ from tests.limits import HANG_S
 pytestmark = pytest.mark.ranks
 
 
-def engine_of(stages: int, *, seed: int = 0, **sizes: int) -> Any:
+def engine_of(stages: int, *, seed: int = 0, **more: Any) -> Any:
     import pipecomp
 
-    config = ds_config(**sizes)
+    config = ds_config(**more)
     return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=samples())
 
 
@@ -38,6 +38,10 @@ def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     engine = engine_of(2, seed=9)
     engine.load_checkpoint(own)
     out["own disks"] = expected, losses(engine, 2)
+    engine.close()
+    engine = engine_of(2, zero_optimization={"stage": 1, "reduce_bucket_size": 100_000})
+    out["zero"] = error_of(lambda: engine.load_checkpoint(own))
+    out["weights alone"] = engine.load_checkpoint(own, load_module_only=True)[0] is not None
     engine.close()
 
     engine = engine_of(2, micro_batch=5)
@@ -82,6 +86,8 @@ def test_what_is_loaded_is_one_whole_checkpoint(tmp_path: Path) -> None:
         for name in ("own disks", "written over"):
             expected, got = out[name]
             assert got == expected, name
+        assert "zero_optimization.stage: got 1, allowed: 0, as the checkpoint has" in out["zero"]
+        assert out["weights alone"]
         # The second epoch, after ten samples or as many whole micro-batches: not the first one's four left-out samples.
         assert out["places"] == {(2, 1): (1, 5), (5, 2): (1, 1), (2, 2): (1, 2), (5, 1): (1, 2)}
         assert out["tags"] == ["0", "latest"]
