@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-COMPACT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "wrap": False}
-"""The style of a table without lines, whose cells are never broken."""
+COMPACT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
+"""The style of a table without lines."""
 
 
 def replace_unprintable() -> None:
@@ -62,21 +62,19 @@ def table(
     rows: Iterable[Iterable[str]],
     *,
     left: Container[str] = (),
-    wrap: bool = True,
     **style: Any,
 ) -> Table:
-    """Make a table, its columns to the right.
+    """Make a table, its columns to the right. In a narrow terminal cells are broken into lines: no digit is left out.
 
     Args:
         headings: Of the columns.
         rows: Their cells.
         left: Headings of the columns that go to the left.
-        wrap: Whether cells may be broken into lines.
         style: Options of `rich.table.Table`, "title" among them.
     """
     found = Table(**style)
     for heading in headings:
-        found.add_column(heading, justify="left" if heading in left else "right", no_wrap=not wrap)
+        found.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
     for row in rows:
         found.add_row(*row)
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from pipecomp.cli.common import JsonOption, check_minutes, console, plain_errors, say, say_error, write_json
+from pipecomp.tables import table
 
 keys = typer.Typer(no_args_is_help=True, help="Say which machines belong to a run: its keys and certificates.")
 _Ranks = Annotated[str | None, typer.Option(help="That may run there, as in 0,2-3; by default the next one.")]
@@ -92,8 +92,9 @@ def keys_list(folder: str, json_file: JsonOption = None) -> None:
 
         lines = listed(folder)
         write_json(json_file, lines)
-        out = Table("machine", "ranks", "expires", "revoked", "serial")
-        for line in lines:
-            revoked = "yes" if line["revoked"] else "no"
-            out.add_row(line["machine"], line["ranks"], line["expires"], revoked, line["serial"][:16])
-        console.print(out)
+        headings = ("machine", "ranks", "expires", "revoked", "serial")
+        rows = (
+            (line["machine"], line["ranks"], line["expires"], "yes" if line["revoked"] else "no", line["serial"][:16])
+            for line in lines
+        )
+        console.print(table(headings, rows, left=headings))

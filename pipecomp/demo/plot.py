@@ -23,7 +23,6 @@ _HEADINGS = (
 )
 _STYLE: dict[str, Any] = {
     "left": ("method",),
-    "wrap": False,
     "title_justify": "left",
     "title_style": "bold",
     "box": SIMPLE_HEAD,
@@ -40,8 +39,8 @@ def label(result: dict[str, Any]) -> str:
 
 
 def megabytes(size: float) -> str:
-    """Write bytes as a number of MB with three digits."""
-    return f"{size / 1e6:.3g}" if size < 1e9 else f"{size / 1e6:.0f}"
+    """Write bytes as a number of MB with three digits, of large numbers with all."""
+    return f"{size / 1e6:.3g}" if size < 1e8 else f"{size / 1e6:.0f}"
 
 
 def result_table(found: dict[str, Any]) -> Table:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 WIDTH = 100
+_CHECK = 30
 _STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 
 
@@ -60,7 +61,7 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
     """Print the report at most 100 columns wide, without colours where the console has none."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=min(WIDTH, console.width))
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="fold")
+    table.add_column(max_width=_CHECK, overflow="fold")  # a host's name is in some, which may be long
     table.add_column(overflow="fold", ratio=1)
     for finding in findings:
         text = Text(finding.found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import pipecomp
@@ -17,7 +19,7 @@ from pipecomp.cli import app
 from pipecomp.cli.common import console, plain_errors, say, write_json
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.report.read import read_runs
-from pipecomp.tables import table
+from pipecomp.tables import COMPACT, table
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -164,6 +166,17 @@ def test_what_is_told_is_no_markup(capsys):
     assert told.err == f"pipecomp: {VERBATIM}\n{VERBATIM}\n"
     assert told.out.startswith(f"{VERBATIM}\n")
     assert told.out.count(VERBATIM) == 3
+
+
+@pytest.mark.parametrize("style", [{}, COMPACT], ids=["lines", "compact"])
+def test_a_table_in_a_narrow_terminal_leaves_out_no_digit(style):
+    narrow = Console(file=io.StringIO(), width=20)
+    narrow.print(
+        table(["link", "there", "KB"], [["0→1", "97.2 Mbit/s", f"{number}.5"] for number in (123456,) * 2], **style)
+    )
+    shown = narrow.file.getvalue()
+    assert "…" not in shown
+    assert sum(map(str.isdigit, shown)) == 2 * (2 + 3 + 7)
 
 
 @pytest.mark.parametrize("place", ["missing/plan.json", "."])

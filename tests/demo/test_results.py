@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pipecomp.demo.lengthen import check_same_start, lengthen, lengthened, seconds_per_step
-from pipecomp.demo.plot import notes, plot, result_table
+from pipecomp.demo.plot import megabytes, notes, plot, result_table
 from pipecomp.demo.results import compare, epoch_means, steps_to
 from pipecomp.demo.settings import Settings
 from pipecomp.errors import ConfigError, DataError
@@ -93,6 +93,13 @@ def test_a_run_that_lost_its_loss_leaves_the_others_results(tmp_path, method, lo
     Console(file=io.StringIO()).print(result_table(found))
     plot(found, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (123_456, "0.123"), (99_940_000, "99.9"), (999_600_000, "1000"), (12.3e9, "12300")]
+)
+def test_megabytes(size, text):
+    assert megabytes(size) == text
 
 
 def test_losses_that_depend_on_the_link_are_an_error():

@@ -692,6 +692,16 @@ def test_report(width):
     assert "x" * 200 in "".join(text.split())
 
 
+def test_a_long_host_name_takes_no_room_from_what_was_found():
+    console = Console(width=80, record=True, file=io.StringIO())
+    host = f"rank 1 on worker-0.{'eu-central-1.' * 6}internal"
+    print_report([Finding(host, PROBLEM, "it no longer answers"), *FINDINGS], console)
+    first, *_ = text = console.export_text().splitlines()
+    assert first.startswith("problem  rank 1 on")
+    assert first.rstrip().endswith("it no longer answers")
+    assert host.replace(" ", "") in "".join("".join(text[:8]).split()).replace("itnolongeranswers", "")
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """The command without this machine's facts."""
