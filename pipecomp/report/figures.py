@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from pipecomp.report import measures
+from pipecomp.report.read import number
 from pipecomp.report.simulated import Simulated
 from pipecomp.report.text import duration, percent, size, times
 from pipecomp.report.words import Told, planned
@@ -245,8 +246,9 @@ def predicted(all_told: Sequence[Told]) -> Chart | None:
             columns["measured"].append((name, measured))
         if isinstance(one.simulated, Simulated) and one.simulated.known:
             columns["simulated"].append((name, one.simulated.seconds))
-        if plan is not None and isinstance(plan.get("step_s"), (int, float)):
-            columns["planned"].append((name, float(plan["step_s"])))
+        seconds = None if plan is None else number(plan.get("step_s"))
+        if seconds is not None:
+            columns["planned"].append((name, seconds))
     if not columns["simulated"] and not columns["planned"]:
         return None
     traces = []

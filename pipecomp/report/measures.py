@@ -26,7 +26,7 @@ class Curve:
     lost: list[int] = field(default_factory=list)
 
     def smooth(self) -> list[float]:
-        """Means of the last `SMOOTH` steps."""
+        """Means of the last `SMOOTH` steps, at the beginning of those there are."""
         return [fmean(self.losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(self.losses))]
 
 
@@ -54,15 +54,17 @@ def _curve(found: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Curve:
 
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
-    """When the smoothed loss first was so low; None if it never was, or the time is not known."""
+    """When the mean of `SMOOTH` steps first was so low; None if it never was, or the time is not known."""
     if curve.seconds is None:
         return None
-    return next((s for s, found in zip(curve.seconds, curve.smooth(), strict=True) if found <= loss), None)
+    whole = zip(curve.seconds[SMOOTH - 1 :], curve.smooth()[SMOOTH - 1 :], strict=True)
+    return next((s for s, found in whole if found <= loss), None)
 
 
 def common_loss(curves: Sequence[Curve]) -> float | None:
     """The lowest loss that at least two of the runs reach; None if fewer have a curve over seconds."""
-    lowest = sorted(min(curve.smooth()) for curve in curves if curve.seconds and len(curve.losses) >= SMOOTH)
+    means = [curve.smooth()[SMOOTH - 1 :] for curve in curves if curve.seconds]
+    lowest = sorted(min(found) for found in means if found)
     return lowest[1] if len(lowest) > 1 else None
 
 

@@ -100,6 +100,7 @@ def _read(place: Path) -> Run:
         run.ranks = _json(folder / RANKS, run.notes, "no times of ranks, and no advice: the run was not finished")
         _check(run, "ranks", RANKS, _check_ranks)
         run.plan = _json(folder / PLAN, run.notes)
+        _check(run, "plan", PLAN, _check_plan)
         _read_trace(run, folder / TRACE)
     _read_metrics(run, metrics)
     if not run.steps:
@@ -207,6 +208,10 @@ def _check_ranks(ranks: Mapping[str, Any]) -> None:
             for link in rank["links"].values():
                 _numbers(link[way][key] for way in _WAYS for key in _BYTES)
                 _numbers(link[key] for key in ("wait_seconds", "full_samples", "delta_samples"))
+
+
+def _check_plan(plan: Mapping[str, Any]) -> None:
+    iter(plan.get("methods") or ())
 
 
 def _check_events(events: Any) -> None:

@@ -10,7 +10,7 @@ from pipecomp.report.figures import Chart
 from pipecomp.report.read import Run, number
 from pipecomp.report.text import size
 
-MOST = 6000  # events in a page; of a longer trace the last steps are shown
+MOST = 6000  # events in a page; of a longer trace the last steps are shown, of a longer step its end
 ROWS = {
     "compute": ("forward", "backward", "update"),
     "quantize": ("encode", "decode"),
@@ -48,7 +48,7 @@ def timeline(run: Run, key: str) -> Chart | None:
     traces = [_bars(name, by_name[name], begin) for name in COLORS if name in by_name]
     seen = {(int(e["pid"]), _ROW_OF[e["name"]]) for e in events}
     rows = [_row(rank, row) for rank in sorted({r for r, _ in seen}) for row in ROWS if (rank, row) in seen]
-    what = "The last step" if steps == 1 else f"The last {steps} steps"
+    what = {0: "The end of the last step", 1: "The last step"}.get(steps, f"The last {steps} steps")
     return Chart(
         key=key,
         title="Time line",
@@ -75,7 +75,7 @@ def timeline(run: Run, key: str) -> Chart | None:
 
 
 def _last_steps(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The last steps with at most `MOST` events, at least one step of that many events, and how many they are."""
+    """The last steps with at most `MOST` events, and how many they are; 0 where these are only the last one's end."""
     by_step: dict[float, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_step[number(event["args"].get("step")) or 0.0].append(event)
@@ -85,7 +85,7 @@ def _last_steps(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         if steps and len(kept) + len(by_step[step]) > MOST:
             break
         kept, steps = by_step[step] + kept, steps + 1
-    return kept[-MOST:], steps
+    return (kept, steps) if len(kept) <= MOST else (sorted(kept, key=lambda e: e["ts"])[-MOST:], 0)
 
 
 def _bars(name: str, events: Sequence[Mapping[str, Any]], begin: float) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def _training(one: Told) -> str:
     elif smooth:
         said += f"; training loss {one.curve.losses[0]:.3f} → {smooth[-1]:.3f}"
     if one.held_out.lost:
-        said += f", the held-out loss in {_lost(one.held_out, 'evaluations')}"
+        said += ", the held-out loss " + ("" if one.curve.lost else "was no number ")
+        said += f"in {_lost(one.held_out, 'evaluations')}"
     elif one.held_out.losses:
         said += f", held-out loss {one.held_out.losses[-1]:.3f}"
     speeds = [s for s in (number(line.get("per_s")) for line in one.run.steps) if s is not None]

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +15,11 @@ from pipecomp.config import Config
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.files import write_whole
 from pipecomp.report import figures
+from pipecomp.report import timeline as timeline_module
 from pipecomp.report.command import try_report, write_report
 from pipecomp.report.measures import common_loss, hit_rates, link_use, rank_times, seconds_to, training_curve
-from pipecomp.report.read import read_runs
-from pipecomp.report.record import METRICS, PAGE, RANKS, RUN, TRACE, Recorder
+from pipecomp.report.read import Run, read_runs
+from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder
 from pipecomp.report.words import comparison, summary, told
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
 
@@ -123,6 +125,7 @@ def changed(value, path, new):
         (RUN, ["settings", "activations"], 5),
         (RANKS, ["end"], [{"rank": 0, "stage": 0, "replica": 0, "steps": 1, "seconds": {}, "links": {}}]),
         (RANKS, ["end"], [{"rank": "0"}]),
+        (PLAN, ["methods"], 5),
         (TRACE, ["traceEvents"], 1.5),
         (TRACE, ["traceEvents"], None),
         (TRACE, ["traceEvents"], [{"ph": "X", "name": "wait", "args": {}, "ts": 0, "dur": "1", "pid": 0}]),
@@ -130,6 +133,7 @@ def changed(value, path, new):
     ],
 )
 def test_what_is_of_another_form_is_left_out_and_the_rest_is_shown(folder, name, path, new):
+    (folder / PLAN).write_text('{"methods": []}')
     lines = (folder / name).read_text().splitlines()
     at = STEPS - 1 if name == METRICS else 0
     lines[at] = json.dumps(changed(json.loads(lines[at]), path, new))
@@ -254,6 +258,23 @@ def test_a_long_curve_has_its_ends_and_what_stands_out_in_few_points(tmp_path):
             assert min(told_here) == pytest.approx(min(smooth[step] for step in part), abs=1e-6)
 
 
+def test_of_a_long_step_every_rank_has_its_end(monkeypatch):
+    """Events come rank by rank."""
+    monkeypatch.setattr(timeline_module, "MOST", 6)
+    events = [
+        {"ph": "X", "name": "forward", "pid": rank, "ts": 1e3 * i, "dur": 500, "args": {"step": 7}}
+        for rank in (0, 1)
+        for i in range(5)
+    ]
+    whole = timeline_module.timeline(Run(name="", folder=Path(), events=events[2:5] + events[7:]), "time-0")
+    assert whole.note.startswith("The last step.")
+    chart = timeline_module.timeline(Run(name="", folder=Path(), events=events), "time-0")
+    assert chart.note.startswith("The end of the last step.")
+    (trace,) = chart.figure["data"]
+    for row in ("rank 0 compute", "rank 1 compute"):
+        assert [x for x, y in zip(trace["base"], trace["y"], strict=True) if y == row] == [0, 1, 2]
+
+
 def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
     make_run(tmp_path / "fast", network=slow(bits_per_s=1e9))
     make_run(tmp_path / "slow", network=slow())
@@ -263,6 +284,17 @@ def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
     assert all(seconds_to(curve, loss) is not None for curve in curves)
     assert seconds_to(curves[0], loss - 1) is None
     assert common_loss(curves[:1]) is None
+
+
+def test_a_loss_is_reached_by_whole_means_only(tmp_path):
+    """The first steps' means are of fewer steps: a single batch's loss is lower by chance."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        lines = [{"step": i, "seconds": 10.0 * i, "loss": 1.0 if i == 1 else 2.0} for i in range(1, 21)]
+        (tmp_path / name / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve, other = (training_curve(run) for run in read_runs([tmp_path]))
+    assert common_loss([curve, other]) == (1.0 + 7 * 2.0) / 8
+    assert seconds_to(curve, 1.9) == 80.0
 
 
 def with_losses(folder, losses, key="step"):
@@ -293,3 +325,6 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, value):
     compared = comparison(list(map(told, read_runs([tmp_path]))))
     assert compared.endswith(" But lost's loss was no number in 2 of 20 steps, first in step 19.")
     assert "no number" not in comparison([fine, fine])
+    with_losses(tmp_path / "lost", dict.fromkeys(range(1, 21), 2.0))
+    (lost,) = map(told, read_runs([tmp_path / "lost"]))
+    assert "loss 2.000 → 2.000, the held-out loss was no number in 1 of 1 evaluations, first" in summary(lost)[0]
