@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -72,11 +73,13 @@ def _run(
     say(describe(lab.shape, lab.network.form))
     for note in lab.notes:
         say(note)
+    began = time.monotonic()
     try:
         finished = lab.run(command, procs_per_node=procs_per_node, launcher=launcher)
     except Stopped as stopped:
         say(f"Stopped by {stopped}.")
-        finished = Finished(status=128 + stopped.number, failed=None, statuses={}, seconds=0.0)
+        seconds = time.monotonic() - began
+        finished = Finished(status=128 + stopped.number, failed=None, statuses={}, seconds=seconds)
     if finished.failed:
         say(f"{finished.failed} failed with exit status {finished.status}.")
     report = _report(lab.shape, finished)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from pipecomp.cluster.local_ranks import RankFailedError
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.netlab import Lab, NetlabError, missing
+from pipecomp.netlab import command as command_module
 from pipecomp.netlab import kernel as kernel_module
 from pipecomp.netlab import namespaces as namespaces_module
 from pipecomp.netlab import probe as probe_module
@@ -717,6 +719,19 @@ def test_a_signal_takes_the_lab_down():
     assert "Stopped by" in errors
     assert marked(name) == set()
     assert not folder_of(name).exists()
+
+
+def test_a_run_that_was_stopped_says_how_long_it_took(monkeypatch):
+    def stop(*given, **options):
+        raise Stopped(signal.SIGINT)
+
+    lab, said = Lab(nodes=2, software=True), []
+    monkeypatch.setattr(lab, "run", stop)
+    monkeypatch.setattr(command_module, "time", SimpleNamespace(monotonic=iter([5.0, 12.5]).__next__))
+    found = command_module.run_in_lab(lab, ["true"], procs_per_node=1, launcher="none", say=said.append)
+    assert (found["status"], found["seconds"]) == (128 + signal.SIGINT, 7.5)
+    assert said[-1] == "Stopped by SIGINT."
+    assert command_module.bytes_table(found).title == "Links between stages, 7.5 s"
 
 
 def test_the_next_lab_removes_what_a_killed_one_left():
