@@ -171,7 +171,7 @@ def slowest_profile(profiles: Sequence[Profile]) -> Profile:
         first=slowest([p.first for p in profiles]),
         last=slowest([p.last for p in profiles]),
         blocks=tuple(slowest(costs) for costs in zip(*(p.blocks for p in profiles), strict=True)),
-        call_s=max(p.call_s for p in profiles),
+        call_s=max((p.call_s for p in profiles), key=sum),
         measured=first.measured if len(profiles) == 1 else f"{first.measured}, the slowest of {len(profiles)}",
     )
 

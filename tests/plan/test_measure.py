@@ -89,6 +89,8 @@ def test_the_slowest_machine_counts_part_by_part():
 
     found = slowest_profile([profile(1.0, 2.0, 5.0, 4.0, 0.5), profile(2.0, 1.0, 6.0, 3.0, 0.25)])
     assert found == replace(profile(2.0, 2.0, 6.0, 4.0, 0.5), measured="measured, the slowest of 2")
+    calls = [replace(profile(1.0, 1.0, 1.0, 1.0, 0.0), call_s=call_s) for call_s in ((0.2, 0.1), (0.1, 0.9))]
+    assert slowest_profile(calls).call_s == (0.1, 0.9)
     rates = ("encode_values_s", "decode_values_s", "cast_values_s", "disk_bytes_s")
     one, other = (
         Speeds(average={"reduce": s, "decode": 1 / s}, update_s_per_parameter=s, **dict.fromkeys(rates, s))
