@@ -61,9 +61,9 @@ def saved_otherwise(engine: Any, folder: Path, key: str, *, with_optimizer: bool
     """Open the checkpoint if it has to be resharded; None if DeepSpeed can load it. Every rank must call this.
 
     key: of this project's own state among the client's. with_optimizer: whether optimizer states are loaded; weights
-    alone DeepSpeed takes from a checkpoint of another precision or ZeRO stage, too. Raises ConfigError or SplitError for
-    a checkpoint of another model, precision or ZeRO stage, or without some of its files; LinkError where only another
-    rank has an error.
+    alone DeepSpeed takes from a checkpoint of another precision or ZeRO stage, too. Raises ConfigError or SplitError
+    for a checkpoint of another model, precision or ZeRO stage, or without some of its files; LinkError where only
+    another rank has an error.
     """
     own = describe(engine)
     found: SavedPipeline | None = None

@@ -60,13 +60,17 @@ def drop(engine: Any) -> None:
     engine.links.environment.commit()
 
 
-def save(engine: Any, folder: str) -> None:
-    """Copy this rank's message store into a checkpoint; nothing where it is in memory or there is none."""
+def save(engine: Any, folder: str, *, copied: bool) -> None:
+    """Copy this rank's message store into a checkpoint, if it is to be and there is one on disk.
+
+    Otherwise the checkpoint is left without: an earlier training's of the same step may have been in the folder.
+    """
     environment = engine.links.environment
-    if not isinstance(environment, LmdbEnvironment):
-        return
-    environment.flush()  # nothing is being written from here until the next step
-    copy_file(environment.path / DATA_FILE, _saved(folder))
+    if copied and isinstance(environment, LmdbEnvironment):
+        environment.flush()  # nothing is being written from here until the next step
+        copy_file(environment.path / DATA_FILE, _saved(folder))
+    else:
+        _saved(folder).unlink(missing_ok=True)
 
 
 def restore(folder: str, store: str | os.PathLike) -> bool:

@@ -58,8 +58,7 @@ def _write(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], 
     trainer.save_model(folder)
     if not args.save_only_model:
         checkpoints.save_engine(trainer.engine, folder, trainer.lr_scheduler, attempts)
-        if messages:
-            attempts.attempt(lambda: message_stores.save(trainer.engine, folder))
+        attempts.attempt(lambda: message_stores.save(trainer.engine, folder, copied=messages))
     count()
     if state.best_global_step:
         best = checkpoints.folder_of(args.output_dir, state.best_global_step)

@@ -90,12 +90,15 @@ def unseeded(rank: int, folder: str) -> dict[str, Any]:
 
 
 def without_messages(folder: str) -> dict[str, Any]:
-    """Resumed from a checkpoint that has no messages, while the store still has those of the end."""
+    """Resumed from a checkpoint that has no messages, while the store still has those of the end.
+
+    The checkpoint of an earlier training was in its folder, and had messages.
+    """
     from pipecomp import PipelineTrainer
 
-    def trainer(where: str) -> Any:
+    def trainer(where: str, *, saved: bool = False) -> Any:
         args = work.arguments(f"{folder}/{where}", save_strategy="steps", save_steps=4, num_train_epochs=3)
-        return PipelineTrainer(gpt2(2, 16), args, work.padded, work.unequal(), pipecomp=work.AQSGD, save_messages=False)
+        return PipelineTrainer(gpt2(2, 16), args, work.padded, work.unequal(), pipecomp=work.AQSGD, save_messages=saved)
 
     def resumed(where: str) -> tuple[list[float], int]:
         again = trainer(where)
@@ -105,9 +108,10 @@ def without_messages(folder: str) -> dict[str, Any]:
         again.end()
         return work.losses(again), full
 
-    first = trainer("first")
-    first.train()
-    first.end()
+    for saved in (True, False):
+        first = trainer("first", saved=saved)
+        first.train()
+        first.end()
     return {"same folder": resumed("first"), "new folder": resumed("new")}
 
 

@@ -820,7 +820,7 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     link.put(7, 1, torch.randn(3, 16))
     environment.commit()
     saved = link.inventory()
-    message_stores.save(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder))
+    message_stores.save(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder), copied=True)
     link.put(7, 2, torch.randn(3, 16))
     link.put(8, 3, torch.randn(3, 16))
     environment.commit()
