@@ -90,7 +90,7 @@ def _read_npz(path: str, part: str) -> tuple[Tensor, Tensor]:
             pixels, labels = (arrays[name] for name in names)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # numpy finds the end of an empty file
         raise DataError(f"{path}: not an .npz file of arrays: {error}") from error
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3:
         raise DataError(f"{path}: {names[0]} is {pixels.dtype} {pixels.shape}; needed: uint8 [N, h, w, 3]")
@@ -125,15 +125,22 @@ def dataset_images(name: str, *, part: str) -> Images:
 
     Raises:
         ConfigError: If there is no such dataset.
-        DataError: If it has no images or no labels.
+        DataError: If it has no images or no labels, images of different sizes, or some without a label.
     """
     rows = dataset_split(name, (part,), ())
     image = next((column for column in IMAGE_COLUMNS if column in rows.column_names), None)
     label = next((column for column in LABEL_COLUMNS if column in rows.column_names), None)
     if image is None or label is None:
         raise DataError(f"dataset {name} has the columns {', '.join(rows.column_names)}; needed: image and label")
-    pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in rows[image]])
-    return Images(torch.from_numpy(pixels), torch.tensor(rows[label]))
+    pixels = [np.asarray(picture.convert("RGB")) for picture in rows[image]]
+    shapes = {found.shape for found in pixels}
+    if len(shapes) > 1:
+        raise DataError(f"dataset {name}: images of different sizes: {sorted(shapes)}")
+    labels = list(rows[label])
+    unknown = next((i for i, given in enumerate(labels) if not isinstance(given, int) or given < 0), None)
+    if unknown is not None:
+        raise DataError(f"dataset {name}, sample {unknown}: label {labels[unknown]!r}; needed: a class, from 0 on")
+    return Images(torch.from_numpy(np.stack(pixels)), torch.tensor(labels))
 
 
 # -- random crops and flips

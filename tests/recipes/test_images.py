@@ -1,6 +1,7 @@
 """Images for recipes: reading files, views of them, clients and their turns."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from pipecomp.data import TrainLoader
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.recipes.images import ClientTurns, Images, Views, read_images, shares
+from pipecomp.recipes.images import ClientTurns, Images, Views, dataset_images, read_images, shares
 from pipecomp.recipes.resnet import client_cuts, resnet
 
 
@@ -44,6 +45,7 @@ def test_cifar_files(tmp_path, labels):
 def test_files_that_are_none(tmp_path):
     (tmp_path / "short.bin").write_bytes(b"abc")
     (tmp_path / "text.npz").write_text("hello")
+    (tmp_path / "empty.npz").write_text("")
     np.savez(tmp_path / "floats.npz", x=np.zeros((1, 4, 4, 3)), y=[0])
     np.savez(tmp_path / "names.npz", a=np.zeros(1))
     np.savez(tmp_path / "none.npz", x=np.zeros((0, 4, 4, 3), np.uint8), y=np.zeros(0, np.int64))
@@ -56,6 +58,7 @@ def test_files_that_are_none(tmp_path):
         ("nowhere.npz",): "nowhere.npz: cannot be read: No such file",
         ("short.bin",): "3 bytes are not whole images of CIFAR-10 or CIFAR-100",
         ("text.npz",): "text.npz: not an .npz file",
+        ("empty.npz",): "empty.npz: not an .npz file",
         ("floats.npz",): r"x is float64 \(1, 4, 4, 3\); needed: uint8",
         ("none.npz",): "x has no images",
         ("half.npz",): "half.npz: not an .npz file",
@@ -65,6 +68,40 @@ def test_files_that_are_none(tmp_path):
     }.items():
         with pytest.raises(DataError, match=message):
             read_images([str(tmp_path / name) for name in names], part="train")
+
+
+def test_a_dataset_of_images(tmp_path, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 6, 3)).astype(np.uint8)
+    for number, (part, kind) in enumerate(product(("train", "test"), ("cat", "dog"))):
+        (tmp_path / "data" / part / kind).mkdir(parents=True)
+        Image.fromarray(pixels[number]).save(tmp_path / "data" / part / kind / "one.png")
+    for part, first in (("train", 0), ("test", 2)):
+        found = dataset_images(str(tmp_path / "data"), part=part)
+        assert (found.shape, found.labels.tolist()) == ((3, 5, 6), [0, 1])
+        assert torch.equal(found[1]["pixel_values"], torch.tensor(pixels[first + 1]).permute(2, 0, 1) / 255 * 4 - 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ({"img": [4, 4], "y": [0, 1]}, "dataset mine has the columns img, y; needed: image and label"),
+        ({"img": [4, 5], "label": [0, 1]}, r"dataset mine: images of different sizes: \[\(4, 4, 3\), \(5, 5, 3\)\]"),
+        ({"image": [4, 4], "label": [1, -1]}, "dataset mine, sample 1: label -1; needed: a class, from 0 on"),
+        ({"image": [4, 4], "fine_label": [None, 1]}, "dataset mine, sample 0: label None; needed: a class"),
+    ],
+)
+def test_datasets_of_images_that_are_none(monkeypatch, rows, told):
+    """Of the hub: parts whose labels are secret have -1."""
+    from PIL import Image
+
+    columns = {key: [Image.new("L", (n, n)) for n in rows[key]] if "im" in key else rows[key] for key in rows}
+    split = type("Split", (dict,), {"column_names": list(columns)})(columns)
+    monkeypatch.setattr("pipecomp.recipes.images.dataset_split", lambda *given: split)
+    with pytest.raises(DataError, match=told):
+        dataset_images("mine", part="train")
 
 
 # -- views
