@@ -6,22 +6,40 @@ import errno
 import json
 import logging
 import math
+import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.files import write_whole
-from pipecomp.report import figures
+from pipecomp.report import figures, text
 from pipecomp.report import timeline as timeline_module
 from pipecomp.report.command import try_report, write_report
-from pipecomp.report.measures import common_loss, hit_rates, link_use, rank_times, seconds_to, training_curve
+from pipecomp.report.measures import (
+    common_loss,
+    hit_rates,
+    link_use,
+    rank_times,
+    seconds_to,
+    step_seconds,
+    training_curve,
+)
 from pipecomp.report.read import Run, read_runs
-from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder
+from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder, hits, waits
+from pipecomp.report.tables import tables
 from pipecomp.report.words import comparison, summary, told
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
+
+
+def with_line(folder, line):
+    """Write another line in the place of the one of this step."""
+    lines = (folder / METRICS).read_text().splitlines()
+    lines[line["step"] - 1] = json.dumps(line)
+    (folder / METRICS).write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture
@@ -49,17 +67,136 @@ def test_a_run_is_read_as_it_was_recorded(folder):
 
 def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     before = json.loads((folder / METRICS).read_text().splitlines()[9])
+    group = {"data parallel": {"bytes_raw": 8, "bytes_sent": 2}}
+    before |= {"seconds": 500.0, "groups": group}
+    with_line(folder, before)
+    (folder / PAGE).write_text("of the first part")
     recorder = Recorder(folder, after=10)
-    recorder.start(STEPS)
-    stats = counters(made_step(Config.from_dict({"activations": AQSGD})), 1, 0.5)
+    assert not any((folder / name).exists() for name in (RANKS, TRACE, PAGE))
+    recorder.start(14)
+    stats = [
+        {**rank, "steps": 11, "groups": group}
+        for rank in counters(made_step(Config.from_dict({"activations": AQSGD})), 1, 0.5)
+    ]
     recorder.step(11, stats, loss=1.0, step_s=0.1)
-    recorder.end(stats)
+    assert not read_runs([folder])[0].ranks
+    recorder.step(12, [{**rank, "steps": 12} for rank in stats], loss=1.0, step_s=0.1)
+    recorder.end([{**rank, "steps": 12, "seconds": dict.fromkeys(rank["seconds"], 0.0)} for rank in stats])
     (run,) = read_runs([folder])
-    assert [line["step"] for line in run.steps] == list(range(1, 12))
+    assert [line["step"] for line in run.steps] == list(range(1, 13))
+    assert [[rank["steps"] for rank in run.ranks[when]] for when in ("halfway", "end")] == [[12, 12]] * 2
+    assert not any("micro_batches" in rank for rank in run.ranks["end"])
+    assert [rank.total for rank in rank_times(run)] == [pytest.approx(0.2)] * 2
+    assert run.steps[-1]["groups"] == {"data parallel": {"bytes_raw": 24, "bytes_sent": 6}}
     link = stats[0]["links"]["0->1"]["forward"]["bytes_sent"]
     assert run.steps[-1]["links"]["0->1"]["forward_bytes_sent"] == before["links"]["0->1"]["forward_bytes_sent"] + link
     assert run.steps[-1]["waits"]["0->1"] == pytest.approx(before["waits"]["0->1"] + 0.5)
-    assert run.steps[-1]["seconds"] >= before["seconds"]
+    assert run.steps[-1]["seconds"] >= 500.0
+
+
+def test_counts_of_replicas_add_up_and_their_waits_do_not():
+    def rank(replica, wait_s, changed, new):
+        link = {"wait_seconds": wait_s, "delta_samples": changed, "full_samples": new}
+        return {"replica": replica, "links": {"0->1": link}}
+
+    ranks = [rank(0, 1.0, 6, 2), rank(0, 3.0, 6, 2), rank(1, 5.0, 1, 3), rank(1, 4.0, 1, 3)]
+    assert waits(ranks) == {"0->1": 4.0}
+    assert hits(ranks) == {"0->1": [7, 12]}
+
+
+def test_while_a_run_goes_on_its_ranks_times_are_written_now_and_then(tmp_path, monkeypatch):
+    clock, seen = [0.0], []
+    monkeypatch.setattr("pipecomp.report.record.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    recorder = Recorder(tmp_path)
+    recorder.start(100)
+    for step, clock[0] in enumerate((1.0, 31.0, 40.0, 61.0), 1):
+        recorder.step(step, counters(made_step(Config.from_dict({"activations": AQSGD})), step, 0.5))
+        seen.append(read_runs([tmp_path])[0].ranks)
+    assert [ranks["end"][0]["steps"] if ranks else None for ranks in seen] == [None, 2, 2, 4]
+    recorder.interrupted()
+    (run,) = read_runs([tmp_path])
+    assert "the run is marked as interrupted: it goes on, or it was ended after step 4" in run.notes
+    assert run.facts["seconds"] == 61.0
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """Two links and one rank, resumed after step 2; the last step says nothing of links."""
+    ways = {"forward_bytes_raw": 100, "forward_bytes_sent": 10, "backward_bytes_raw": 50, "backward_bytes_sent": 20}
+    lines = [
+        {"step": step, "seconds": 10.0 * step, "step_s": step_s, "loss": 2.0, "per_s": 10.0 * step}
+        for step, step_s in enumerate((1.0, 1.0, 3.0, 5.0), 1)
+    ]
+    lines[1] |= {"hits": {"0->1": [0, 8]}}
+    waited = {"waits": {"0->1": 2.0, "1->2": 9.0}, "hits": {"0->1": [4, 16], "1->2": [0, 0]}}
+    lines[2] |= {"links": dict.fromkeys(waited["waits"], ways), **waited}
+    parts = {"forward": 1, "backward": 2, "encode": 0.25, "decode": 0.5, "wait": 0.5, "reduce": 0.75, "update": 1}
+    rank = {"rank": 3, "stage": 1, "replica": 1, "steps": 4, "seconds": parts, "links": {}}
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / RUN).write_text(json.dumps({"name": "numbers", "seconds": 61.0, "unit": "samples", "remark": "Odd."}))
+    (tmp_path / RANKS).write_text(json.dumps({"first_step": 2, "end": [rank]}))
+    (run,) = read_runs([tmp_path])
+    return told(run)
+
+
+def test_numbers_of_a_run(numbers):
+    one, two = numbers.links
+    assert (one.raw, one.sent, one.waited, one.hit_rate) == (150, 30, 2.0 / 5.0, 0.25)
+    assert (two.waited, two.hit_rate) == (1.0, None)
+    assert hit_rates(numbers.run) == ([2, 3], [0.0, 0.5])
+    (rank,) = numbers.ranks
+    assert list(rank.parts.values()) == [3, 0.75, 0.5, 0.75, 1, 2.0]
+    assert rank.total == 8.0
+    assert step_seconds(numbers.run) == 4.0
+    assert summary(numbers) == [
+        "4 steps in 1 min 01 s; training loss 2.000 → 2.000; 30 samples/s.",
+        "The links carried 60 B in place of 300 B: 5.0× less.",
+        "At link 1->2 a stage waited for packets 100 % of the time.",
+        "No advice: the run did not end in order, or did not write what its ranks did.",
+        "Odd.",
+    ]
+    numbers.run.steps[1]["seconds"] = None
+    assert training_curve(numbers.run).seconds is None
+    del numbers.run.facts["seconds"]
+    assert "4 steps in 40 s" in summary(numbers)[0]
+    numbers.run.ranks["end"][0]["seconds"]["wait"] = 1e3
+    assert rank_times(numbers.run)[0].parts["other"] == 0.0
+
+
+def test_tables_and_charts_have_the_same_numbers(numbers):
+    cells = re.findall(r"data-label='(.*?)'>(.*?)<", "".join(tables([numbers])))
+    row = {"forward": "10 B", "back": "20 B", "uncompressed": "150 B", "less": "5.0×"}
+    first = {"link": "0-&gt;1", **row, "waited": "40 %", "store hits": "25 %"}
+    second = {"link": "1-&gt;2", **row, "waited": "100 %", "store hits": "–"}
+    assert cells[3:17] == [*first.items(), *second.items()]
+    rank = {"rank": "3 (stage 1, replica 1)", "compute": "3.00 s", "quantize + store": "0.75 s"}
+    rank |= {"wait for packets": "0.50 s", "reduce": "0.75 s", "update": "1.00 s", "other": "2.00 s"}
+    assert cells[17:24] == list(rank.items())
+    assert cells[:3] == [("measured", "4 s"), *cells[1:3]]
+    pale, full = figures.link_bytes([numbers]).figure["data"]
+    assert (pale["name"], pale["x"]) == ("uncompressed", [100, 50] * 2)
+    assert (full["name"], full["x"]) == ("sent", [10, 20] * 2)
+    assert full["hovertext"][0] == "0-&gt;1 forward<br>10 B sent, 100 B uncompressed<br>10.0× less"
+    shares = [trace["x"] for trace in figures.rank_times([numbers]).figure["data"]]
+    assert shares == [[37.5], [9.375], [6.25], [9.375], [12.5], [25.0]]
+    (curve,) = figures.losses([numbers], over="seconds").figure["data"]
+    assert curve["x"] == [10.0, 20.0, 30.0, 40.0]
+    (rates,) = figures.hit_rates([numbers]).figure["data"]
+    assert (rates["x"], rates["y"]) == ([2, 3], [0.0, 50.0])
+
+
+def test_numbers_for_people():
+    assert [text.size(n) for n in (0, 999, 1_500, 12_345_678, 5e12)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "12.3 MB",
+        "5000.0 GB",
+    ]
+    spent = [text.duration(s) for s in (0.8431, 42.4, 200, 7500)]
+    assert spent == ["0.843 s", "42 s", "3 min 20 s", "2 h 05 min"]
+    assert [text.percent(share) for share in (0, 0.0012, 0.414, 1)] == ["0 %", "0.1 %", "41 %", "100 %"]
+    assert [text.times(ratio) for ratio in (0.976, 7.94, 24.6)] == ["0.98×", "7.9×", "25×"]
 
 
 def test_a_disk_that_is_full_when_a_run_is_resumed_keeps_the_lines_of_the_first_part(folder, caplog):
