@@ -30,6 +30,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "dataloader_drop_last": True,
         "num_train_epochs": 1,
     },
+    "by its metric": {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},  # no evaluation is so much better than another
+        "warmup_steps": 0,
+        "eval_on_start": True,
+        "save_strategy": "best",
+        "num_train_epochs": 1.5,
+    },
 }
 
 

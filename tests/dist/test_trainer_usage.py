@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import tests.dist.trainer_work as work
 from pipecomp.cluster.local_ranks import run_ranks
@@ -23,7 +24,7 @@ from tests.limits import HANG_S
 pytestmark = pytest.mark.ranks
 
 
-class Seen(TrainerCallback):
+class Seen(TrainerCallback, ExportableState):
     """What the state says of tokens after every step, and how many samples the loader's dataset has."""
 
     def __init__(self) -> None:
@@ -35,6 +36,9 @@ class Seen(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.tokens.append(state.num_input_tokens_seen)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"tokens": self.tokens}}
 
 
 def counted(kind: Any, folder: str) -> dict[str, Any]:
@@ -53,10 +57,13 @@ def counted(kind: Any, folder: str) -> dict[str, Any]:
 
     first, seen = trained(None, max_steps=4, save_strategy="steps", save_steps=2)
     again, _ = trained(f"{folder}/checkpoint-2", max_steps=4)
+    own = {"ignore_data_skip": True, "restore_callback_states_from_checkpoint": True}
+    restored, _ = trained(f"{folder}/checkpoint-2", max_steps=4, **own)
     saved = json.loads((Path(folder) / "checkpoint-2" / "trainer_state.json").read_text())
     names = ("num_input_tokens_seen", "total_flos")
     return {
         "steps": seen.tokens,
+        "restored": [each.tokens for each in restored.callback_handler.callbacks if isinstance(each, Seen)],
         "samples": seen.samples,
         "logged": [line["num_input_tokens_seen"] for line in first.state.log_history],
         "saved": {name: saved[name] for name in names},
@@ -229,6 +236,8 @@ def test_tokens_and_operations_are_counted_as_trainer_counts_them(ran: Any, tmp_
 
     expected = counted(Trainer, str(tmp_path))
     assert len(set(expected["steps"])) == len(expected["steps"]) == 4
+    assert expected["restored"][0][:2] == expected["steps"][:2]
+    assert expected["restored"][0][2:] != expected["steps"][2:], "from the start of the epoch"
     assert expected["ends"][0]["total_flos"] > expected["saved"]["total_flos"] > 0
     for rank in (0, 1):
         assert ran[rank]["counted"] == expected
