@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import types
 from pathlib import Path
@@ -16,9 +17,11 @@ from safetensors.torch import save_file
 
 import pipecomp
 from pipecomp.allreduce import State, allreduce_mean
+from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.allreduce.saving import _describe, _rebuild, load, number_parameters, save
 from pipecomp.errors import ConfigError
+from pipecomp.trainer.local_steps import LocalStepsOfTrainer
 
 CompressionCallback = pipecomp.CompressionCallback
 
@@ -214,3 +217,29 @@ def test_each_step_begins_with_the_loss_scale() -> None:
         callback._scaler = SimpleNamespace(get_scale=lambda scale=scale: scale)
         callback.on_step_begin(None, None, None)
         assert callback._state.loss_scale == scale
+
+
+def test_an_evaluation_between_outer_steps_is_of_the_common_weights() -> None:
+    """At the end of a step or of an epoch; then the process goes on with its own weights, and waits for no other."""
+    model = torch.nn.Linear(2, 2)
+    ddp, args = (
+        SimpleNamespace(module=model, broadcast_buffers=True),
+        SimpleNamespace(average_tokens_across_devices=True),
+    )
+    state = State("none", group=LoopbackGroup(0, 1, {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    callback: Any = LocalStepsOfTrainer(LocalSteps(local_steps=4), ddp, state, optimizer, args)  # type: ignore[arg-type]
+    assert not ddp.broadcast_buffers
+    assert not args.average_tokens_across_devices
+    common, own = model.weight.detach().clone(), torch.ones(2, 2)
+    at = SimpleNamespace(global_step=0, max_steps=4)
+    for event, wanted in itertools.product(("on_step_end", "on_epoch_end"), ("should_evaluate", "should_save", "")):
+        callback.on_step_begin(args, at, None)
+        with torch.no_grad():
+            model.weight.copy_(own)
+        at.global_step = 1
+        control = SimpleNamespace(**{name: name == wanted for name in ("should_evaluate", "should_save")})
+        getattr(callback, event)(args, at, control)
+        assert torch.equal(model.weight, common if wanted else own), (event, wanted)
+        callback.on_step_begin(args, at, None)
+        assert torch.equal(model.weight, own), (event, wanted)
