@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from pipecomp.config import Config
-from pipecomp.plan.network import uniform
-from pipecomp.plan.simulation import play
+from pipecomp.json_tree import finite
+from pipecomp.plan.messages import activation_bytes
+from pipecomp.plan.network import Line, Network, uniform
+from pipecomp.plan.prediction import best_in_flight
+from pipecomp.plan.simulation import StageCosts, play
 from pipecomp.report.advice import changes
 from pipecomp.report.read import read_runs
-from pipecomp.report.record import RANKS, RUN
+from pipecomp.report.record import METRICS, RANKS, RUN
 from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.words import planned, summary, told
-from tests.report.runs import AQSGD, made_step, make_run, slow
+from tests.report.runs import (
+    AQSGD,
+    COSTS,
+    HIDDEN,
+    MICRO_BATCHES,
+    SAMPLES,
+    STEPS,
+    TOKENS,
+    counters,
+    made_step,
+    make_run,
+    slow,
+)
 
 
 def simulated(folder):
@@ -50,10 +67,58 @@ def test_links_of_a_lab_are_taken_as_they_were(tmp_path):
     assert found.seconds == pytest.approx(found.measured_s, rel=0.01)
 
 
+def test_every_line_of_a_lab_is_known(tmp_path):
+    lines = {"forward": (Line(bits_per_s=7e6),), "backward": (Line(latency_s=0.01),)}
+    make_run(tmp_path, network=Network(**lines, shared=False), told=True)
+    run, found = simulated(tmp_path)
+    assert found.network == Network(**lines, shared=False)
+    run.facts["network"] = finite(asdict(slow(3)))
+    assert not simulate(run).known
+
+
+def with_ranks(folder, **changes):
+    """Change what ranks.json says; a value None leaves a part out."""
+    ranks = json.loads((folder / RANKS).read_text()) | changes
+    (folder / RANKS).write_text(json.dumps({key: value for key, value in ranks.items() if value is not None}))
+
+
+def test_a_resumed_run_has_the_costs_of_its_own_steps(tmp_path):
+    """Without a half time they are those of all its steps; the first part's seconds do not count."""
+    step = make_run(tmp_path, network=slow())
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    seconds = lines[0]["step_s"]
+    for line in lines[:10]:
+        line["step_s"] = 100.0
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    end = [{**rank, "steps": STEPS} for rank in counters(step, 10, 0.0)]
+    with_ranks(tmp_path, halfway=None, first_step=10, end=end)
+    _, found = simulated(tmp_path)
+    assert found.measured_s == pytest.approx(seconds)
+    assert found.step.stages[0].forward_s == pytest.approx(COSTS.forward_s)
+
+
+def test_of_replicas_the_slowest_counts_and_of_the_end_of_a_step_the_least(tmp_path):
+    step = make_run(tmp_path, network=slow(), told=True)
+    played = play(step, slow()).seconds
+    end = counters(step, STEPS, 0.0)
+    end += [{**rank, "rank": 2 + rank["rank"], "replica": 1} for rank in counters(step, STEPS, 0.0)]
+    for rank, (compute_s, reduce_s, rest_s) in zip(end, [(1, 3, 4), (1, 4, 3), (2, 2, 5), (1, 5, 2)], strict=True):
+        spent = {"encode": 0.0, "decode": 0.0, "forward": STEPS * compute_s, "backward": 0.0}
+        spent |= {"reduce": STEPS * reduce_s, "update": STEPS * 0.5}
+        rank["seconds"] = {**spent, "wait": STEPS * (played - compute_s - reduce_s - 0.5 - rest_s)}
+    with_ranks(tmp_path, halfway=None, end=end)
+    _, found = simulated(tmp_path)
+    assert [costs.forward_s for costs in found.step.stages] == [2 / MICRO_BATCHES, 1 / MICRO_BATCHES]
+    assert found.step.together_s == pytest.approx(2.5 + 2)
+
+
 def test_a_change_predicts_what_a_run_with_it_takes(tmp_path):
     make_run(tmp_path, network=slow(), told=True)
     run, now = simulated(tmp_path)
-    tried = {change.what: change for change in changes(run, now)}
+    found = changes(run, now)
+    tried = {change.what: change for change in found}
+    assert len(tried) == len(found)
+    assert [change.pays for change in found] == sorted((change.pays for change in found), reverse=True)
     fewer = Config.from_dict({"activations": {**AQSGD, "forward_bits": 2}})
     truth = play(made_step(fewer), slow()).seconds
     assert tried["forward_bits 3 → 2"].step_s == pytest.approx(truth, rel=0.01)
@@ -92,6 +157,57 @@ def test_uneven_stages_are_told_to_be_cut_elsewhere(tmp_path):
     (change,) = [change for change in changes(run, now) if change.what == "other cuts"]
     assert change.pays
     assert "stage 1 computes 1.5 times" in change.why
+    even = replace(COSTS, forward_s=2 * COSTS.forward_s, backward_s=2 * COSTS.backward_s)
+    assert change.step_s == pytest.approx(play(replace(now.step, stages=[even] * 2), now.network).seconds)
+
+
+def test_smaller_micro_batches_take_half_as_long_each(tmp_path):
+    step = make_run(tmp_path, network=slow(), told=True)
+    run, now = simulated(tmp_path)
+    half = replace(
+        step,
+        stages=[StageCosts(**{key: value / 2 for key, value in asdict(COSTS).items()})] * 2,
+        micro_batches=2 * MICRO_BATCHES,
+        forward_bytes=[size / 2 for size in step.forward_bytes],
+        backward_bytes=[size / 2 for size in step.backward_bytes],
+        in_flight=None,
+    )
+    tried = {change.what: change for change in changes(run, now)}
+    change = tried["micro-batches of 2 instead of 4, twice as many"]
+    assert change.step_s == pytest.approx(best_in_flight(half, slow())[1].seconds, rel=1e-3)
+    run.facts["micro_batch"] = 5
+    assert not [change for change in changes(run, now) if change.what.startswith("micro-batches")]
+
+
+def test_a_number_in_flight_that_is_too_small_is_told(tmp_path):
+    make_run(tmp_path, network=uniform(2, 5e6, 0.1), told=True)
+    run, now = simulated(tmp_path)
+    assert "in_flight auto" not in {change.what for change in changes(run, now)}
+    run.facts["settings"]["in_flight"] = 2
+    (change,) = [change for change in changes(run, now) if change.what == "in_flight auto"]
+    assert change.step_s == best_in_flight(now.step, now.network)[1].seconds < now.seconds
+    assert change.gain == now.seconds / change.step_s
+
+
+def test_first_visits_can_be_sent_with_fewer_bits(tmp_path):
+    settings = {**AQSGD, "first_visit": "full"}
+    step = make_run(tmp_path, settings, network=slow(), told=True)
+    run, now = simulated(tmp_path)
+    assert "first_visit 8" not in {change.what for change in changes(run, now)}
+    for rank in (*run.ranks["halfway"], *run.ranks["end"]):
+        for link in rank["links"].values():
+            link["full_samples"] = link["delta_samples"]
+    now = simulate(run)
+    (change,) = [change for change in changes(run, now) if change.what == "first_visit 8"]
+    assert change.why == "50% of the samples were new to a link"
+    size = (0, [TOKENS] * SAMPLES, HIDDEN, torch.float32)
+    full, eight = (
+        activation_bytes(Config.from_dict({"activations": made}), *size, first_visit=True) for made in (settings, AQSGD)
+    )
+    later = activation_bytes(Config.from_dict({"activations": AQSGD}), *size)
+    share = (eight + later) / (full + later)
+    made = replace(now.step, forward_bytes=[step.forward_bytes[0] * share])
+    assert change.step_s == pytest.approx(play(made, now.network).seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(

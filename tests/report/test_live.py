@@ -24,6 +24,18 @@ def test_figures_are_those_since_the_last_time():
     assert meter.since_last(counters(step, 9, wait_s=0.25)) == {}  # nothing was sent
 
 
+def test_the_link_where_a_stage_waited_longest():
+    clock = iter([0.0, 10.0, 20.0])
+    meter = LinkMeter(lambda: next(clock))
+    step = made_step(Config.from_dict({"activations": AQSGD}), stages=3)
+    for steps, wait_s, share in ((5, 4.0, 0.4), (9, 100.0, 1.0)):
+        stats = counters(step, steps, wait_s=0.1)
+        for rank in stats[1:]:
+            rank["links"]["1->2"]["wait_seconds"] = wait_s
+        found = meter.since_last(stats)
+        assert (found["slowest_link"], found["slowest_wait"]) == ("1->2", pytest.approx(share))
+
+
 def test_in_words():
     figures = {"forward_mb_per_s": 1.25, "backward_mb_per_s": 0.5, "compression": 7.94, "slowest_link": "0->1"}
     text = in_words({**figures, "slowest_wait": 0.412})
