@@ -124,6 +124,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         "counted": counted(PipelineTrainer, f"{folder}/counted"),
         "stopped": stopped(PipelineTrainer, f"{folder}/stopped"),
         "again": again(folder),
+        "seed": torch.initial_seed(),
         "errors": errors(folder),
     }
 
@@ -280,6 +281,11 @@ def test_the_report_of_a_second_training_is_of_that_alone(ran: Any) -> None:
     assert first == second
     assert first["steps"] == [2, 2]
     assert not isinstance(first["simulated"], str)
+
+
+def test_stages_draw_masks_of_their_own(ran: Any) -> None:
+    """With one seed blocks of the same place in their stages would drop the same values."""
+    assert ran[0]["seed"] != ran[1]["seed"]
 
 
 def test_a_scripts_model_is_trained_on_and_does_not_pass_for_the_whole(ran: Any, tmp_path: Path) -> None:
