@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipecomp.demo.lengthen import check_same_start, lengthen, lengthened, seconds_per_step
 from pipecomp.demo.plot import megabytes, notes, plot, result_table
-from pipecomp.demo.results import compare, epoch_means, steps_to
+from pipecomp.demo.results import compare, epoch_means, steps_to, summary
 from pipecomp.demo.settings import Settings
 from pipecomp.errors import ConfigError, DataError
 
@@ -39,6 +39,36 @@ def test_later_steps_last_as_long_as_those_that_were_timed():
     assert lengthened(measured, 8, 2) == [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
     assert lengthened(measured, 5, 2) == measured
     assert seconds_per_step([3.0], warm_up=2) == 3.0
+
+
+@pytest.mark.parametrize(("method", "bits"), [("none", (32, 32)), ("bf16", (16, 16)), ("aqsgd", (2, 4))])
+@pytest.mark.parametrize(("measured", "step_s"), [(8, 2.0), (4, 1.0)])
+def test_a_methods_numbers_from_those_of_its_ranks(method, bits, measured, step_s):
+    """Three stages; of a run that was stopped, steps after the third count."""
+    way = {"bytes_raw": 100, "bytes_sent": 10}
+    link = {"forward": way, "backward": {"bytes_raw": 300, "bytes_sent": 30}}
+    seconds = [4.0, 6.0, 8.0, 9.0, 11.0, 13.0, 15.0, 16.0][:measured]
+    rank = {"method": method, "losses": LOSSES["none"], "seconds": seconds, "eval_loss": 6.0, "store_bytes": 7}
+    ranks = [
+        {**rank, "stats": {"links": dict.fromkeys(names, link)}} for names in (["0->1"], ["0->1", "1->2"], ["1->2"])
+    ]
+    found = summary(SETTINGS, ranks)
+    assert (found["forward_bits"], found["backward_bits"]) == bits
+    assert (found["train_loss"], found["eval_loss"], found["store_bytes"]) == (2.0, 6.0, 21)
+    sizes = [found[f"{direction}_bytes_{kind}"] for direction in ("forward", "backward") for kind in ("raw", "sent")]
+    assert sizes == [200, 20, 600, 60]
+    assert (found["step_s"], found["measured_steps"], len(found["seconds"])) == (step_s, measured, 8)
+
+
+def test_the_table_has_each_methods_own_numbers():
+    direct = result("direct", 4.0) | {"eval_loss": 6.5, "forward_bytes_sent": 1_230_000, "backward_bytes_sent": 456_000}
+    found = compare(SETTINGS, [result("none", 60.0, measured=3), direct, result("aqsgd", 5.0)])
+    rows = list(zip(*(column.cells for column in result_table(found).columns), strict=True))
+    assert rows[0] == ("FP32", "2.000", "5.000", "1 + 1", "60.00", "7 min 00 s*")
+    assert rows[1] == ("DirectQ fw2 bw4", "3.500", "6.500", "1.23 + 0.456", "4.00", "not reached")
+    assert rows[2] == ("AQ-SGD fw2 bw4", "2.500", "5.000", "1 + 1", "5.00", "40 s")
+    alone = result_table(compare(SETTINGS, [direct]))
+    assert list(alone.columns[-1].cells) == ["–"]
 
 
 def test_means_are_of_whole_epochs():

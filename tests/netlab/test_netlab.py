@@ -734,6 +734,16 @@ def test_a_run_that_was_stopped_says_how_long_it_took(monkeypatch):
     assert command_module.bytes_table(found).title == "Links between stages, 7.5 s"
 
 
+def test_the_table_has_each_nodes_own_numbers():
+    node = {"address": "198.18.0.1", "up_bits_per_s": 10**7, "down_bits_per_s": None}
+    nodes = [{"node": n, **node, "bytes_sent": 1_234_567, "bytes_received": 8_000} for n in (0, 1)]
+    shown = command_module.bytes_table({"form": "kernel", "seconds": 2.04, "nodes": nodes})
+    assert shown.title == "On the wire, 2.0 s"
+    rows = list(zip(*(column.cells for column in shown.columns), strict=True))
+    assert rows[1] == ("node1", "198.18.0.1", "10 Mbit/s", "unlimited", "1.235 MB", "0.008 MB")
+    assert [column.header for column in shown.columns] == ["node", "address", "up", "down", "sent", "received"]
+
+
 def test_the_next_lab_removes_what_a_killed_one_left():
     running = start("--", "sh", "-c", "setsid sleep 300 & exec sleep 300")
     name = wait_for(lambda: lab_of(running.pid), "the lab has begun")

@@ -32,6 +32,7 @@ from pipecomp.report.read import Run, read_runs
 from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder, hits, waits
 from pipecomp.report.tables import tables
 from pipecomp.report.words import comparison, summary, told
+from pipecomp.stats import GroupStats, counted_since
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
 
 
@@ -102,6 +103,24 @@ def test_counts_of_replicas_add_up_and_their_waits_do_not():
     ranks = [rank(0, 1.0, 6, 2), rank(0, 3.0, 6, 2), rank(1, 5.0, 1, 3), rank(1, 4.0, 1, 3)]
     assert waits(ranks) == {"0->1": 4.0}
     assert hits(ranks) == {"0->1": [7, 12]}
+
+
+def test_what_ranks_count_between_two_times():
+    """A mean over all of the time is no mean over a part of it."""
+    fixed = {"rank": 1, "stage": 1, "replica": 0, "in_flight": 3, "store_bytes": 70, "local_steps": {"outer": 2}}
+    then = {**fixed, "steps": 4, "store_bytes": 50, "micro_batches": [1], "links": {"0->1": {"relative_error": 0.5}}}
+    link = {"relative_error": 0.4, "store_hit_rate": 0.9, "forward": {"messages": 7, "mean_bits": 3.0}}
+    then["links"]["0->1"] |= {"store_hit_rate": None, "forward": {"messages": 3, "mean_bits": 2.0}}
+    now = {**fixed, "steps": 10, "micro_batches": [2], "links": {"0->1": link, "1->2": link}}
+    since = {"relative_error": None, "store_hit_rate": 0.9, "forward": {"messages": 4, "mean_bits": None}}
+    assert counted_since(then, now) == {**now, "steps": 6, "links": {"0->1": since, "1->2": link}}
+
+
+def test_a_reduction_counts_what_a_ring_sends():
+    group = GroupStats()
+    for ranks in (2, 4):
+        group.add(100, ranks, 0.5)
+    assert group == GroupStats(calls=2, bytes_raw=100 + 150, bytes_sent=100 + 150, wait_seconds=1.0)
 
 
 def test_while_a_run_goes_on_its_ranks_times_are_written_now_and_then(tmp_path, monkeypatch):
