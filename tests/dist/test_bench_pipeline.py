@@ -77,6 +77,12 @@ def test_a_row_has_the_bits_of_its_own_steps():
     row = {"r": 0, "line": "errors", "bits_per_s": None, "replicas": 1, "in_flight": 2, "ranks": [found, None]}
     row |= {"seconds": 1.0, "least": 1.0, "most": 1.0}
     assert list(pipeline_table([row]).columns[-1].cells) == ["3.2/–"]
+    free = {**row, "line": "DeepSpeed FP32", "seconds": 4.0, "least": 3.0, "most": 5.0}
+    slow = {**free, "r": 3, "bits_per_s": 2.5e6, "seconds": 16.0, "in_flight": None}
+    ours = {**row, "r": 3, "bits_per_s": 2.5e6, "seconds": 2.0}
+    cells = list(zip(*(column.cells for column in pipeline_table([free, row, slow, ours]).columns), strict=True))
+    assert cells[2][:-1] == ("3", "2.5", "DeepSpeed FP32", "16.00", "3.00", "5.00", "1.00", "0.25", "")
+    assert cells[3][:-1] == ("3", "2.5", "errors", "2.00", "1.00", "1.00", "8.00", "0.50", "2")
     found["bits"]["0->1"]["forward"] = None
     assert list(pipeline_table([row]).columns[-1].cells) == [""]
 

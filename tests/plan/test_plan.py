@@ -25,7 +25,7 @@ from pipecomp.plan.network import TCP_SHARE, Line, Network, between_replicas, ch
 from pipecomp.plan.options import _rounded_up, networks_of
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
-from pipecomp.plan.report import advice
+from pipecomp.plan.report import advice, link_table, method_table, predicted_stages
 from pipecomp.plan.search import (
     choose,
     choose_average,
@@ -488,6 +488,27 @@ class TestChoices:
         assert shares(12, 2, 3) == [(3, 2)]
         with pytest.raises(ConfigError, match="batch"):
             shares(12, 2, 4)
+
+
+def test_tables_have_the_predictions_numbers():
+    network = Network(forward=(Line(bits_per_s=8e6, latency_s=0.02),), backward=(Line(bits_per_s=1e6),))
+    config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}})
+    sizes = {"forward_bytes": (2000,), "first_visit_bytes": (3000,), "backward_bytes": (4000,)}
+    p = replace(predict(job(), config, network), **sizes, step_s=1.0, first_epoch_s=2.5)
+    plain = replace(predict(job(), Config(), network), forward_bytes=(10_000,), step_s=1.0, first_epoch_s=1.004)
+
+    def rows(found):
+        return list(zip(*(column.cells for column in found.columns), strict=True))
+
+    links = ("0→1", "8 Mbit/s", "1 Mbit/s", "20 ms", "10.0", "3.0", "2.0", "4.0", "fw3 bw6")
+    assert rows(link_table(network, p, plain)) == [links]
+    assert rows(method_table([("plain", [plain]), ("AQ-SGD", [p])], ["lab"])) == [("plain", "1"), ("AQ-SGD", "1 (2.5)")]
+    (forward_s, backward_s), _ = p.job.stage_seconds()
+    first, _ = rows(predicted_stages(p))
+    values, memory = p.job.plan.parameters[0] / 1e6, p.memory_bytes()[0] / 1e9
+    told = (f"{values:.1f}", f"{1e3 * forward_s:.1f}", f"{1e3 * backward_s:.1f}", f"{memory:.2f}")
+    assert first == ("0", f"0–{p.job.plan.cuts[1] - 1}", *told)
+    assert forward_s != backward_s
 
 
 def test_rates_of_the_command():
