@@ -5,6 +5,7 @@ Reading them runs nobody's code, as unpickling would.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,3 +49,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_line(value: Any) -> str:
+    """A line of JSON, null for numbers that are none."""
+    return json.dumps(finite(value)) + "\n"

@@ -94,6 +94,8 @@ class Reporting:
 
         Raises OutputError on every rank if one of the files cannot be written; nothing of that one is left.
         """
+        if Path(path).suffix == ".png":
+            raise OutputError(f"{path}: a trace needs another ending than .png, which its picture has")
         by_rank = dict(enumerate(gathered(self.trace.events())))
         problem: str | None = None
         if self._engine.global_rank == 0:

@@ -90,7 +90,8 @@ def _read_npz(path: str, part: str) -> tuple[Tensor, Tensor]:
             pixels, labels = (arrays[name] for name in names)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # numpy finds the end of an empty file
+    # Of an empty file numpy finds the end; of one array, as an .npy file has it, there is nothing to close.
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: not an .npz file of arrays: {error}") from error
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3:
         raise DataError(f"{path}: {names[0]} is {pixels.dtype} {pixels.shape}; needed: uint8 [N, h, w, 3]")

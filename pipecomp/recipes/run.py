@@ -85,7 +85,12 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
         help="order of samples, dropout, stochastic rounding (default 0)",
     )
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
-    add("--trace", metavar="FILE", help="write what every rank did when, in Chrome's trace format, and a picture")
+    add(
+        "--trace",
+        type=beside_a_picture,
+        metavar="FILE",
+        help="write what every rank did when, in Chrome's trace format, and a picture",
+    )
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
     add("--run", metavar="FOLDER", help="what happened goes here, with a report (default runs/RECIPE-DATE-TIME)")
     add(
@@ -114,6 +119,13 @@ def at_least(low: int, high: int | None = None) -> Callable[[str], int]:
 
     whole_number.__name__ = "whole number"  # for argparse's own message
     return whole_number
+
+
+def beside_a_picture(text: str) -> str:
+    """Type for argparse: a file that gets a picture beside it, of the same name but for .png."""
+    if text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: another ending than .png, which the picture has")
+    return text
 
 
 # -- starting and ending

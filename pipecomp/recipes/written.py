@@ -6,14 +6,14 @@ A run is worth more than these: once one of them cannot be written any more, tha
 from __future__ import annotations
 
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError
-from pipecomp.json_tree import finite
+from pipecomp.files import write_whole
+from pipecomp.json_tree import json_line
 from pipecomp.report.record import lines_until
 
 
@@ -78,15 +78,15 @@ class Lines(Written):
         with self._opening("a file"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.kept = lines_until(Path(path), after)
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed in close)
-        for record in self.kept:
-            self.write(record)
+            if self.kept:  # a run that ends here, too, leaves the file with them
+                write_whole(path, "".join(map(json_line, self.kept)))
+            self._file = open(path, "a" if self.kept else "w", encoding="utf-8")  # noqa: SIM115 (closed in close)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a line."""
         if self._file is not None:
             with self._writing():
-                self._file.write(json.dumps(finite(record)) + "\n")
+                self._file.write(json_line(record))
                 self._file.flush()  # so that a run can be watched, and what was reached outlives a crash
 
     def close(self) -> None:

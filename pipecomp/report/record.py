@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError
 from pipecomp.files import write_whole
-from pipecomp.json_tree import finite
+from pipecomp.json_tree import json_line
 from pipecomp.stats import Traffic, code_bits
 
 FORMAT = 1
@@ -73,7 +73,7 @@ class Recorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             kept = lines_until(self.folder / METRICS, after)
-            write_whole(self.folder / METRICS, "".join(json.dumps(finite(record)) + "\n" for record in kept))
+            write_whole(self.folder / METRICS, "".join(map(json_line, kept)))
             self._metrics = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in _close)
             for record in kept:
                 self._last |= record  # a line of an evaluation has no counters
@@ -161,7 +161,7 @@ class Recorder:
         if self._metrics is None:
             return
         try:
-            self._metrics.write(json.dumps(finite(record)) + "\n")
+            self._metrics.write(json_line(record))
             self._metrics.flush()
         except OSError as error:
             self._give_up(error)
@@ -170,7 +170,7 @@ class Recorder:
         if self._metrics is None or self.folder is None:
             return
         try:
-            write_whole(self.folder / name, json.dumps(finite(value)) + "\n")
+            write_whole(self.folder / name, json_line(value))
         except OSError as error:
             self._give_up(error)
 

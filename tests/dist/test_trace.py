@@ -8,6 +8,7 @@ import json
 import pytest
 
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import OutputError
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 
@@ -25,6 +26,8 @@ def traced(rank, world, note, folder):
     engine.start_trace()
     for _ in range(STEPS):
         engine.train_batch()
+    with pytest.raises(OutputError, match="another ending"):
+        engine.save_trace(f"{folder}/trace.png")
     engine.save_trace(f"{folder}/trace.json")
     stats = engine.comm_stats()
     engine.close()

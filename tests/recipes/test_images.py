@@ -46,6 +46,8 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "short.bin").write_bytes(b"abc")
     (tmp_path / "text.npz").write_text("hello")
     (tmp_path / "empty.npz").write_text("")
+    with open(tmp_path / "array.npz", "wb") as file:
+        np.save(file, np.zeros(3))
     np.savez(tmp_path / "floats.npz", x=np.zeros((1, 4, 4, 3)), y=[0])
     np.savez(tmp_path / "names.npz", a=np.zeros(1))
     np.savez(tmp_path / "none.npz", x=np.zeros((0, 4, 4, 3), np.uint8), y=np.zeros(0, np.int64))
@@ -59,6 +61,7 @@ def test_files_that_are_none(tmp_path):
         ("short.bin",): "3 bytes are not whole images of CIFAR-10 or CIFAR-100",
         ("text.npz",): "text.npz: not an .npz file",
         ("empty.npz",): "empty.npz: not an .npz file",
+        ("array.npz",): "array.npz: not an .npz file",
         ("floats.npz",): r"x is float64 \(1, 4, 4, 3\); needed: uint8",
         ("none.npz",): "x has no images",
         ("half.npz",): "half.npz: not an .npz file",

@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report
+from pipecomp.recipes.written import Lines
 from pipecomp.stats import DIRECTIONS, Traffic
 from tests.limits import HANG_S
 
@@ -64,6 +66,7 @@ class TestCommandLine:
             (["--seed", "-1"], "--seed: got -1, allowed: a whole number from 0 to 4294967295"),
             (["--seed", "4294967296"], "--seed: got 4294967296"),
             (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+            (["--trace", "out.png"], "--trace: got 'out.png', allowed: another ending"),
         ],
     )
     def test_what_is_wrong_is_told(self, words: list[str], told: str) -> None:
@@ -543,6 +546,22 @@ class TestReport:
         self.report(Report(str(tmp_path / "m.jsonl"), str(tmp_path / "board"), silent=True))
         assert list(tmp_path.iterdir()) == []
         assert capsys.readouterr().out == ""
+
+    def test_metrics_that_stay_are_never_gone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run that goes on may be killed before it has written them again."""
+        file = tmp_path / "m.jsonl"
+        file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+
+        def killed(*paths: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                Lines(str(file), 2)
+        assert file.read_text().count("step") == 3
+        Lines(str(file), 2).close()
+        assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
     def test_a_file_that_cannot_be_written_is_known_before_training(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
