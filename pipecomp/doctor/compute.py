@@ -15,6 +15,7 @@ from pipecomp.cluster.sharing import usable_cores
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
+from pipecomp.tables import counted
 
 GPU_SHARING = "GPU sharing"
 _BUILD = "python -m pipecomp.kernels.build"
@@ -55,7 +56,7 @@ def check_cpu(cores: int, capability: str, machine: str) -> Finding:
     old = capability == "DEFAULT"
     return judge(
         "processor",
-        f"{cores} cores of {machine}, {'no vector extensions' if old else capability}",
+        f"{counted(cores, 'core')} of {machine}, {'no vector extensions' if old else capability}",
         (old and machine in ("x86_64", "AMD64"), WARNING, "without AVX2 a model computes several times slower", advice),
     )
 
@@ -64,13 +65,18 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     """Check the threads of each rank. local_ranks: how many ranks share this machine, None where no launcher said."""
     ranks = local_ranks or 1
     advice = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    several = f"{ranks} ranks share {cores} cores" if ranks > 1 else f"1 rank has {cores} cores"
+    several = f"{counted(ranks, 'rank')} {'share' if ranks > 1 else 'has'} {counted(cores, 'core')}"
+    turns = (ranks > cores, WARNING, "ranks take turns", f"Start at most {counted(cores, 'rank')} on this machine.")
     if omp_num_threads is None:
+        if ranks > 1 and cores == 1:
+            return judge("threads", f"OMP_NUM_THREADS is not set, and {several}", turns)
         if ranks > 1:
             found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, which slow each other down"
             return Finding("threads", WARNING, found, advice)
         hint = "" if local_ranks else "With R ranks on this machine, set it to the number of cores divided by R."
-        return Finding("threads", OK, f"OMP_NUM_THREADS is not set: a single rank here uses all {cores} cores", hint)
+        return Finding(
+            "threads", OK, f"OMP_NUM_THREADS is not set: a rank alone here uses {counted(cores, 'core')}", hint
+        )
     first = omp_num_threads.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         found = f"OMP_NUM_THREADS={omp_num_threads} is not a number of threads and has no effect"
@@ -80,7 +86,7 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     return judge(
         "threads",
         f"OMP_NUM_THREADS={int(first)}, and {several}",
-        (ranks > cores, WARNING, "ranks take turns", f"Start at most {cores} ranks on this machine."),
+        turns,
         (busy > cores, WARNING, "more threads than cores", advice),
         (bool(local_ranks) and 2 * busy <= cores, WARNING, idle, f"{advice} before the launcher"),
     )

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipecomp.tables import counted
+
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 WIDTH = 100
 _CHECK = 30
@@ -76,13 +78,9 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
 def summary(findings: Sequence[Finding]) -> str:
     """Say in a sentence what all of it comes to."""
     count = Counter(finding.verdict for finding in findings)
-    total = f"{count[OK]} checks ok, {_number(count[WARNING], WARNING)}, {_number(count[PROBLEM], PROBLEM)}."
+    total = f"{counted(count[OK], 'check')} ok, {counted(count[WARNING], WARNING)}, {counted(count[PROBLEM], PROBLEM)}."
     if count[PROBLEM]:
         return f"{total} A problem makes runs fail or give wrong results; the arrows (→) say what to do."
     if count[WARNING]:
         return f"{total} Training works; the arrows (→) say how to make it better."
     return f"{total} Training can start."
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

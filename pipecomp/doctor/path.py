@@ -213,7 +213,7 @@ def _check_loss(check: str, path: Path) -> Finding:
         f"each lost one halves TCP's rate for a while, at this round trip to about {bits_per_second(limit)} for a "
         "connection with Reno's control; cubic and bbr lose less"
     )
-    uneven = f"a stage waits up to {milliseconds(path.jitter_s)} longer for a packet than the plan says"
+    uneven = f"a stage waits some {milliseconds(path.jitter_s)} longer for packets than the plan says"
     return judge(
         check,
         f"{path.sent - path.came} of {path.sent} lost there and back, jitter {milliseconds(path.jitter_s)}",

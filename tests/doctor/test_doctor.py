@@ -169,10 +169,11 @@ def test_processor():
         (8, 2, "5", WARNING, ["more threads than cores", "export OMP_NUM_THREADS=4"]),
         (8, 2, "2", WARNING, ["4 of them idle", "export OMP_NUM_THREADS=4"]),
         (8, 2, None, WARNING, ["not set", "export OMP_NUM_THREADS=4"]),
-        (8, 1, None, OK, ["all 8 cores"]),
+        (8, 1, None, OK, ["uses 8 cores"]),
         (8, None, None, OK, ["divided by R"]),
         (8, None, "1", OK, ["OMP_NUM_THREADS=1"]),
         (2, 3, "1", WARNING, ["take turns", "at most 2 ranks"]),
+        (1, 2, None, WARNING, ["2 ranks share 1 core", "take turns", "at most 1 rank on"]),
         (8, None, "9", WARNING, ["more threads than cores"]),
         (8, 2, "many", WARNING, ["many", "not a number"]),
         (8, 2, "0", WARNING, ["not a number"]),
@@ -688,7 +689,7 @@ def test_report(width):
     assert max(len(line.rstrip()) for line in text.splitlines()) <= min(100, width)
     assert "→ export GLOO_SOCKET_IFNAME=eth0" in text
     assert "[red]disk" in text
-    assert "1 checks ok, 1 warning, 1 problem." in " ".join(text.split())
+    assert "1 check ok, 1 warning, 1 problem." in " ".join(text.split())
     assert "x" * 200 in "".join(text.split())
 
 
