@@ -52,10 +52,8 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
     """
     report = progress or (lambda what, step, steps, loss: None)
     out = Path(settings.out)
-    try:
+    with _written(settings):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("out", settings.out, f"a folder that is there or can be made ({error.strerror})") from error
     report("Reading Python's documentation", 0, 1, None)
     preload_large_packages()
     start_server()  # it imports while this process reads
@@ -75,9 +73,20 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
         )
     results = [summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     found = compare(settings, results)
-    (out / "demo.json").write_text(json.dumps(finite(found), indent=2) + "\n")
-    plot(found, out / "losses.png")
+    with _written(settings):
+        (out / "demo.json").write_text(json.dumps(finite(found), indent=2) + "\n")
+        plot(found, out / "losses.png")
     return found
+
+
+@contextmanager
+def _written(settings: Settings) -> Iterator[None]:
+    """Inside, an OSError becomes a ConfigError for OUT."""
+    try:
+        yield
+    except OSError as error:
+        allowed = f"a folder that is there or can be made, and can be written ({error.strerror or error})"
+        raise ConfigError("out", settings.out, allowed) from error
 
 
 def train_rank(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,13 @@ def test_losses_that_are_no_numbers_are_written_as_json_has_them(monkeypatch, tm
     found = json.loads((tmp_path / "demo.json").read_text(), parse_constant=refuse)
     assert found["results"][0]["losses"] == [3.0, None]
     assert (tmp_path / "losses.png").is_file()
+
+    def full(found: dict[str, Any], path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "plot", full)
+    with pytest.raises(ConfigError, match=r"can be written \(No space left on device\)"):
+        run.run_demo(Settings(methods=("none",), training=16, epochs=2, out=str(tmp_path)))
 
 
 def test_too_little_documentation_is_an_error_that_says_so(monkeypatch):
