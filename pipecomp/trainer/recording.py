@@ -63,8 +63,7 @@ class Recording:
         return told
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell what `evaluate` returned after this step."""
-        self._flush()
+        """Tell what `evaluate` returned after this step, whose counters are there already."""
         if "eval_loss" in metrics:
             self._recorder.evaluated(step, {"loss": metrics["eval_loss"]})
 

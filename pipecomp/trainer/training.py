@@ -257,6 +257,7 @@ class Training:
         """Evaluate if the callbacks have asked for it, and let what goes by the metrics know them."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_evaluate:
+            self._count()  # before the evaluation's line, if it was not logged
             metrics = trainer.evaluate()
             self._recording.evaluated(state.global_step, metrics)
             if schedule.follows_metric(trainer.lr_scheduler):

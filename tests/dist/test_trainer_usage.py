@@ -17,6 +17,7 @@ from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import PipecompError
 from pipecomp.report.measures import link_use
 from pipecomp.report.read import read_runs
+from pipecomp.report.record import METRICS
 from pipecomp.report.simulated import simulate
 from tests.dist.small import gpt2
 from tests.limits import HANG_S
@@ -42,7 +43,11 @@ class Seen(TrainerCallback, ExportableState):
 
 
 def counted(kind: Any, folder: str) -> dict[str, Any]:
-    """Tokens and operations, in every step, in a checkpoint, and when training goes on from it."""
+    """Tokens and operations, in every step, in a checkpoint, and when training goes on from it.
+
+    "bytes": what the links had carried at the end of each training, as its report has them; rank 0 writes that.
+    """
+    carried: list[Any] = []
 
     def trained(resume: str | None, **changed: Any) -> tuple[Any, Seen]:
         seen = Seen()
@@ -53,6 +58,10 @@ def counted(kind: Any, folder: str) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=resume)
         if hasattr(trainer, "engine"):
             trainer.end()
+            if trainer.rank == 0:
+                lines = map(json.loads, (Path(folder) / METRICS).read_text().splitlines())
+                link = [line["links"]["0->1"] for line in lines if "links" in line][-1]
+                carried.append({name: size for name, size in link.items() if not name.startswith("eval")})
         return trainer, seen
 
     first, seen = trained(None, max_steps=4, save_strategy="steps", save_steps=2)
@@ -68,6 +77,7 @@ def counted(kind: Any, folder: str) -> dict[str, Any]:
         "logged": [line["num_input_tokens_seen"] for line in first.state.log_history],
         "saved": {name: saved[name] for name in names},
         "ends": [{name: getattr(trainer.state, name) for name in names} for trainer in (first, again)],
+        "bytes": carried,
     }
 
 
@@ -241,7 +251,14 @@ def test_tokens_and_operations_are_counted_as_trainer_counts_them(ran: Any, tmp_
     assert expected["restored"][0][2:] != expected["steps"][2:], "from the start of the epoch"
     assert expected["ends"][0]["total_flos"] > expected["saved"]["total_flos"] > 0
     for rank in (0, 1):
-        assert ran[rank]["counted"] == expected
+        assert ran[rank]["counted"] | {"bytes": []} == expected
+
+
+def test_what_links_carried_before_a_resume_stays_counted(ran: Any) -> None:
+    """Also where the step of the checkpoint was evaluated, but not logged."""
+    first, again, _ = ran[0]["counted"]["bytes"]
+    assert first == again
+    assert first["forward_bytes_sent"] > 0
 
 
 def test_a_callback_that_stops_training_before_a_step_stops_it_where_trainer_does(ran: Any, tmp_path: Path) -> None:
