@@ -123,7 +123,7 @@ def test_what_it_costs():
     (loss, _) = check_path((0, 1), fine._replace(came=96))
     expect(loss, WARNING, "4 of 100 lost", "about 3.56 Mbit/s", "bbr")
     (jitter, _) = check_path((0, 1), fine._replace(jitter_s=0.05))
-    expect(jitter, WARNING, "jitter 50 ms", "waits up to 50 ms longer", "gradient_accumulation_steps")
+    expect(jitter, WARNING, "jitter 50 ms", "waits some 50 ms longer", "gradient_accumulation_steps")
     (_, cut) = check_path((0, 1), fine._replace(mtu=1400, cut=True))
     expect(cut, WARNING, "1400 bytes come through whole", "2 packets for one", "mtu 1400")
     (_, gone) = check_path((0, 1), fine._replace(mtu=1400, cut=False))
