@@ -21,6 +21,9 @@ PipecompError
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -54,6 +57,15 @@ def require(ok: object, key: str, got: object, allowed: str) -> None:
     """Raise ConfigError with the other arguments unless `ok` is true."""
     if not ok:
         raise ConfigError(key, got, allowed)
+
+
+@contextlib.contextmanager
+def writable(key: str, path: str | os.PathLike[str], what: str = "a folder") -> Iterator[None]:
+    """Inside, an OSError becomes a ConfigError for `path`, which `key` names: `what` that can be written is needed."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(key, str(path), f"{what} that can be written ({error.strerror or error})") from error
 
 
 class ShapeError(PipecompError, ValueError):

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pipecomp
-from pipecomp.errors import ConfigError, require
+from pipecomp.errors import ConfigError, require, writable
 from pipecomp.files import write_whole
 
 _HERE = Path(pipecomp.__file__).parent
@@ -49,7 +49,7 @@ def lay_out(recipe: str, folder: Path) -> list[Path]:
     page = _OUTSIDE.sub(r"\1", page).replace(f"recipes/{recipe}/", "")
     files = {path.name: path for path in source.iterdir() if path.is_file() and path.name != _README}
     files |= {name: recipes_folder() / name for name in _SHARED.findall(page)}
-    try:
+    with writable("folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
         require(
             not any(folder.iterdir()), "folder", str(folder), "a new folder, or an empty one: nothing is overwritten"
@@ -59,6 +59,4 @@ def lay_out(recipe: str, folder: Path) -> list[Path]:
             shutil.copyfile(path, folder / name)
         page = _SHARED.sub(r"\1", page)
         write_whole(folder / _README, re.sub(r"^make setup .*\n\n?", "", page, flags=re.MULTILINE))
-    except OSError as error:
-        raise ConfigError("folder", str(folder), f"a folder that can be written ({error.strerror})") from error
     return sorted(folder / name for name in (*files, _README))

@@ -24,7 +24,7 @@ from pipecomp.demo.plot import plot
 from pipecomp.demo.results import compare, summary
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.errors import ConfigError
+from pipecomp.errors import writable
 from pipecomp.json_tree import finite
 from pipecomp.netlab.shape import read_shape
 from pipecomp.netlab.software import SoftwareNetwork
@@ -33,6 +33,7 @@ from pipecomp.rates import parse_rate, rate_text
 from pipecomp.report.record import Recorder
 
 UNLIMITED = "none-without-limit"  # the folder of FP32's run on an unlimited link
+_OUT = "a folder that is there or can be made, and"
 
 Progress = Callable[[str, int, int, float | None], None]  # what, step, of how many, loss
 
@@ -52,7 +53,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
     """
     report = progress or (lambda what, step, steps, loss: None)
     out = Path(settings.out)
-    with _written(settings):
+    with writable("out", settings.out, _OUT):
         out.mkdir(parents=True, exist_ok=True)
     report("Reading Python's documentation", 0, 1, None)
     preload_large_packages()
@@ -73,20 +74,10 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
         )
     results = [summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     found = compare(settings, results)
-    with _written(settings):
+    with writable("out", settings.out, _OUT):
         (out / "demo.json").write_text(json.dumps(finite(found), indent=2) + "\n")
         plot(found, out / "losses.png")
     return found
-
-
-@contextmanager
-def _written(settings: Settings) -> Iterator[None]:
-    """Inside, an OSError becomes a ConfigError for OUT."""
-    try:
-        yield
-    except OSError as error:
-        allowed = f"a folder that is there or can be made, and can be written ({error.strerror or error})"
-        raise ConfigError("out", settings.out, allowed) from error
 
 
 def train_rank(

@@ -74,9 +74,7 @@ def read_images(paths: list[str], *, part: str) -> Images:
         DataError: For a file of another form.
     """
     found = [_read_npz(path, part) if path.endswith(".npz") else _read_cifar(path) for path in paths]
-    shapes = {pixels.shape[1:] for pixels, _ in found}
-    if len(shapes) > 1:
-        raise DataError(f"{', '.join(paths)}: images of different sizes: {sorted(shapes)}")
+    _check_sizes(", ".join(paths), {pixels.shape[1:] for pixels, _ in found})
     return Images(torch.cat([pixels for pixels, _ in found]), torch.cat([labels for _, labels in found]))
 
 
@@ -134,14 +132,17 @@ def dataset_images(name: str, *, part: str) -> Images:
     if image is None or label is None:
         raise DataError(f"dataset {name} has the columns {', '.join(rows.column_names)}; needed: image and label")
     pixels = [np.asarray(picture.convert("RGB")) for picture in rows[image]]
-    shapes = {found.shape for found in pixels}
-    if len(shapes) > 1:
-        raise DataError(f"dataset {name}: images of different sizes: {sorted(shapes)}")
+    _check_sizes(f"dataset {name}", {found.shape for found in pixels})
     labels = list(rows[label])
     unknown = next((i for i, given in enumerate(labels) if not isinstance(given, int) or given < 0), None)
     if unknown is not None:
         raise DataError(f"dataset {name}, sample {unknown}: label {labels[unknown]!r}; needed: a class, from 0 on")
     return Images(torch.from_numpy(np.stack(pixels)), torch.tensor(labels))
+
+
+def _check_sizes(where: str, shapes: set[tuple[int, ...]]) -> None:
+    if len(shapes) > 1:
+        raise DataError(f"{where}: images of different sizes: {sorted(shapes)}")
 
 
 # -- random crops and flips

@@ -7,10 +7,8 @@ or no compression, from what the ranks measure of each other. `pipecomp train` s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from pipecomp.cluster.closed import KEYS
 from pipecomp.cluster.collectives import broadcast
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback
 from pipecomp.cluster.rendezvous import check_processes
-from pipecomp.errors import ConfigError, DataError, require
+from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.files import write_whole
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
@@ -136,7 +134,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
     with ranks.collective_errors():
         check_processes("--stages", stages)
         batch = batch_of(args.batch, samples, world // stages)
-        with _written(folder):
+        with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
     with ranks.collective_errors():
         made = _earlier(args, folder, stages, world) if dist.get_rank() == 0 else None
@@ -156,25 +154,16 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
             )
             made = run_plan(Console(), options, throttle_to, settings=False)
             if made is not None:
-                with _written(folder):
+                with writable("--run", folder):
                     write_whole(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
     written, file = json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n", Path(args.deepspeed_config)
     for rank in range(world):  # one after the other: machines may share the folder, too
-        with ranks.collective_errors(), _written(folder):
+        with ranks.collective_errors(), writable("--run", folder):
             if rank == dist.get_rank() and not (file.is_file() and file.read_text() == written):
                 write_whole(file, written)
     cuts: list[int] = made["cuts"]
     return cuts
-
-
-@contextlib.contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Inside, an OSError becomes a ConfigError for the folder of the run."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError("--run", str(folder), f"a folder that can be written ({error.strerror or error})") from error
 
 
 def batch_of(given: int | None, samples: int, replicas: int = 1) -> int:

@@ -22,7 +22,7 @@ from pipecomp.cluster.agreement import differences
 from pipecomp.cluster.collectives import gathered
 from pipecomp.cluster.interruption import say_here
 from pipecomp.config import Store
-from pipecomp.errors import CheckpointError, ConfigError, require
+from pipecomp.errors import CheckpointError, ConfigError, require, writable
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
@@ -122,11 +122,8 @@ def make_folder(argument: str, path: str) -> None:
     Raises:
         ConfigError: If it cannot be made.
     """
-    try:
-        with private():
-            Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(argument, path, f"a folder that can be written ({error.strerror})") from error
+    with writable(argument, path), private():
+        Path(path).mkdir(parents=True, exist_ok=True)
 
 
 class Checkpoints:

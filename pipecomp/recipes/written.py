@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, writable
 from pipecomp.files import write_whole
 from pipecomp.json_tree import json_line
 from pipecomp.report.record import lines_until
@@ -37,15 +37,6 @@ class Written(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write what is left, and nothing from now on."""
-
-    @contextlib.contextmanager
-    def _opening(self, what: str) -> Iterator[None]:
-        """Inside, an OSError becomes a ConfigError that says what is needed instead."""
-        try:
-            yield
-        except OSError as error:
-            allowed = f"{what} that can be written ({error.strerror or error})"
-            raise ConfigError(self._option, self._path, allowed) from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -75,7 +66,7 @@ class Lines(Written):
     def __init__(self, path: str, after: int) -> None:
         super().__init__("--metrics", path)
         self._file: TextIO | None = None
-        with self._opening("a file"):
+        with writable(self._option, path, "a file"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.kept = lines_until(Path(path), after)
             if self.kept:  # a run that ends here, too, leaves the file with them
@@ -116,7 +107,7 @@ class Curves(Written):
             allowed = "only with the package tensorboard (pip install tensorboard)"
             raise ConfigError("--tensorboard", folder, allowed) from error
         self._board: Any = None
-        with self._opening("a folder"):
+        with writable(self._option, folder):
             self._board = SummaryWriter(folder, purge_step=after + 1 if after else None)
 
     def add(self, step: int, group: str, values: Mapping[str, float]) -> None:

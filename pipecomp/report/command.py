@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import writable
 from pipecomp.files import write_whole
 from pipecomp.report.page import make_page
 from pipecomp.report.read import read_runs
@@ -29,11 +29,9 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     only = Path(paths[0]) if len(paths) == 1 else Path()
     target = Path(out) if out is not None else (only if only.is_dir() else Path()) / PAGE
     page = make_page(read_runs(paths))
-    try:
+    with writable("--out", target, "a file"):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, page)
-    except OSError as error:
-        raise ConfigError("--out", str(target), f"a file that can be written ({error.strerror})") from error
     return target
 
 

@@ -53,6 +53,18 @@ def versions(store) -> dict[int, int]:
     return {line.sample: line.version for line in store.inventory()}
 
 
+def move_the_last_of_four(opened, folder, *, slot: int, sample: int) -> None:
+    """Store samples 0 to 3, a piece each; then move the last one's value to the key of another slot or sample."""
+    store = opened().link("link-0", SETTINGS)
+    store.put_many([(number, 1, message(number, 1, n=2)) for number in range(4)])
+    store.commit()
+    opened().close()
+    with lmdb.open(str(folder / "rank-0"), max_dbs=3) as raw:
+        table = raw.open_db(b"link-0")
+        with raw.begin(write=True, db=table) as txn:
+            txn.put(struct.pack(">QHQ", slot, 0, sample), txn.pop(struct.pack(">QHQ", 3, 0, 3)))
+
+
 def transactions(environment) -> int:
     return environment.file._env.info()["last_txnid"]
 
@@ -376,15 +388,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("slot", [1 << 40, (1 << 64) - 1])
     def test_a_damaged_slot_is_found_before_room_is_made_for_those_below(self, opened, tmp_path, slot):
-        store = opened().link("link-0", SETTINGS)
-        store.put_many([(sample, 1, message(sample, 1, n=2)) for sample in range(4)])  # a piece each
-        store.commit()
-        opened().close()
-        with lmdb.open(str(tmp_path / "rank-0"), max_dbs=3) as raw:
-            table = raw.open_db(b"link-0")
-            with raw.begin(write=True, db=table) as txn:
-                value = txn.pop(struct.pack(">QHQ", 3, 0, 3))
-                txn.put(struct.pack(">QHQ", slot, 0, 3), value)
+        move_the_last_of_four(opened, tmp_path, slot=slot, sample=3)
         for call in (admin.verify, admin.info):
             said = str([d.problem for d in call(tmp_path).damaged] if call is admin.verify else raised(call, tmp_path))
             assert f"no beginning of a value at {slot:016x}" in said
@@ -394,14 +398,7 @@ class TestErrors:
         assert versions(opened().link("link-0", SETTINGS)) == dict.fromkeys(range(3), 1)
 
     def test_a_value_under_another_samples_key_is_found(self, opened, tmp_path):
-        store = opened().link("link-0", SETTINGS)
-        store.put_many([(sample, 1, message(sample, 1, n=2)) for sample in range(4)])  # a piece each
-        store.commit()
-        opened().close()
-        with lmdb.open(str(tmp_path / "rank-0"), max_dbs=3) as raw:
-            table = raw.open_db(b"link-0")
-            with raw.begin(write=True, db=table) as txn:
-                txn.put(struct.pack(">QHQ", 3, 0, 9), txn.pop(struct.pack(">QHQ", 3, 0, 3)))
+        move_the_last_of_four(opened, tmp_path, slot=3, sample=9)
         (found,) = admin.verify(tmp_path).damaged
         assert found.sample == 9
         assert "sample 9: holds a value of sample 3" in found.problem

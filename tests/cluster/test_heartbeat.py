@@ -125,13 +125,13 @@ def test_the_end_waits_for_a_question_that_was_given_up(watches):
 
 def test_a_rank_whose_gpu_waits_for_the_others_waits(watches, monkeypatch):
     """With NCCL a step returns at once; who then reads its loss waits there."""
-    ended, computing = threading.Event(), [True]
+    ended = threading.Event()
     monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
     monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: (ended.set(), self._ended.set()))
     for each in watches[:2]:
         each.begin()
         each.enter()
-    watches[0].leave(lambda: computing[0])
+    watches[0].leave(lambda: True)
     watches[1].leave()  # its process goes on, and would fail the test
     watches[2].end()
     assert until(ended.is_set)

@@ -12,6 +12,8 @@ from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.stages.link.links import Links
 from tests import fake_cuda
 
+GPU = torch.device("cuda", 0)
+
 
 def left(device: torch.device) -> list[Any]:
     """What the heartbeat was told at the end of a step."""
@@ -24,30 +26,30 @@ def left(device: torch.device) -> list[Any]:
     return told
 
 
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(fake_cuda, "DEVICE", GPU)
+    return fake_cuda.use_fake_cuda(monkeypatch)
+
+
 def test_on_the_host_it_is_over_with_the_step():
     assert left(torch.device("cpu")) == [None]
 
 
-def test_on_a_gpu_once_that_has_done_its_part(monkeypatch):
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(fake_cuda, "DEVICE", gpu)
-    cuda = fake_cuda.use_fake_cuda(monkeypatch)
+def test_on_a_gpu_once_that_has_done_its_part(cuda):
     cuda.come = False
-    (computing,) = left(gpu)
+    (computing,) = left(GPU)
     assert computing()
     cuda.come = True
     assert not computing()
 
 
-def test_what_fails_on_a_gpu_is_no_wait(monkeypatch):
+def test_what_fails_on_a_gpu_is_no_wait(cuda, monkeypatch):
     def query(event):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(fake_cuda, "DEVICE", gpu)
-    fake_cuda.use_fake_cuda(monkeypatch)
     monkeypatch.setattr(fake_cuda.Event, "query", query)
-    (computing,) = left(gpu)
+    (computing,) = left(GPU)
     assert not computing()
 
 

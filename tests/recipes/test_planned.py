@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp.errors import ConfigError, DataError
+from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.recipes import planned
 from pipecomp.report.record import PLAN
 
@@ -82,7 +82,7 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / taken
-    with pytest.raises(ConfigError) as caught, planned._written(folder):
+    with pytest.raises(ConfigError) as caught, writable("--run", folder):
         folder.mkdir(parents=True, exist_ok=True)
     told = str(planned.in_words_of_train(caught.value, str(folder)))
     assert told.startswith(f"--out: got '{folder}', allowed: a folder that can be written (")
