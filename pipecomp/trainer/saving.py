@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.checkpoint.writing import Attempts
+from pipecomp.checkpoint.writing import Attempts, private
 from pipecomp.cluster.collectives import broadcast
 from pipecomp.cluster.interruption import say_here
 from pipecomp.errors import OutputError
@@ -34,7 +34,8 @@ def save(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequenc
     limit = args.save_total_limit or 0
     for last in (limit < 2, True):
         try:
-            _write(trainer, folder, messages, count, due)
+            with private():
+                _write(trainer, folder, messages, count, due)
         except OutputError as error:
             checkpoints.remove(folder)
             state.best_model_checkpoint = best

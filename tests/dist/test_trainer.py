@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -520,6 +521,8 @@ def test_checkpoint_is_a_model_folder(ran: Any) -> None:
     assert state["global_step"] == 4
     assert json.loads((checkpoint / "pipeline.json").read_text()) == {"cuts": [0, 1, 2], "replicas": 1}
     assert (checkpoint / "messages" / "rank-1" / "data.mdb").is_file()
+    for path in (checkpoint, *checkpoint.rglob("*")):
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, f"{path} can be read by others"
     light = ranks[0]["stopped"]["files"]
     assert "deepspeed" not in light
     assert {"config.json", "trainer_state.json", "training_args.bin"} <= set(light)
