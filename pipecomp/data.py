@@ -9,6 +9,7 @@ the same micro-batches.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,7 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
     fields = {key: value for key, value in batch.items() if value is not None}
     found = fields.pop(ID_KEY, None)
     if ids is None and found is not None:
-        ids = [int(i) for i in found]
+        ids = [_whole(i) for i in found]
     labels = next((fields.pop(k) for k in LABEL_KEYS if k in fields), None)
     main = next((fields[key] for key in INPUT_KEYS if isinstance(fields.get(key), Tensor)), None)
     if main is None:
@@ -80,6 +81,24 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
         if not 0 <= i <= MAX_ID:
             raise DataError(f"sample id {i} is out of range: 0 to 2**63 - 1")
     return MicroBatch(tuple(ids), fields, labels)
+
+
+def id_of_place(data: Any) -> Callable[[int], int]:
+    """What gives the id of a place in the dataset: the dataset's own `sample_id`, else it is the place itself."""
+    own = getattr(data, "sample_id", None)
+    return int if own is None else partial(_own_id, own)
+
+
+def _own_id(sample_id: Callable[[int], Any], place: int) -> int:
+    return _whole(sample_id(place))
+
+
+def _whole(sample_id: Any) -> int:
+    """An id as Python's own number, for one of numpy or torch cannot be 2**63 more. DataError for anything else."""
+    try:
+        return operator.index(sample_id)
+    except TypeError:
+        raise DataError(f"sample id {sample_id!r} is a {type(sample_id).__name__}; expected a whole number") from None
 
 
 class Sampler(Protocol):
@@ -152,7 +171,7 @@ class _Numbered(Dataset):
 
     def __init__(self, data: Any) -> None:
         self.data = data
-        self.sample_id: Callable[[int], int] = getattr(data, "sample_id", int)
+        self.sample_id = id_of_place(data)
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
         return self.sample_id(index), self.data[index]

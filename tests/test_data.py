@@ -1,5 +1,6 @@
 """Micro-batches, their ids, and the order of training data."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ from pipecomp.data import ShardedSampler, TrainLoader, as_micro_batch, default_c
 from pipecomp.errors import DataError
 
 DATA = [{"input_ids": [i, i + 1], "labels": [i, i]} for i in range(23)]
+IDS_23 = torch.ones(2, 3, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -71,6 +73,38 @@ def test_a_dataset_may_say_which_samples_are_one():
     batch = next(iter(loader))
     assert list(batch.ids) == expected == [views.sample_id(i) for i in batch.inputs["input_ids"][:, 0].tolist()]
     assert [i for b in eval_batches(views, 4) for i in b.ids] == list(map(views.sample_id, range(23)))
+
+
+@pytest.mark.parametrize("of", [np.int64, torch.tensor])
+def test_an_id_may_be_a_number_of_numpy_or_torch(of):
+    """A store keeps a gradient under 2**63 more than its sample's id, which no such number can be."""
+
+    class Named(list):
+        def sample_id(self, index: int) -> object:
+            return of(10 * index)
+
+    loader = TrainLoader(Named(DATA), ShardedSampler(23, 2, seed=1))
+    upcoming = loader.upcoming(0)
+    for ids in (
+        upcoming,
+        next(iter(loader)).ids,
+        as_micro_batch({"input_ids": IDS_23, "sample_ids": [of(1), of(2)]}).ids,
+    ):
+        assert {type(i) for i in ids} == {int}
+    assert upcoming == [10 * i for i in ShardedSampler(23, 2, seed=1).batch(0)]
+
+
+@pytest.mark.parametrize("wrong", ["s3", 1.5, torch.tensor(1.5)])
+def test_an_id_that_is_no_whole_number_is_an_error(wrong):
+    class Named(list):
+        def sample_id(self, index: int) -> object:
+            return wrong
+
+    match = f"sample id .* is a {type(wrong).__name__}; expected a whole number"
+    with pytest.raises(DataError, match=match):
+        next(iter(TrainLoader(Named(DATA), ShardedSampler(23, 2))))
+    with pytest.raises(DataError, match=match):
+        as_micro_batch({"input_ids": IDS_23, "sample_ids": [0, wrong]})
 
 
 def test_a_loader_that_begins_anew_leaves_the_global_generator():

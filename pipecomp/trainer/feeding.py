@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch
+from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, id_of_place
 from pipecomp.errors import DataError
 from pipecomp.kernels import ops
 from pipecomp.plan.auto import LOOKED_AT
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
             raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and numbered samples")
         if len(data) == 0:
             raise DataError(f"{name}: has no samples")
-        sample_id = getattr(data, "sample_id", int)
+        sample_id = id_of_place(data)
         if columns is None:
             return cls(data, collate, sample_id)
         if not hasattr(data, "remove_columns"):
