@@ -191,6 +191,15 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         raise DataError(f"samples of unequal length need a collate_fn that pads them ({error})") from error
 
 
+def count_samples(data: Any, what: str) -> int:
+    """How many there are. DataError for a stream, and for a mapping, whose keys are names of splits or columns."""
+    if not isinstance(data, Sized) or isinstance(data, Mapping):
+        raise DataError(
+            f"{what} is a {type(data).__name__}; expected a list or dataset with a length, samples by number"
+        )
+    return len(data)
+
+
 class TrainLoader:
     """Endless micro-batches for one replica, from where training stands; knows the ids that come next."""
 
@@ -222,8 +231,6 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
 
     micro_batch: samples of each, at most 64 or as many as in training, unless `engine.allow_evaluation` allows more.
     """
-    if not isinstance(data, Sized):
-        raise DataError(f"evaluation data is a {type(data).__name__} without a length")
+    size = count_samples(data, "evaluation data")
     numbered, make = _Numbered(data), partial(_numbered_batch, collate or default_collate)
-    size = len(data)
     return [make([numbered[i] for i in range(a, min(a + micro_batch, size))]) for a in range(0, size, micro_batch)]

@@ -163,3 +163,9 @@ def test_replica_r_of_n_has_samples_r_and_every_nth_after_it(replicas):
         assert ids == list(range(replica, 24, replicas))
         shuffled = ShardedSampler(24, 2, replicas=replicas, replica=replica, seed=3)
         assert sorted(i for number in range(shuffled.per_epoch) for i in shuffled.batch(number)) == ids
+
+
+@pytest.mark.parametrize("data", [iter(DATA), {"train": DATA, "test": DATA}])
+def test_data_without_samples_by_number_are_an_error(data):
+    with pytest.raises(DataError, match=f"evaluation data is a {type(data).__name__}; expected a list or dataset"):
+        eval_batches(data, 4)

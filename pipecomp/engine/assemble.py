@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from torch.optim.lr_scheduler import LRScheduler
 
 from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
 from pipecomp.engine.local_steps import LocalExchanges
 from pipecomp.engine.matching import pipelines
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.stages import Source, build_stage, default_loss
 from pipecomp.stages.partition.modules import ModuleStage
@@ -58,6 +59,21 @@ def pipeline_module(
 def trainable(stage: Stage | ModuleStage) -> list[Any]:
     """The stage's parameters in one group."""
     return [p for p in stage.parameters() if p.requires_grad]
+
+
+def check_given(stage: Stage | ModuleStage, optimizer: Any, lr_scheduler: Any) -> None:
+    """ConfigError for an optimizer made of the unsplit model's parameters, and for a schedule of another optimizer.
+
+    The first would not train this stage's copy of a tied weight, and could not be saved; the second would do nothing.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for p in stage.parameters()}
+        whole = all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        allowed = "a callable that makes one of a stage's parameters: this one has some that the stage does not have"
+        require(whole, "optimizer", type(optimizer).__name__, allowed)
+    if isinstance(lr_scheduler, LRScheduler):
+        allowed = "a callable that makes one of an optimizer: this one's is not the one that trains"
+        require(lr_scheduler.optimizer is optimizer, "lr_scheduler", type(lr_scheduler).__name__, allowed)
 
 
 def gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:

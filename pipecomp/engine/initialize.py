@@ -25,9 +25,16 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import collective_backend, join_processes
 from pipecomp.cluster.sharing import own_gpu, ranks_on_gpu
-from pipecomp.data import ShardedSampler, TrainLoader
+from pipecomp.data import ShardedSampler, TrainLoader, count_samples
 from pipecomp.engine.agreed import Agreed, agree
-from pipecomp.engine.assemble import gradient_exchange, local_exchanges, pipeline_module, quantized_adam, trainable
+from pipecomp.engine.assemble import (
+    check_given,
+    gradient_exchange,
+    local_exchanges,
+    pipeline_module,
+    quantized_adam,
+    trainable,
+)
 from pipecomp.engine.connect import open_links, open_transports, tied_groups
 from pipecomp.engine.dropout import fewest_bits, warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
@@ -69,8 +76,9 @@ def initialize(
             for samples of equal length.
         cuts: K + 1 block numbers where the model is cut, in place of `num_stages`.
         loss_fn: Called as `loss_fn(logits, labels)`; by default the model's own loss.
-        optimizer: A torch optimizer, or a callable that makes one from parameters; by default the configuration's.
-        lr_scheduler: As DeepSpeed takes it.
+        optimizer: A callable that makes one from a stage's parameters, or with one stage a torch optimizer of the
+            model's; by default the configuration's.
+        lr_scheduler: A callable that makes one from the optimizer, or one of the optimizer that is given.
         parameter_groups: From the stage to its parameters in groups with options of their own, as torch's optimizers
             take them; by default one group of all.
         shuffle: Whether every epoch has a new order of samples, by the section's seed.
@@ -101,23 +109,19 @@ def initialize(
         with _without_noise(), device_that_is_there(), patient_groups():
             module = pipeline_module(model, agreed.plan, agreed.ds_config, loss_fn, agreed.settings.seed)
             match_tied(module.forward_funcs[0], agreed.plan, module.mpu(), all_ranks)
+            with all_ranks.collective_errors():
+                check_given(module.forward_funcs[0], optimizer, lr_scheduler)
             engine = _engine(agreed, module, optimizer, lr_scheduler, parameter_groups or trainable)
         engine.local_rank = int(os.environ["LOCAL_RANK"])  # DeepSpeed names files by it, and took its device's number
         gpu = own_gpu(engine.local_rank) if engine.device.type == "cuda" else None
         engine.run_ahead.sharing = ranks_on_gpu(all_ranks, gpu) or engine.run_ahead.sharing
+        with all_ranks.collective_errors():
+            if training_data is not None:
+                sampler = _sampler(engine, count_samples(training_data, "training_data"), agreed.settings.seed, shuffle)
+                engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
         length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
         _connect(engine, agreed, length, all_ranks, heartbeat)
     _at_exit(engine)
-    if training_data is not None:
-        sampler = ShardedSampler(
-            len(training_data),
-            engine.micro_batch_size,
-            replicas=engine.grid.data_parallel_size,
-            replica=engine.grid.data_parallel_id,
-            seed=agreed.settings.seed,
-            shuffle=shuffle,
-        )
-        engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
     return engine
 
 
@@ -158,6 +162,13 @@ def _engine(
         engine.stage.gradient_checkpointing_enable()
     dispatch.prefer(settings.kernels, engine.device.type)
     return engine
+
+
+def _sampler(engine: PipelineEngine, samples: int, seed: int, shuffle: bool) -> ShardedSampler:
+    replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
+    return ShardedSampler(
+        samples, engine.micro_batch_size, replicas=replicas, replica=replica, seed=seed, shuffle=shuffle
+    )
 
 
 def _connect(

@@ -364,7 +364,7 @@ def test_stages_and_replicas_train_alike_in_every_precision():
 
 def refused(rank, world, note):
     import pipecomp
-    from pipecomp.errors import ConfigError, DataError
+    from pipecomp.errors import DataError, PipecompError
 
     out = {}
     for name, call in {
@@ -379,10 +379,19 @@ def refused(rank, world, note):
         "file": lambda: pipecomp.initialize(gpt2(), num_stages=2, config="no/such.json"),
         "section": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(bf16=True)),
         "timers": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(wall_clock_breakdown=True)),
+        "optimizer": lambda: pipecomp.initialize(
+            (model := gpt2()),
+            num_stages=2,
+            config=ds_config(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1) if rank else None,
+        ),
+        "samples": lambda: pipecomp.initialize(
+            gpt2(), num_stages=2, config=ds_config(), training_data=samples() if rank else samples(1)
+        ),
     }.items():
         try:
             call()
-        except ConfigError as error:
+        except PipecompError as error:
             out[name] = str(error)
     engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config())
     try:
@@ -404,6 +413,10 @@ def test_what_is_refused():
         assert "no/such.json" in out["file"]
         assert "bf16: got True, allowed: an object with keys and values" in out["section"]
         assert "wall_clock_breakdown: got True, allowed: false with several stages" in out["timers"]
+    assert "optimizer: got 'SGD', allowed: a callable" in ranks[1]["optimizer"]
+    assert "rank 1 could not start: ConfigError: optimizer" in ranks[0]["optimizer"]
+    assert "1 samples are too few for 1 replica(s)" in ranks[0]["samples"]
+    assert "rank 0 could not start: DataError: 1 samples are too few" in ranks[1]["samples"]
     assert "training_data" in ranks[0]["no data"]
     assert "rank 0 stopped: DataError: no data" in ranks[1]["no data"]
 

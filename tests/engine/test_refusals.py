@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pipecomp.engine.agreed import check_auto, check_precision, check_section, check_timers
+from pipecomp.engine.assemble import check_given
 from pipecomp.errors import ConfigError
+from pipecomp.stages import split
+from tests.dist.small import gpt2
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "torch.float16", "half"])
@@ -72,3 +76,20 @@ def test_a_section_that_is_no_object_is_refused(key, value):
     with pytest.raises(ConfigError, match=f"^{key}: got {value!r}, allowed: an object with keys and values"):
         check_section({"pipecomp": {}, key: value})
     check_section({key: {}})
+
+
+def test_an_optimizer_of_the_unsplit_model_is_refused_and_a_schedule_of_another_optimizer():
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for stage in split(model, num_stages=2):  # the last one trains a copy of the tied embedding
+        with pytest.raises(
+            ConfigError, match=r"^optimizer: got 'SGD', allowed: a callable that makes one of a stage's"
+        ):
+            check_given(stage, optimizer, None)
+    (whole,) = split(model, num_stages=1)
+    for given in (None, lambda parameters: optimizer):
+        with pytest.raises(ConfigError, match=r"^lr_scheduler: got 'LambdaLR', allowed: a callable"):
+            check_given(whole, given, schedule)
+        check_given(whole, given, lambda optimizer: schedule)
+    check_given(whole, optimizer, schedule)
