@@ -70,6 +70,9 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
     if main is None:
         allowed = "input_ids as a tensor [B, S], or pixel_values [B, …]"
         raise DataError(f"a batch has the keys {sorted(batch)}; it needs {allowed}")
+    for key, value in {**fields, "labels": labels}.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise DataError(f"{key!r} of a batch is a {type(value).__name__}; expected a tensor")
     size = main.shape[0]
     if ids is None and number_from is not None:
         ids = range(number_from, number_from + size)
@@ -185,10 +188,20 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Stack samples that are mappings of equally long lists, numbers or tensors."""
     if not isinstance(samples[0], Mapping):
         raise DataError(f"a sample is a {type(samples[0]).__name__}; expected a mapping, or give a collate_fn")
-    try:
-        return {key: torch.stack([torch.as_tensor(s[key]) for s in samples]) for key in samples[0]}
-    except RuntimeError as error:
-        raise DataError(f"samples of unequal length need a collate_fn that pads them ({error})") from error
+    found = {}
+    for key in samples[0]:
+        try:
+            rows = [torch.as_tensor(s[key]) for s in samples]
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{key!r} is not a number, a tensor or lists of numbers in every sample: leave it out, or give a "
+                f"collate_fn ({type(error).__name__}: {error})"
+            ) from error
+        try:
+            found[key] = torch.stack(rows)
+        except RuntimeError as error:
+            raise DataError(f"samples of unequal length need a collate_fn that pads them ({error})") from error
+    return found
 
 
 def count_samples(data: Any, what: str) -> int:

@@ -132,6 +132,8 @@ def test_batches_may_be_mappings_pairs_or_carry_their_ids():
     [
         ({"input_ids": torch.ones(2, 3)}, None, "sample_ids"),
         ({"pixels": torch.ones(2, 3)}, [1, 2], "input_ids"),
+        ({"input_ids": torch.ones(2, 3), "labels": [0, 1]}, [1, 2], "'labels' of a batch is a list; expected a tensor"),
+        ({"input_ids": torch.ones(2, 3), "text": ["a", "b"]}, [1, 2], "'text' of a batch is a list; expected a tensor"),
         ({"input_ids": torch.ones(2, 3)}, [1], "2 samples has 1 ids"),
         ({"input_ids": torch.ones(1, 3)}, [-1], "out of range"),
         ({"input_ids": torch.ones(1, 3)}, [2**63], "out of range"),
@@ -146,6 +148,14 @@ def test_what_is_not_a_batch(batch, ids, match):
 def test_unequal_lengths_ask_for_a_collate_fn():
     with pytest.raises(DataError, match="collate_fn"):
         default_collate([{"input_ids": [1, 2]}, {"input_ids": [1]}])
+
+
+@pytest.mark.parametrize(
+    "samples", [[{"text": "a"}], [{"text": None}], [{"text": [[1], [1, 2]]}], [{"text": 1}, {"label": 1}]]
+)
+def test_a_column_that_is_no_numbers_is_named(samples):
+    with pytest.raises(DataError, match=r"'text' is not a number, .*: leave it out, or give a collate_fn \(\w+Error"):
+        default_collate(samples)
 
 
 def test_evaluation_takes_every_sample_once():

@@ -12,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from pipecomp.data import MicroBatch, as_micro_batch
-from pipecomp.errors import DataError, LinkError
+from pipecomp.errors import DataError, LinkError, require
 from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.partition.known_masks import known_masks
@@ -123,7 +123,10 @@ class StageWork:
         if self._on_logits is not None:
             engine.loss = self._on_logits(outputs, engine.pipe_buffers["labels"][buffer_id])
         elif engine._compute_loss and engine.module.loss_fn is not None:
-            engine.loss = engine.module.loss_fn(outputs, engine.pipe_buffers["labels"][buffer_id])
+            loss = engine.module.loss_fn(outputs, engine.pipe_buffers["labels"][buffer_id])
+            allowed = "a function of logits and labels that returns the loss as a tensor"
+            require(isinstance(loss, Tensor), "loss_fn", loss, allowed)
+            engine.loss = loss
         else:
             engine.loss = outputs
         if engine.eval_return_logits:

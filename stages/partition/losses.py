@@ -61,6 +61,7 @@ def classification(config: Any) -> LossFn:
         if problem == "single_label_classification":
             return F.cross_entropy(logits_BC.view(-1, classes), labels.view(-1))
         if problem == "multi_label_classification":
+            _require_float(labels, problem)
             return F.binary_cross_entropy_with_logits(logits_BC, labels)
         raise DataError(
             f"config.problem_type: got {problem!r}, allowed: 'regression', 'single_label_classification', "
@@ -110,6 +111,6 @@ def _same_count(logits: Tensor, labels: Tensor) -> None:
         raise DataError(f"labels: got {labels.numel()} values for {logits.numel()} outputs")
 
 
-def _require_float(labels: Tensor) -> None:
+def _require_float(labels: Tensor, problem: str = "regression") -> None:
     if not labels.is_floating_point():
-        raise DataError(f"labels: got {labels.dtype}, regression needs floating-point labels")
+        raise DataError(f"labels: got {labels.dtype}, {problem} needs floating-point labels")

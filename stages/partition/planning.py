@@ -86,6 +86,9 @@ def plan_model(
     slowdowns: how many times the others' seconds each stage's machine takes, for cuts that are chosen; empty: all
     alike.
     """
+    if not hasattr(model, "config"):
+        allowed = "a Hugging Face model, or what pipecomp.stages.modules makes of an nn.Sequential"
+        raise SplitError(f"model: got {type(model).__name__}, allowed: {allowed}")
     architecture = architecture_of(model.config)
     head = head_name(architecture, type(model))
     named = dict(model.named_parameters(remove_duplicate=False))

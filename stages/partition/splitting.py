@@ -82,9 +82,10 @@ class Stage(PipelineStage):
     def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
         """On the first stage: which tokens of a micro-batch are real, by its attention mask.
 
-        Raises DataError for padding where the head reads, since links carry none, and where the mask and `pad_token_id`
-        do not agree on what it reads.
+        Raises DataError for padding where the head reads, since links carry none, where the mask and `pad_token_id` do
+        not agree on what it reads, and for a token without an embedding.
         """
+        self._check_tokens(ids, inputs["input_ids"])
         layout = Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
         if self._head.reads_first_token and self.num_stages > 1 and any(layout.starts):
             sample = ids[next(i for i, start in enumerate(layout.starts) if start)]
@@ -218,6 +219,22 @@ class Stage(PipelineStage):
             return -1
         places_S = torch.arange(mask_BS.shape[1], device=like_BS.device, dtype=torch.int32)
         return (places_S * (mask_BS != 0).to(like_BS.device, torch.int32)).argmax(-1)
+
+    def _check_tokens(self, ids: Sequence[int], ids_BS: Tensor) -> None:
+        """DataError for a token that torch would call an index out of range, of nobody knows which sample.
+
+        Tensors of a GPU are not looked at, which would have to wait for it.
+        """
+        if not self.is_first or ids_BS.device.type != "cpu":
+            return
+        known = self._model.get_input_embeddings().weight.shape[0]
+        wrong_BS = (ids_BS < 0) | (ids_BS >= known)
+        if bool(wrong_BS.any()):
+            row, place = wrong_BS.nonzero()[0].tolist()
+            raise DataError(
+                f"sample {ids[row]} has the token {int(ids_BS[row, place])} at place {place}; this "
+                f"{self.plan.model_class} has embeddings of {known} tokens: from 0 to {known - 1}"
+            )
 
     @property
     def _pools_elsewhere(self) -> bool:

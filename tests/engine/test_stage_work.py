@@ -11,6 +11,7 @@ import torch
 
 from pipecomp.engine import stage_work
 from pipecomp.engine.stage_work import StageWork, start_copying
+from pipecomp.errors import ConfigError
 from pipecomp.stages.link.boundary import Layout
 
 
@@ -59,3 +60,22 @@ def test_a_forward_is_told_whether_there_is_padding(
     work._slots[0] = stage_work._Slot(layout, layout, {})
     work.forward(0, 0)
     assert told == [{"full": full, "device": engine.device}]
+
+
+@pytest.mark.parametrize("returned", [1.5, (torch.tensor(1.5), {})])
+def test_a_loss_that_is_no_tensor_is_an_error(returned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.of_mask((0,), None, 2)
+    engine = SimpleNamespace(
+        device=torch.device("cpu"),
+        tput_timer=SimpleNamespace(start=lambda: None),
+        run_ahead=SimpleNamespace(counting_memory=lambda layout: nullcontext()),
+        is_last_stage=lambda: True,
+        module=SimpleNamespace(loss_fn=lambda logits, labels: returned),
+        pipe_buffers={"labels": {0: None}},
+        _compute_loss=True,
+    )
+    monkeypatch.setattr(stage_work.DeepSpeedEngine, "forward", lambda engine, inputs: inputs)
+    work = StageWork(engine)
+    work._slots[0] = stage_work._Slot(layout, layout, {})
+    with pytest.raises(ConfigError, match=r"^loss_fn: got .*1\.5.*, allowed: a function of logits and labels"):
+        work.forward(0, 0)

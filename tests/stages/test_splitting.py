@@ -369,6 +369,16 @@ class TestStage:
             assert found.keys() == grads.keys()
             assert all(torch.equal(found[n], grads[n]) for n in grads)
 
+    @pytest.mark.parametrize("token", [-1, VOCABULARY])
+    def test_a_token_without_an_embedding_is_named(self, token: int) -> None:
+        first, _ = split(make_model("gpt2"), num_stages=2)
+        ids = torch.tensor([[1, 2, 0], [4, VOCABULARY - 1, 0]])
+        assert first.layout((5, 6), {"input_ids": ids}).full
+        ids[1, 2] = token
+        known = f"sample 6 has the token {token} at place 2; .* from 0 to {VOCABULARY - 1}"
+        with pytest.raises(DataError, match=known):
+            first.layout((5, 6), {"input_ids": ids})
+
     def test_bad_inputs_name_the_key(self) -> None:
         first, second = split(make_model("llama"), num_stages=2)
         inputs = batch("llama", "right")
@@ -634,6 +644,10 @@ class TestRefusals:
     def test_head_that_cannot_be_split(self) -> None:
         with pytest.raises(SplitError, match=r"GPT2Model cannot be split.*GPT2LMHeadModel"):
             split(transformers.GPT2Model(make_config("gpt2")), num_stages=2)
+
+    def test_plain_modules(self) -> None:
+        with pytest.raises(SplitError, match=r"model: got Sequential, allowed: .* pipecomp\.stages\.modules makes"):
+            split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)
 
 
 class TestRegister:

@@ -234,6 +234,9 @@ class TestLosses:
                 default_loss(classifier(kind, 1, None).config)(torch.zeros(2, 1), torch.tensor([1, 0]))
             with pytest.raises(DataError, match="3 values for 2 outputs"):
                 default_loss(classifier(kind, 1, None).config)(torch.zeros(2, 1), torch.zeros(3))
+            several = classifier(kind, 2, "multi_label_classification").config
+            with pytest.raises(DataError, match="int64, multi_label_classification needs floating-point labels"):
+                default_loss(several)(torch.zeros(2, 2), torch.tensor([[1, 0], [1, 1]]))
         config = classifier("Bert", 2, None).config
         object.__setattr__(config, "problem_type", "guess")
         with pytest.raises(DataError, match="'guess'"):
