@@ -72,6 +72,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         resumed: How the run goes on, set by `load_checkpoint`; None before.
     """
 
+    data_iterator: Any  # DeepSpeed's
+
     def __init__(
         self,
         *,
@@ -167,7 +169,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         Raises:
             PeerLostError: Another rank is gone. After this, and after any other error, the run is over.
         """
-        step = self.global_steps
+        step, training_data = self.global_steps, self.data_iterator
         with self.propagate_failure():
             if self.run is not None:
                 self.run.begin_step()
@@ -182,6 +184,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
                 self.local.end_step()
             if data_iter is None:
                 self.progress.batches_taken += self.micro_batches
+            elif self._loader is not None:
+                self.data_iterator = training_data  # DeepSpeed would go on with what was given for this step
             self.links.end_step()
             every = self.pipecomp_config.store.drift_check
             if self.run is not None and every is not None and self.global_steps % every == 0:

@@ -421,6 +421,17 @@ def test_what_is_refused():
     assert "rank 0 stopped: DataError: no data" in ranks[1]["no data"]
 
 
+def with_other_batches(rank, world, note):
+    engine, _ = train(1, steps=1)
+    engine.train_batch(iter(eval_data()))
+    engine.train_batch()
+    return engine._loader.taken, engine.progress.batches_taken
+
+
+def test_training_data_go_on_after_a_step_with_other_batches():
+    assert run_ranks(1, with_other_batches, timeout_s=HANG_S) == {0: (6, 6)}
+
+
 def copied(its):
     """As `padded`, with labels that are the input_ids, padding too."""
     batch = padded(its)
