@@ -55,7 +55,8 @@ class LinkInfo:
 class Damaged(NamedTuple):
     """A sample whose value is not what was stored.
 
-    sample None: what is said about a link, or about the file: then it is pruned as a whole. link None: the file.
+    sample None: what is said about a link, all of which is pruned then. link None: what the file says about itself, for
+    which all of it is pruned, or its pages, of which what can still be read is kept.
     """
 
     rank: int | None
@@ -74,7 +75,7 @@ class VerifyReport:
 
 @dataclass(kw_only=True)
 class PruneReport:
-    """Samples over all ranks and links, `damaged` among the `removed`, and what the files took before and after."""
+    """Values over all ranks and links, `damaged` among the `removed`, and what the files took before and after."""
 
     kept: int = 0
     removed: int = 0
@@ -159,8 +160,8 @@ def prune(
 
     Of a file whose pages are damaged, all values that can still be read are kept.
 
-    What is kept is copied beside the old file, and needs room there. A run that goes on sends what is missing in full
-    precision once.
+    What is kept is copied beside the old file, and needs room there. A run that goes on sends what is missing as first
+    visits once more.
 
     Args:
         path: see the module.
@@ -170,11 +171,11 @@ def prune(
         everything: remove the stores, whatever their state.
 
     Returns:
-        Samples kept and removed, and the files' bytes before and after.
+        Values kept and removed, and the files' bytes before and after.
 
     Raises:
         ConfigError: options that exclude each other.
-        StoreError: no store, one in use, no such link, or damaged pages.
+        StoreError: no store, one in use, no such link, or a file of which nothing can be read.
     """
     for key, limit in (("ids_below", ids_below), ("max_samples", max_samples)):
         if limit is not None and limit < 0:

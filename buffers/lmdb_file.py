@@ -9,8 +9,8 @@ are appended and leave full pages behind; keyed by sample id they would leave a 
     key of a value's first piece: slot u64, 0 u16, sample u64; of its others: slot u64, piece u16. Big-endian.
 
 Transactions are not synced (`sync=False`): a process that is killed loses nothing it committed, because the system
-has it already; only a power cut or a crash of the system can lose it. What is lost costs one full-precision packet
-per sample, and an fsync per step costs every step. `sync()` is for checkpoints.
+has it already; only a power cut or a crash of the system can lose it. What is lost costs one more first visit per
+sample, and an fsync per step costs every step. `sync()` is for checkpoints.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class StepWriter:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{error}. As store.on_write_error is 'continue', samples that are not stored yet are sent in full "
-                "precision until the disk takes writes again",
+                f"{error}. As store.on_write_error is 'continue', samples that are not stored yet are sent as first "
+                "visits until the disk takes writes again",
                 stacklevel=2,
             )
 

@@ -1,4 +1,4 @@
-"""Going on in spite of a damaged store: what is damaged goes, and what is missing comes as a first visit once more."""
+"""Going on in spite of a damaged store: what is damaged goes, and is missing as if it had never been there."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def mend(path: str | os.PathLike[str], rank: int, *, copy: Path) -> str | None:
         left = prune(folder)
     except StoreError:  # nothing of it can be read
         forget(path, rank)
-        return f"{damage}: it starts empty, and every sample is sent as a first visit once more"
-    return f"{damage}: {left.kept} samples are kept, others are sent as first visits once more"
+        return f"{damage}: it starts empty"
+    return f"{damage}: {left.kept} values are kept"

@@ -58,7 +58,7 @@ class Line:
         return int(self.section.get("gradients", {}).get("local_steps") or 1)
 
     def counts(self, step: int, engine: Any) -> bool:
-        """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first sends full precision."""
+        """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends first visits."""
         if self.engine == "deepspeed":
             return step >= 1
         return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)

@@ -262,7 +262,7 @@ class Checkpoints:
         if engine.resumed.exact:
             return "with the cached activations of that step: losses will be as without a break"
         both = "with the cached activations that both ends of each link have in common"
-        return f"{both}; what differs is sent as first visits once more"
+        return f"{both}; what differs is forgotten"
 
     def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
         """Write a checkpoint after step `step` if it is time to; every rank must call this."""

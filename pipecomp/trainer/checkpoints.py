@@ -91,8 +91,8 @@ def find(
             answer = str(folder), state, theirs == pipeline, due
             if theirs != pipeline:
                 _log.warning(
-                    f"{folder} is of {theirs}, this run is of {pipeline}: samples are sent as first visits once more, "
-                    "error-feedback residuals start empty, random generators start anew"
+                    f"{folder} is of {theirs}, this run of {pipeline}: weights, optimizer states and schedule go on, "
+                    "cached activations, error-feedback residuals and random generators do not"
                 )
         except ConfigError as error:
             answer = {"key": error.key, "got": error.got, "allowed": error.allowed}

@@ -34,7 +34,7 @@ def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
         drop(engine)
     if settings.store.backend == "memory":
         if checkpoint is not None:
-            _log.warning("cached activations in memory are not saved: every sample is sent as a first visit once more")
+            _log.warning("cached activations in memory are not saved: training goes on without them")
         return
     store, rank = settings.store.path, dist.get_rank()
     if checkpoint is None:
@@ -42,9 +42,7 @@ def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
             forget(store, rank)
     elif not restore(checkpoint, store):
         forget(store, rank)  # what is held is newer than the checkpoint, or of another run
-        _log.warning(
-            f"{checkpoint} has no cached activations of rank {rank}: every sample is sent as a first visit once more"
-        )
+        _log.warning(f"{checkpoint} has no cached activations of rank {rank}: training goes on without them")
 
 
 def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:

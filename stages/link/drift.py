@@ -3,8 +3,8 @@
 A delta names the version that it builds on, so a wrong base is refused; but two ends could hold different values under
 one version, if memory, a disk or arithmetic fails at one of them, and then nothing but the loss would tell. Here each
 end hashes sample, version and the stored value's CRC-32, which packing has made anyway, of every one that it has
-put since the last check: 16 bytes cross the link each way. If they differ, both send the lines themselves, forget the
-samples that differ, and send them uncompressed next time.
+put since the last check: a digest of 16 bytes crosses the link each way. If they differ, both send the lines
+themselves, and forget the samples that differ: next time they are sent as first visits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_drift(end: LinkEnd, step: int) -> list[int]:
             f"{found} ({what}), as they did at the last check: memory, a disk or a kernel is failing at one of them. "
             "`pipecomp doctor` checks kernels, `pipecomp store verify` the store"
         )
-    next_time = "send them uncompressed on their next visit" if end.keeps_samples else "make them anew"
+    next_time = "send them as first visits next time" if end.keeps_samples else "make them anew"
     _log.warning("%s (%s): both forget them, and %s", found, what, next_time)
     end.store.drop(samples)
     end.reload()

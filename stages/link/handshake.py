@@ -1,7 +1,7 @@
 """What both ends of a link do before the first step, and when a checkpoint is loaded: compare settings and stores.
 
 A sample stays only if both ends hold the same version of it with the same digest; everything else is dropped at both
-ends and sent uncompressed on its next visit. A run that starts with equal stores exchanges two short packets. Where
+ends and sent as a first visit next time. A run that starts with equal stores exchanges two short packets. Where
 stores differ, both ends send a table of what they hold, which may be longer than any packet of training: each end says
 when it is ready to take one of the length that the other has announced, and none is sent before.
 """
