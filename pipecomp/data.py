@@ -9,16 +9,17 @@ the same micro-batches.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from pipecomp.errors import DataError
 from pipecomp.kernels import ops
@@ -169,19 +170,31 @@ class ShardedSampler:
         return torch.Generator().manual_seed(ops.mix_seed(self._seed, epoch, self._replica) & 0xFFFFFFFF)
 
 
-class _Numbered(Dataset):
-    """Samples with their ids."""
+@contextlib.contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Python's, numpy's and torch's generators seeded inside, and as they were afterwards."""
+    python, legacy = random.getstate(), np.random.get_state()
+    seed = ops.mix_seed(*numbers)
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.random.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self.sample_id = id_of_place(data)
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return self.sample_id(index), self.data[index]
+def _micro_batch(data: Any, places: list[int], collate: Callable[[list], Any] | None, *seed: int) -> MicroBatch:
+    """Make one of the samples at these places.
 
-
-def _numbered_batch(collate: Callable[[list], Any], items: list[tuple[int, Any]]) -> MicroBatch:
-    return as_micro_batch(collate([sample for _, sample in items]), [i for i, _ in items])
+    What data and collate draw follows from the seed alone: the labels of the last stage, which loads for itself, then
+    are those of the first one's inputs.
+    """
+    sample_id = id_of_place(data)
+    with seeded(*seed):
+        return as_micro_batch((collate or default_collate)([data[i] for i in places]), [sample_id(i) for i in places])
 
 
 def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -214,29 +227,27 @@ def count_samples(data: Any, what: str) -> int:
 
 
 class TrainLoader:
-    """Endless micro-batches for one replica, from where training stands; knows the ids that come next."""
+    """Endless micro-batches for one replica, from where training stands; knows the ids that come next.
 
-    def __init__(self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None) -> None:
+    seed: of what data and collate draw, together with a micro-batch's number.
+    """
+
+    def __init__(
+        self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None, *, seed: int = 0
+    ) -> None:
         self.sampler = sampler
         self.taken = 0  # micro-batches handed out so far
-        self._data, self._collate = _Numbered(data), partial(_numbered_batch, collate or default_collate)
+        self._data, self._collate, self._seed, self._id = data, collate, seed, id_of_place(data)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        order = (self.sampler.batch(number) for number in count(self.taken))
-        loader: Iterable[MicroBatch] = DataLoader(
-            self._data,
-            batch_sampler=order,
-            collate_fn=self._collate,
-            # Otherwise each new iterator would draw from torch's own, and a resumed run have other dropout masks.
-            generator=torch.Generator(),
-        )
-        for batch in loader:
+        while True:
+            batch = _micro_batch(self._data, self.sampler.batch(self.taken), self._collate, self._seed, self.taken)
             self.taken += 1
             yield batch
 
     def upcoming(self, ahead: int) -> list[int]:
         """List the ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
-        return [self._data.sample_id(index) for index in self.sampler.batch(self.taken + ahead)]
+        return [self._id(place) for place in self.sampler.batch(self.taken + ahead)]
 
 
 def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | None = None) -> list[MicroBatch]:
@@ -245,5 +256,5 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
     micro_batch: samples of each, at most 64 or as many as in training, unless `engine.allow_evaluation` allows more.
     """
     size = count_samples(data, "evaluation data")
-    numbered, make = _Numbered(data), partial(_numbered_batch, collate or default_collate)
-    return [make([numbered[i] for i in range(a, min(a + micro_batch, size))]) for a in range(0, size, micro_batch)]
+    starts = range(0, size, micro_batch)
+    return [_micro_batch(data, list(range(a, min(a + micro_batch, size))), collate, a) for a in starts]

@@ -1,5 +1,7 @@
 """Micro-batches, their ids, and the order of training data."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,30 @@ def test_a_loader_that_begins_anew_leaves_the_global_generator():
     before = torch.get_rng_state()
     next(iter(TrainLoader(DATA, ShardedSampler(23, 2))))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_data_and_collate_draw_follows_from_seed_and_number_alone():
+    """The last stage's labels belong to the first one's inputs, whatever each has drawn before, as for dropout."""
+
+    class Drawing(list):
+        def __getitem__(self, index: int) -> dict[str, list[float]]:
+            return {"input_ids": [random.random(), float(np.random.rand())]}
+
+    def collate(samples: list) -> dict[str, torch.Tensor]:
+        return default_collate(samples) | {"labels": torch.rand(2)}
+
+    def drawn(number: int, *, seed: int = 0) -> list[float]:
+        loader = TrainLoader(Drawing(DATA), ShardedSampler(23, 2), collate, seed=seed)
+        loader.taken = number
+        batches = [next(iter(loader)), *eval_batches(Drawing(DATA), 2, collate)[number : number + 1]]
+        return [x for b in batches for x in (*b.inputs["input_ids"].flatten().tolist(), *b.labels.tolist())]
+
+    first = drawn(3)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    assert drawn(3) == first
+    assert len(set(first)) == 12
+    assert not set(first) & set(drawn(4))
+    assert len(set(first) & set(drawn(3, seed=1))) == 6, "an evaluation has no seed"
 
 
 def test_batches_may_be_mappings_pairs_or_carry_their_ids():

@@ -41,7 +41,7 @@ from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.matching import match_tied
 from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
-from pipecomp.kernels import dispatch
+from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import current_mesh
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_measuring
@@ -73,7 +73,7 @@ def initialize(
         config: DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file.
         training_data: Samples, with a length.
         collate_fn: From samples to a batch with labels and input_ids, or pixel_values for plain modules. Not needed
-            for samples of equal length.
+            for samples of equal length. What it or the data draw at random is the same on all stages.
         cuts: K + 1 block numbers where the model is cut, in place of `num_stages`.
         loss_fn: Called as `loss_fn(logits, labels)`; by default the model's own loss.
         optimizer: A callable that makes one from a stage's parameters, or with one stage a torch optimizer of the
@@ -118,7 +118,8 @@ def initialize(
         with all_ranks.collective_errors():
             if training_data is not None:
                 sampler = _sampler(engine, count_samples(training_data, "training_data"), agreed.settings.seed, shuffle)
-                engine.set_loader(TrainLoader(training_data, sampler, collate_fn))
+                seed = ops.mix_seed(agreed.settings.seed, engine.grid.data_parallel_id)
+                engine.set_loader(TrainLoader(training_data, sampler, collate_fn, seed=seed))
         length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
         _connect(engine, agreed, length, all_ranks, heartbeat)
     _at_exit(engine)

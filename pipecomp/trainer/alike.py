@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from pipecomp.cluster.agreement import AllRanks
-from pipecomp.trainer.feeding import Samples, seeded
+from pipecomp.data import seeded
+from pipecomp.trainer.feeding import Samples
 
 SHOWN = 8  # samples of a dataset that are compared
 

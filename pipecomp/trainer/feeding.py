@@ -6,20 +6,16 @@ masks tokens masks the same ones on both stages, in whatever process it runs, an
 
 from __future__ import annotations
 
-import contextlib
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, id_of_place
+from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, id_of_place, seeded
 from pipecomp.errors import DataError
-from pipecomp.kernels import ops
 from pipecomp.plan.auto import LOOKED_AT
 
 TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
@@ -89,22 +85,6 @@ def data_seed(args: Any) -> int:
 
 
 # -- micro-batches
-
-
-@contextlib.contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Python's, numpy's and torch's generators seeded inside, and as they were afterwards."""
-    python, legacy = random.getstate(), np.random.get_state()
-    seed = ops.mix_seed(*numbers)
-    with torch.random.fork_rng(devices=[]):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.random.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
 
 
 class _Batches(Dataset):
