@@ -21,7 +21,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage
 
-_DEEPSPEEDS = (
+DEEPSPEEDS = (
     "module",
     "optimizer",
     "lr_scheduler",
@@ -125,7 +125,7 @@ def load(
             engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, state[name])
-    return str(saved.folder), {key: value for key, value in state.items() if key not in _DEEPSPEEDS}
+    return str(saved.folder), {key: value for key, value in state.items() if key not in DEEPSPEEDS}
 
 
 def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +40,18 @@ class Agreed(NamedTuple):
 
 
 def agree(
-    model: Any, num_stages: int | None, cuts: Sequence[int] | None, config: Any, all_ranks: AllRanks, *, own_loss: bool
+    model: Any,
+    num_stages: int | None,
+    cuts: Sequence[int] | None,
+    config: Any,
+    all_ranks: AllRanks,
+    *,
+    own_loss: bool,
+    given: Mapping[str, bool],
 ) -> Agreed:
     """Read and check what `initialize` was given; the same on all ranks, or LinkError on all of them.
 
-    own_loss: whether a loss function was given.
+    own_loss: whether a loss function was given, which only the last stage needs. given: which other arguments were.
     """
     with all_ranks.collective_errors():
         ds_config = _read_config(config)
@@ -62,7 +69,8 @@ def agree(
         _complete(ds_config)
         recomputes = take_checkpointing(ds_config)
     settings_here = settings_of(ds_config, SECTION, settings.shared())
-    all_ranks.assert_same_on_all_ranks({**settings_here, **_facts(split_plan, model)})
+    arguments = {f"whether {name} is given": is_given for name, is_given in given.items()}
+    all_ranks.assert_same_on_all_ranks({**settings_here, **_facts(split_plan, model), **arguments})
     return Agreed(ds_config, settings, split_plan, recomputes)
 
 

@@ -87,6 +87,12 @@ class Checkpoints:
                 "what it saves without",
             )
 
+    def check_state(self, client_state: dict | None) -> None:
+        """ConfigError for a key of the user's state that DeepSpeed would write over what it has to load."""
+        for key in client_state or {}:
+            allowed = "keys that the checkpoint does not have itself"
+            require(key not in (*reshard_load.DEEPSPEEDS, "global_samples", _STATE_KEY), "client_state", key, allowed)
+
     def save(self, save_dir: str, tag: Any, client_state: dict | None, *, latest: bool, stock: Callable) -> Any:
         """See `PipelineEngine.save_checkpoint`. stock: DeepSpeed's, complete but for state and tag.
 

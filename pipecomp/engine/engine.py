@@ -261,11 +261,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         `latest`, unless that has the same tag: one of the same tag is deleted first.
 
         Raises:
-            ConfigError: bf16 without ZeRO, which DeepSpeed 0.19 saves but cannot load.
+            ConfigError: bf16 without ZeRO, which DeepSpeed 0.19 saves but cannot load; a key of `client_state` that the
+                checkpoint has itself.
             CheckpointError: On every rank, if one of them cannot write. Nothing of the checkpoint is left, and training
                 can go on.
         """
         self._checkpoints.check_precision()
+        self._checkpoints.check_state(client_state)
         kwargs.setdefault("exclude_frozen_parameters", self.stage.adapter is not None)
         stock = functools.partial(super().save_checkpoint, **kwargs)
         with self.propagate_failure():

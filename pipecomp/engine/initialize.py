@@ -104,7 +104,9 @@ def initialize(
     heartbeat = process_heartbeat()
     with heartbeat.starting():
         all_ranks = AllRanks(missed=heartbeat.missed)
-        agreed = agree(model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None)
+        own = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "parameter_groups": parameter_groups}
+        given = {name: value is not None for name, value in own.items()}
+        agreed = agree(model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None, given=given)
         heartbeat.timeout_s = agreed.settings.transport.timeout_s
         with _without_noise(), device_that_is_there(), patient_groups():
             module = pipeline_module(model, agreed.plan, agreed.ds_config, loss_fn, agreed.settings.seed)

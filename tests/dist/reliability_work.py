@@ -205,10 +205,17 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
     """Rank 1 differs from the others, each time in something else."""
     import pipecomp
 
-    def start(section: dict | None = None, layers: int = 4, cuts: Any = None, **more: Any) -> None:
+    def start(
+        section: dict | None = None, layers: int = 4, cuts: Any = None, schedule: Any = None, **more: Any
+    ) -> None:
         config = ds_config({"activations": AQSGD, "store": {"backend": "memory"}} | (section or {}), **more)
         pipecomp.initialize(
-            gpt2(layers=layers), num_stages=None if cuts else world, cuts=cuts, config=config, training_data=samples()
+            gpt2(layers=layers),
+            num_stages=None if cuts else world,
+            cuts=cuts,
+            config=config,
+            training_data=samples(),
+            lr_scheduler=schedule,
         )
 
     mine = rank == 1
@@ -219,6 +226,7 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
         "cut": error_of(lambda: start(cuts=[0, 1, 3, 4] if mine else [0, 2, 3, 4])),
         "model": error_of(lambda: start(layers=5 if mine else 4)),
         "dtype": error_of(lambda: start(**({"bf16": {"enabled": True}} if mine else {}))),
+        "schedule": error_of(lambda: start(schedule=(lambda optimizer: None) if mine else None)),
         "key": error_of(lambda: start({"no such": 1} if mine else None)),
     }
     from pipecomp.cluster import agreement

@@ -31,6 +31,8 @@ def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     engine = engine_of(2)
     losses(engine, 2)
+    for key in ("optimizer", "pipecomp"):
+        out[key] = error_of(lambda key=key: engine.save_checkpoint(own, client_state={key: "mine"}))
     engine.save_checkpoint(own)
     engine.save_checkpoint(common, tag=0)
     expected = losses(engine, 2)
@@ -88,6 +90,8 @@ def test_what_is_loaded_is_one_whole_checkpoint(tmp_path: Path) -> None:
             assert got == expected, name
         assert "zero_optimization.stage: got 1, allowed: 0, as the checkpoint has" in out["zero"]
         assert out["weights alone"]
+        for key in ("optimizer", "pipecomp"):
+            assert out[key].startswith(f"ConfigError: client_state: got '{key}', allowed: keys that the checkpoint")
         # The second epoch, after ten samples or as many whole micro-batches: not the first one's four left-out samples.
         assert out["places"] == {(2, 1): (1, 5), (5, 2): (1, 1), (2, 2): (1, 2), (5, 1): (1, 2)}
         assert out["tags"] == ["0", "latest"]

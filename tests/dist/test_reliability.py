@@ -91,6 +91,7 @@ def test_ranks_that_differ_are_told_in_what(tmp_path):
             "cut": "cuts of the model is [0, 1, 3, 4] on rank 1, [0, 2, 3, 4] on ranks 0, 2",
             "model": "parameters of its stages is",
             "dtype": "bf16.enabled is true on rank 1, not set on ranks 0, 2",
+            "schedule": "whether lr_scheduler is given is true on rank 1, false on ranks 0, 2",
             "versions": 'order of bytes is "big" on rank 1, "little" on ranks 0, 2; torch version is "1.0.0" on rank 1',
         }.items():
             assert out[name].startswith("LinkError: the ranks of this run do not fit together"), (name, out[name])
