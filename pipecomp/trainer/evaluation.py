@@ -223,7 +223,8 @@ class Evaluation:
             finite = np.isfinite(losses)
             shown = losses[finite] if args.logging_nan_inf_filter and finite.any() else losses
             metrics[f"{prefix}_loss"] = float(shown.mean())
-        metrics = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+        for key in [key for key in metrics if not key.startswith(f"{prefix}_")]:
+            metrics[f"{prefix}_{key}"] = metrics.pop(key)  # a "loss" of compute_metrics takes the place of the mean
         steps = -(-len(loader) // self._engine.grid.data_parallel_size)
         metrics.update(speed_metrics(prefix, began, num_samples=loader.samples, num_steps=steps))
         return logits, labels, metrics

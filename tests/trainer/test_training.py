@@ -282,6 +282,19 @@ def test_the_best_evaluation(greater: bool) -> None:
         note_best(args, state, {"eval_loss": 1.0})
 
 
+def test_a_loss_of_compute_metrics_takes_the_place_of_the_mean() -> None:
+    args = SimpleNamespace(eval_do_concat_batches=True, logging_nan_inf_filter=True, include_for_metrics=[])
+    engine = SimpleNamespace(grid=SimpleNamespace(data_parallel_size=1))
+    evaluation = Evaluation(
+        engine, None, args, loss=None, compute_metrics=lambda found: {"loss": 7.0, "eval_f1": 0.5}, preprocess=None,
+        on_step=lambda: None,
+    )  # fmt: skip
+    rows = [BatchResult(0, 2, 1.0, np.zeros((2, 2)), np.zeros(2), None)]
+    samples = Samples.of([{"labels": 0}] * 2, list, None, "eval_dataset")
+    metrics = evaluation._combine(rows, EvalLoader(samples, 2, 0, {"num_workers": 0}), "eval", 0.0)[2]
+    assert (metrics["eval_loss"], metrics["eval_f1"]) == (7.0, 0.5)
+
+
 @pytest.mark.parametrize("concat", [True, False])
 @pytest.mark.parametrize("filtered", [True, False])
 def test_an_evaluation_counts_every_sample_alike(concat: bool, filtered: bool) -> None:
