@@ -143,12 +143,18 @@ def documents_of(path: str, field: str) -> Texts:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number}: not JSON: {error}") from error
         document = value.get(field) if isinstance(value, dict) else value
         if not isinstance(document, str):
             has = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
             raise DataError(f"{path}, line {number}: has {has}; needed: an object with a text under {field!r}")
+        try:
+            document.encode()
+        except UnicodeEncodeError as error:  # no tokenizer takes it
+            half = f"\\u{ord(document[error.start]):04x}"
+            message = f"{path}, line {number}: {half} is half of a character, and its other half is not there"
+            raise DataError(message) from error
         found.append(document)
     return _cleaned(found)
 

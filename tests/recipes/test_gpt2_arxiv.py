@@ -33,8 +33,12 @@ def test_documents_of_json_lines(tmp_path, name):
     path.write_text('{"abstract": "fine"}\n{"abstract": 3}\n')
     with pytest.raises(DataError, match="line 2: has the keys abstract"):
         language.documents_of(str(path), "abstract")
-    path.write_text("{\n")
-    with pytest.raises(DataError, match="line 1: not JSON"):
+    for broken in ("{", "[" * 100_000):
+        path.write_text(broken + "\n")
+        with pytest.raises(DataError, match="line 1: not JSON"):
+            language.documents_of(str(path), "abstract")
+    path.write_text('"an emoji: \\ud83d\\ude00"\n"cut off: \\ud83d"\n')
+    with pytest.raises(DataError, match=r"line 2: \\ud83d is half of a character"):
         language.documents_of(str(path), "abstract")
 
 
