@@ -90,7 +90,10 @@ def model_digest(plan: SplitPlan, config: Any) -> str:
 
     config: the Hugging Face configuration of the whole model, None for plain modules.
     """
-    text = json.dumps([plan.architecture, plan.blocks, model_values(config)], sort_keys=True, default=str)
+    values = model_values(config)
+    if "problem_type" in values:  # of the loss alone, and training may set it
+        values["problem_type"] = None
+    text = json.dumps([plan.architecture, plan.blocks, values], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

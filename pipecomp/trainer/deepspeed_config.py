@@ -30,12 +30,13 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
     own = {
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
-        # 0 means no clipping; the norm is logged all the same
-        "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm or 0) or math.inf),
+        "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm or 0)),
     }
     for key, (name, value) in own.items():
         _agree(key, config.get(key, "auto"), value, name)
         config[key] = value
+    if config["gradient_clipping"] <= 0:  # no clipping; the norm is logged all the same
+        config["gradient_clipping"] = math.inf
     require(
         config.pop("train_batch_size", "auto") == "auto",
         "train_batch_size",

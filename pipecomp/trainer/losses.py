@@ -23,7 +23,7 @@ from pipecomp.errors import require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
-from pipecomp.stages.partition.losses import LossFn, causal_lm
+from pipecomp.stages.partition.losses import LossFn, causal_lm, classification, guess_problem
 
 
 @dataclass
@@ -92,6 +92,7 @@ class StepLoss:
             "0 for a multi-label classification",
         )
         self._own = own
+        self._notes = kind is classification and own is None and not label_smoothing
 
     @classmethod
     def of(
@@ -127,6 +128,16 @@ class StepLoss:
             return self._loss(logits, labels)
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
         return smoothed
+
+    def note_problem(self, config: Any, labels: Tensor | None) -> None:
+        """Let a classifier's configuration name its problem as the model's own loss does: who loads it goes by that.
+
+        Args:
+            config: Of the model that is saved; one that names its problem keeps it.
+            labels: Of a micro-batch.
+        """
+        if self._notes and config.problem_type is None and labels is not None:
+            config.problem_type = guess_problem(config.num_labels, labels)
 
     def labels_of(self, stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
         """List the labels of micro-batches as the engine gives them to the loss. Arguments, errors: see `_labels`."""

@@ -230,6 +230,7 @@ class Training:
             return
         with engine.propagate_failure():
             batches = self._loader.begin_step(micro_batches)
+            self._loss.note_problem(engine.stage.config, batches[0].labels)
             if engine.is_last_stage():
                 labels = self._loss.labels_of(engine.stage, batches)
                 self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)

@@ -51,7 +51,7 @@ def classification(config: Any) -> LossFn:
 
     def loss(logits_BC: Tensor, labels: Tensor) -> Tensor:
         labels = labels.to(logits_BC.device)
-        problem = config.problem_type or _guess_problem(classes, labels)
+        problem = config.problem_type or guess_problem(classes, labels)
         if problem == "regression":
             _require_float(labels)
             if classes == 1:
@@ -95,7 +95,8 @@ def deberta_classification(config: Any) -> LossFn:
     return loss
 
 
-def _guess_problem(classes: int, labels: Tensor) -> str:
+def guess_problem(classes: int, labels: Tensor) -> str:
+    """Name the problem of a classifier whose configuration names none, by its number of classes and its labels."""
     if classes == 1:
         return "regression"
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"

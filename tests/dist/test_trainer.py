@@ -460,6 +460,7 @@ def test_classifier_is_evaluated_as_trainer_does(ran: Any, tmp_path: Path) -> No
     held_out = work.sentences(22, seed=5)
     args = work.arguments(str(tmp_path), per_device_eval_batch_size=4)
     model = BertForSequenceClassification.from_pretrained(folder / "bert" / "model")
+    assert model.config.problem_type == "single_label_classification"
     trainer = Trainer(model, args, work.classified, compute_metrics=work.accuracy)
     expected, predicted = trainer.evaluate(held_out), trainer.predict(held_out)
     for out in (ranks[0]["classified"], ranks[1]["classified"]):

@@ -33,6 +33,7 @@ import pipecomp
 from pipecomp.buffers import open_environment
 from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
+from pipecomp.checkpoint.run_id import model_digest
 from pipecomp.data import ShardedSampler
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
@@ -157,9 +158,10 @@ def test_combinations_that_cannot_work(usual: TrainingArguments) -> None:
 
 
 def test_no_clipping(usual: TrainingArguments) -> None:
-    for value in (None, 0.0):
-        config = engine_config(changed(usual, max_grad_norm=value), {})
-        assert config["gradient_clipping"] == float("inf")
+    for value in (None, 0.0, -1.0):
+        for section in ({}, {"pipecomp": {}, "gradient_clipping": value or 0}):
+            config = engine_config(changed(usual, max_grad_norm=value), section)
+            assert config["gradient_clipping"] == float("inf")
 
 
 def test_configuration_from_arguments(usual: TrainingArguments) -> None:
@@ -587,6 +589,33 @@ def test_label_smoothing_of_classes_that_exclude_none() -> None:
     config.problem_type = "multi_label_classification"
     with pytest.raises(ConfigError, match="label_smoothing_factor"):
         StepLoss(config, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels", "problem"),
+    [
+        (1, torch.ones(2), "regression"),
+        (3, torch.ones(2, dtype=torch.int64), "single_label_classification"),
+        (3, torch.ones(2, 3), "multi_label_classification"),
+    ],
+)
+def test_a_classifiers_problem_is_named_as_the_model_names_it(classes: int, labels: torch.Tensor, problem: str) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(num_labels=classes, architectures=["BertForSequenceClassification"], **sizes)
+    model = BertForSequenceClassification(copy.deepcopy(config))
+    model(torch.ones(2, 3, dtype=torch.int64), labels=labels)
+    for loss in (StepLoss(config, 0.1), StepLoss(config, own=lambda *_, **__: labels.sum())):
+        loss.note_problem(config, labels)
+        assert config.problem_type is None, "the model does not see the labels"
+    plan: Any = SimpleNamespace(architecture="bert", blocks=1)
+    before = model_digest(plan, config)
+    StepLoss(config).note_problem(config, labels)
+    assert model_digest(plan, config) == before, "its messages stay its own"
+    assert config.problem_type == model.config.problem_type == problem
+    StepLoss(config).note_problem(config, None)
+    assert config.problem_type == problem
 
 
 class Weighted(GPT2LMHeadModel):
