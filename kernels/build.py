@@ -39,7 +39,7 @@ def find_compiler() -> str | None:
 
 
 def source_flags(source: str) -> tuple[str, ...]:
-    """List a source's flags. On x86-64 only CPUs before 2013 run the portable code: not worth 15 s of compiling."""
+    """List a source's flags. On x86-64 only CPUs without AVX2 run the portable code: not worth 15 s of compiling."""
     fast = source != "native_portable.cpp" or platform.machine() not in ("x86_64", "AMD64")
     return COMPILE_FLAGS if fast else (*COMPILE_FLAGS, "-O1")
 

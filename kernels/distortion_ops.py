@@ -45,7 +45,8 @@ def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, b
         error: The largest norm of what is left out of all samples together, over the norm of all their x: of a change
             too it is relative to x.
         low: The fewest bits allowed.
-        high: The most bits allowed, which are taken where even they do not suffice, and where x holds NaN or Inf.
+        high: The most bits allowed, which are taken where even they do not suffice, and where x or its square, in
+            float32, is not finite.
         backend: As for `quantize`; all choose the same.
 
     Returns:
@@ -70,7 +71,7 @@ def encode_fewest(
 
     Args:
         visits: As for `encode_batch`, all with options, whose bits do not matter.
-        payload: As for `encode_batch`, long enough for the most bits; what the bits chosen do not need is undefined.
+        payload: As for `encode_batch`, as long as the most bits need; what the bits chosen do not need is undefined.
         error: As for `fewest_bits`.
         low: As for `fewest_bits`.
         high: As for `fewest_bits`.

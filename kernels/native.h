@@ -99,7 +99,8 @@ struct DequantizeArgs {
     int32_t dtype, bits, stochastic, add;  // bits 0: codes are values of dtype
 };
 
-// Bits below a code's own that `fit` counts errors with: all fit into 16, and the squares of FIT_VALUES values into 32.
+// Bits below a code's own that `fit` counts errors with: all fit into 16, and a lane's squares of FIT_VALUES values into
+// 32.
 constexpr int64_t FIT_VALUES = 1 << 14;
 inline int fine_bits(int bits) { return bits < 6 ? 10 : 16 - bits; }
 

@@ -189,7 +189,7 @@ static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
     const Layout l(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
     const uint8_t* const limit = a.codes + a.rows * l.row_bytes;
-    // Beyond what any cache holds, writing past it saves reading the old bytes first.
+    // Beyond what most caches hold, writing past them saves reading the old bytes first.
     const bool stream = !a.add && a.rows * a.H * 4 >= int64_t(32) << 20;
     run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier&) {
         Range part(a.rows * l.groups * l.pieces, 1, thread, count);

@@ -1,6 +1,6 @@
 // The fewest bits that keep an error, found on the way to the codes. What a number of bits leaves out is known within
 // bounds, which mostly decide; where they do not, the caller measures exactly. So the bits are always those that
-// distortion.py finds, and only the time differs. Then every m takes what its codes say, as in quantize_call.
+// distortion_ops.py finds, and only the time differs. Then every m takes what its codes say, as in quantize_call.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace pipecomp {
 
 constexpr double ROUNDING = 1e-4;  // relative: more than all float32 sums of squares are off, here and in distortion.py
-constexpr int FIRST_LOOK = 4;      // as in distortion.py
+constexpr int FIRST_LOOK = 4;      // as in distortion_ops.py
 constexpr int64_t SAMPLE_ROWS = 16;
 constexpr int MOST_LOOKS = 3;
 
@@ -79,7 +79,7 @@ struct Fitting {
         return bits;
     }
 
-    // Whether distortion.py certainly comes to these bits: it begins with `first` bits, and goes up until some suffice
+    // Whether distortion_ops.py certainly comes to these bits: it begins with `first` bits, and goes up until some suffice
     // or down as long as some do. So it matters which suffice of those that it may come by.
     bool fewest(int bits, int first, const Outcome& all) const {
         const double most = share * all.norm * (1 - ROUNDING), least = share * all.norm * (1 + ROUNDING);

@@ -243,7 +243,7 @@ static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* ou
     }
 }
 
-// Scales that `quantize` never makes (denormal, negative, NaN, Inf): folding powers of two in would round differently.
+// Zero, and scales that `quantize` never makes: folding powers of two into these would round differently.
 static void dequantize_plainly(const uint8_t* in, const float* w, float* out, int64_t n, float scale, int bits, bool add) {
     for (int64_t i = 0; i < n; i++) {
         int64_t at = i * bits;

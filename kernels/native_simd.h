@@ -138,7 +138,8 @@ INLINE bool crosses(uint64_t index, int64_t count) { return index >> 32 != (inde
 
 INLINE F8 uniform(U8 h) { return to_float(I8(h >> 8)) * splat(0x1p-24f); }
 
-// Packs 32 codes of `bits` bits to 4 * bits bytes at out, nothing else. Lanes hold codes below 2**bits.
+// Packs 32 codes of `bits` bits to 4 * bits bytes at out; what follows them, up to limit, may be overwritten. Lanes hold
+// codes below 2**bits.
 struct Packer {
     int bits;
 #if PC_AVX2
@@ -209,7 +210,7 @@ struct Packer {
 #endif
 };
 
-// Packs 8 codes of `bits` bits, 9 to 16, to `bits` bytes at out, nothing else. Lanes hold codes below 2**bits.
+// Packs 8 codes of `bits` bits, 9 to 16, to `bits` bytes at out, as Packer does. Lanes hold codes below 2**bits.
 INLINE void put_wide(I8 c, int bits, uint8_t* out, const uint8_t* limit) {
     uint64_t word[2];  // four codes each
 #if PC_AVX2

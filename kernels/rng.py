@@ -15,7 +15,7 @@ from torch import Tensor
 MASK32 = 0xFFFFFFFF
 MASK64 = 0xFFFFFFFFFFFFFFFF
 GOLDEN = 0x9E3779B97F4A7C15
-# Multipliers of the lowest-bias two-round 32-bit hash known (Wellons, "hash-prospector", lowbias32).
+# Multipliers of a two-round 32-bit hash of low bias (Wellons, "hash-prospector", lowbias32).
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
 

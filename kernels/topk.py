@@ -39,8 +39,8 @@ def top_k_group_size(H: int, fraction: float, group_size: int | None = None) -> 
 def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
     """Values float32 [..., K] and their positions in the row, int32 [..., K] ascending, of a checked input.
 
-    Magnitudes are compared as bit patterns, so NaN counts as larger than Inf and is always kept; of equal magnitudes
-    the ones with the lowest index are kept.
+    Magnitudes are compared as bit patterns, so NaN counts as larger than Inf; of equal ones those with the lowest
+    index are kept.
     """
     H = x.shape[-1]
     x_RH = x.reshape(-1, H).to(torch.float32).contiguous()

@@ -1,6 +1,6 @@
 """Triton kernels of the data-parallel codes, bit streams and top-k: what dithering.py, bitpack.py and topk.py define.
 
-A program handles OCT rows of eight values of a flat bucket. Launch with enable_fp_fusion=False.
+With OCT, a program handles so many rows of eight values of a flat bucket. Launch with enable_fp_fusion=False.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton kernels of ragged batches: all samples that share their options in one launch, whatever their lengths.
 
 Samples lie anywhere in GPU memory; a table says where, in values from the first one's. Launch with
-enable_fp_fusion=False. Nothing here waits for the GPU.
+enable_fp_fusion=False. Nothing here waits for the GPU, but for the check of a packet that is given.
 """
 
 from __future__ import annotations
