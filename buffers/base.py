@@ -58,7 +58,8 @@ class MessageStore(Protocol):
     samples, in whatever order the puts of a step came. Any method may be called from any thread.
 
     Raises:
-        StoreError: from every method, if the store is closed or a background write failed earlier.
+        StoreError: if the store is closed or a background write failed earlier; not from `rounded`, `keeps_new` and
+            `stats`. What was wrong with values that were put is raised as it is: NonFiniteError, WireError.
     """
 
     def get(self, samples: Sequence[int]) -> list[CachedActivation | None]:

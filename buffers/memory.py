@@ -16,8 +16,8 @@ from pipecomp.errors import StoreError
 class MemoryStore(LinkStore):
     """Keeps packed values in memory: z bits a value, as on disk, with the same digests.
 
-    With fewer than 32 bits `put` itself packs, so that memory does not hold a queue of float32 tensors. Options as for
-    `open_environment`.
+    On the host, with fewer than 32 bits, `put` itself packs, so that memory does not hold a queue of float32 tensors.
+    Options as for `open_environment`.
     """
 
     def __init__(self, link: str = "link", *, bits: int = 32, group_size: int | None = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Loading cached activations ahead of their use, in one background thread per link end.
+"""Loading cached activations ahead of their use, in a background thread.
 
 A request is one micro-batch. Requests are expected to be used in the order they were made; at most `ahead` of them
 are loaded or being loaded at a time, the others wait as lists of ids, so memory stays bounded by `ahead` micro-batches.

@@ -1,7 +1,7 @@
 """One background thread that runs jobs in order, and never loses an error.
 
 The first job that raises stops the writer: later jobs are not run, and every later call raises StoreError with the
-reason, because what the caller believes to be stored is not.
+reason (NonFiniteError and WireError as they are), because what the caller believes to be stored is not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Writer:
         return waited
 
     def drain(self) -> None:
-        """Wait until every job submitted so far has run; StoreError if one failed."""
+        """Wait until every job submitted so far has run; raises, as `check`, if one failed."""
         reached = threading.Event()
         self._jobs.put((_nothing, reached.set))
         while self._thread.is_alive() and not reached.wait(1.0):  # one that has ended reaches nothing
@@ -64,7 +64,7 @@ class Writer:
         return self._error is not None
 
     def check(self) -> None:
-        """Raise StoreError if a job failed."""
+        """Raise StoreError if a job failed, NonFiniteError or WireError if it raised that."""
         if self._error is not None:
             self._told = True
             if isinstance(self._error, (NonFiniteError, WireError)):  # of what was to be stored, not of the store
@@ -72,7 +72,7 @@ class Writer:
             raise StoreError(f"an earlier write in the background failed: {self._error}") from self._error
 
     def close(self) -> None:
-        """Run what is queued and stop; safe to call twice. StoreError if a job failed and nobody was told."""
+        """Run what is queued and stop; safe to call twice. Raises, as `check`, if a job failed and nobody was told."""
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
