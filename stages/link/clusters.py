@@ -1,8 +1,8 @@
 """Activations of a link that are sent as changes from cluster centers (AQ-SGD, appendix G): coding and keeping.
 
 Both ends of a link hold the same codebook. The sender looks for the centers nearest to each row, takes the one whose
-change needs the smallest scales, and sends its number and the quantized change. A row whose own scales are smaller than
-those builds on number 0, the zero vector, which is to send it as it is. Then both ends let the centers follow what was
+change needs the smallest scales, and sends its number and the quantized change. A row whose own scales are no larger
+builds on number 0, the zero vector, which is to send it as it is. Then both ends let the centers follow what was
 decoded. Every packet says on which version of the codebook it builds and which it makes, so a change can never be
 applied to other centers.
 

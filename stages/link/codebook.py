@@ -21,11 +21,11 @@ from pipecomp.kernels.rng import random_bits
 
 MEMORY = 64  # rows: a packet with n of a center's rows moves it by at least n / (MEMORY + n) of the way to their mean
 IDLE = 16  # times C rows without one of its own after which a center is free: a sixteenth of the mean center's share
-OPENED = 2  # of a packet's rows one in so many, at most, opens a center
+OPENED = 2  # of a packet's rows one in so many, rounded up, opens a center at most
 BLOCK = 16  # centers of an entry of a message store
 _STATE = 3  # values of a center in such an entry beside its vector
 _DIGIT = 1 << 20  # whole numbers up to this, and somewhat more, are exact in float32
-_UNIT_BITS = 38  # of the largest change of a packet, in the units that are summed: 2**24 rows fit 63 bits
+_UNIT_BITS = 38  # of a packet's largest change, in the units that are summed: those of 2**24 rows fit 63 bits
 _SCORES = 1 << 24  # distances that are computed at once
 
 
@@ -149,7 +149,7 @@ class Codebook:
 
 
 def _whole(x_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """Give x in whole numbers of a unit, int64, and the unit: a power of two, 2**-38 of the largest magnitude or less.
+    """Give x in whole numbers of a unit, int64, and the unit: 2**-38 of the power of two above the largest magnitude.
 
     The unit is found in the bits of float32, and made from those of float64, so that nothing is rounded.
     """

@@ -17,8 +17,8 @@ from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved
 class Delivery:
     """The half of a Transport that looks at this process; the other half moves bytes.
 
-    That half calls `deliver` and `failed`, on its receiving thread, `check_open` before it sends, and `queued` and
-    `gone`. silence_s: how long `recv` waits; None where that thread notices silence.
+    That half calls `deliver` on its receiving thread, `check_open` before it sends, `queued`, `gone` and `failed`.
+    silence_s: how long `recv` waits; None where that thread notices silence.
     """
 
     def __init__(self, peer: int, silence_s: float | None = None) -> None:
