@@ -52,7 +52,7 @@ class Invitation:
     Raises:
         ConfigError: For names, ranks, days or an address that are not allowed.
         KeysError: If name or rank are taken, or the folder is not the authority's.
-        LinkError: If the address is not this machine's.
+        LinkError: If the address is not this machine's, or its port in use.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Collectives on host memory over a mesh: every rank talks to every other one, and no byte is sent twice.
 
-A sum goes in two halves, as a reduce-scatter and an all-gather of 1/n of the values each, so that every rank sends
+A long sum goes in two halves, as a reduce-scatter and an all-gather of 1/n of the values each, so that every rank sends
 2 (n - 1)/n of them, as in a ring, but waits for two messages rather than 2 (n - 1). All ranks add in the order of their
 ranks, so that all have the same bits.
 """

@@ -54,7 +54,7 @@ class _Arriving:
 
 
 class Inbox:
-    """receive, open and end: on any thread. take: on the receiving one."""
+    """place and placed: on the receiving thread. The others: on any."""
 
     def __init__(self) -> None:
         self.sinks: dict[int, Sink] = {}

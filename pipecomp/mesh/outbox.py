@@ -15,7 +15,7 @@ from pipecomp.errors import WireError
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, pack, room_for
 from pipecomp.mesh.transfer import Transfer
 
-KEPT_BYTES = 1 << 26  # of messages that were sent and not acknowledged; they stay where they are, nothing is copied
+KEPT_BYTES = 1 << 26  # of messages that were sent and not acknowledged; long ones stay where they are, uncopied
 MOST_ASKED = 1 << 16  # receives that a rank may have ready and unmet: a few bytes each
 
 
@@ -106,7 +106,7 @@ class Outbox:
             self._changed.notify_all()
 
     def take(self, epoch: int, wait_s: float) -> list[bytes | memoryview]:
-        """What to send next, as buffers: all notices and one frame of a message.
+        """What to send next, as buffers: a frame that is sent anew, or all notices and one frame of a message.
 
         [] if there was nothing to send, somebody called `wake`, or `epoch` is over.
         """

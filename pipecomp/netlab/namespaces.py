@@ -16,7 +16,7 @@ Run = Callable[[str], str]
 
 
 def command(text: str) -> str:
-    """Run ip or tc, which must not hang or be stopped half way; return what it prints. NetlabError if it fails."""
+    """Run ip, tc or nft, which must not hang or be stopped half way; return what it prints. NetlabError if it fails."""
     words = text.split()
     try:
         # A session of its own: Ctrl-C in a terminal would reach it too, in the middle of cleaning up.
