@@ -23,7 +23,7 @@ from pipecomp.report.read import Run
 from pipecomp.report.simulated import Simulated, with_costs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LEAST = (2, 4)  # forward and backward bits that training has been measured with
+_LEAST = (2, 4)  # forward and backward bits, the fewest of AQ-SGD's paper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def _bits(run: Run, now: Simulated) -> Iterator[_Tried]:
             made = with_bits(config, new, b) if key == "forward_bits" else with_bits(config, f, new)
             yield f"{key} {old} → {new}", packets.seconds(made), f"fewer bytes {name}; the loss may end higher", _FASTER
     if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
-        why = "the fewest that training was measured with; the loss may end higher"
+        why = "the paper's fewest; the loss may end higher"
         yield _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why, _FASTER
     if any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
         yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE

@@ -205,7 +205,7 @@ def hit_rates(all_told: Sequence[Told]) -> Chart | None:
     return Chart(
         key="hits",
         title="Store hit rate",
-        note="The share of samples that were sent as a change of their cached activation; none in the first epoch.",
+        note="The share of samples that were sent as changes of what is cached.",
         figure=_over_steps(traces, {"title": {"text": "%"}, "range": [-2, 102]}),
         height=300,
     )

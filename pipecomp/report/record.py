@@ -1,7 +1,8 @@
 """A run's folder: what happened in each step, where each rank's time went, and the last step, as files of JSON.
 
-`FILES` names them. They are written while the run goes on, so that one that was killed has them too. A run is worth
-more than its report: once one of these files cannot be written, that is said, and the run goes on without them.
+`FILES` names them. All but the trace and the report are written while the run goes on, so that one that was killed has
+them too. A run is worth more than its report: once one of these files cannot be written, that is said, and the run goes
+on without them.
 """
 
 from __future__ import annotations

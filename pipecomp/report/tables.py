@@ -88,13 +88,17 @@ def _steps(all_told: Sequence[words.Told]) -> str:
     for one in all_told:
         plan = words.planned(one.run)
         planned = None if plan is None else number(plan.get("step_s"))
-        known = isinstance(one.simulated, Simulated) and one.simulated.known
+        simulated = "the link’s rate is not known"
+        if isinstance(one.simulated, str):
+            simulated = one.simulated
+        elif one.simulated.known:
+            simulated = duration(one.simulated.seconds)
         measured = measures.step_seconds(one.run)
         rows.append(
             {
                 "run": one.run.name,
                 "measured": "–" if measured is None else duration(measured),
-                "simulated": duration(one.simulated.seconds) if known else "the link’s rate is not known",  # type: ignore[union-attr]
+                "simulated": simulated,
                 "planned": duration(planned) if planned is not None else "no plan.json of these settings",
             }
         )

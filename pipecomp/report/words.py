@@ -99,7 +99,7 @@ def _next(one: Told) -> str:
     best = next((change for change in one.changes if change.pays), None)
     if best is not None:
         return f"Next: {best.what} predicts {times(best.gain)} the speed ({best.why})."
-    return "Nothing that was tried in the simulation makes a step faster."
+    return "No setting that was tried in the simulation makes a step much faster."
 
 
 def _remark(one: Told) -> str:

@@ -191,7 +191,8 @@ def test_tables_and_charts_have_the_same_numbers(numbers):
     rank = {"rank": "3 (stage 1, replica 1)", "compute": "3.00 s", "quantize + store": "0.75 s"}
     rank |= {"wait for packets": "0.50 s", "reduce": "0.75 s", "update": "1.00 s", "other": "2.00 s"}
     assert cells[17:24] == list(rank.items())
-    assert cells[:3] == [("measured", "4 s"), *cells[1:3]]
+    no_simulation = "the run did not end in order, or did not write what its ranks did"
+    assert cells[:3] == [("measured", "4 s"), ("simulated", no_simulation), cells[2]]
     pale, full = figures.link_bytes([numbers]).figure["data"]
     assert (pale["name"], pale["x"]) == ("uncompressed", [100, 50] * 2)
     assert (full["name"], full["x"]) == ("sent", [10, 20] * 2)
