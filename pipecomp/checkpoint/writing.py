@@ -71,7 +71,7 @@ class Attempts:
         """What `agree` raises."""
         return CheckpointError(
             f"the checkpoint {self._folder} cannot be written: rank {rank}: {problem}. Nothing of it is left; "
-            "earlier ones are as they were"
+            "the last good one before it is as it was"
         )
 
 
