@@ -103,7 +103,7 @@ class Transport:
     backend: "tls" lets everything between ranks go over connections that are encrypted, and open only to machines
     with keys of this run; "gloo" sends from host memory over TCP as it is; "auto" takes "tls" where PIPECOMP_KEYS names
     keys, else "gloo". checksum: a CRC-32 over every packet.
-    timeout_s: seconds of silence after which a peer counts as lost (peers send a heartbeat four times as often).
+    timeout_s: seconds of silence after which a peer counts as lost, three quarters of them in a collective over gloo.
     keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS. trusted_network: "gloo" also at an address that
     the whole internet may reach.
     """

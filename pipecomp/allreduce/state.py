@@ -256,7 +256,7 @@ class State:
         Returns:
             `calls`; `bytes_raw`, of a ring all-reduce without compression; `bytes_sent`, what this rank put on its
             links; `relative_error`, the mean over calls of ‖x − sent‖ / ‖x‖ for the beginning of each bucket (None
-            where torch compresses); `seconds` by part: quantize, wait, reduce, decode.
+            with "none", and where torch compresses); `seconds` by part: quantize, wait, reduce, decode.
         """
         return self._counters.as_dict()
 

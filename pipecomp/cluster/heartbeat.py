@@ -1,11 +1,12 @@
 """Heartbeats of all ranks, for those who wait in a collective: gloo tells a closed connection, but not silence.
 
-Each rank writes a counter to torch's key-value store every few seconds and reads those of the others, from when it has
-joined them. One whose counter stands still for the configured time is stopped, dead, or cannot be reached. Whoever
-waits for it in a link gets an error from the link. Whoever waits in a collective cannot be woken: torch has no way to
-end a gloo call from outside. So, after a while for other errors to come first, such a rank says what happened,
-finishes its message stores and ends itself. A rank that fails writes why beside its counter: links end with that at
-once, also those of ranks that are not its neighbours, or that its own words do not reach.
+Each rank writes a counter to torch's key-value store at least once a second and reads those of the others, from when it
+has joined them. One whose counter stands still for the configured time, over gloo for three quarters of it, is stopped,
+dead, or cannot be reached. Whoever waits for it in a link gets an error from the link. Whoever waits in a collective
+cannot be woken: torch has no way to end a gloo call from outside. So, after a while for other errors to come first,
+such a rank says what happened, finishes its message stores and ends itself. A rank that fails writes why beside its
+counter: links end with that at once, also those of ranks that are not its neighbours, or that its own words do not
+reach.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Sign(NamedTuple):
 class Heartbeat:
     """This process's watch over the other ranks, in threads of its own; `process_heartbeat` makes it.
 
-    timeout_s: silence after which a rank is lost. on_exit: called before this process is ended. on_told: called with
+    timeout_s: the configured time of silence. on_exit: called before this process is ended. on_told: called with
     what another rank says has ended its training. All are of the engine that `begin` announced.
     """
 

@@ -105,7 +105,7 @@ class PlanOptions:
         memory: GB of a node.
         dtype: "fp32", "bf16" or "fp16".
         tie: whether tied weights stay tied.
-        gradients: one of `search.AVERAGES`, for replicas and tied weights; None to choose for replicas.
+        gradients: one of `search.AVERAGES`, for replicas and tied weights; None to choose.
         recompute: with `speed`: activation checkpointing.
         measure: time this machine, or all of a launcher's with their links.
         store: with `measure`: where the message store would be.

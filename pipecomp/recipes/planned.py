@@ -169,7 +169,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
 def batch_of(given: int | None, samples: int, replicas: int = 1) -> int:
     """Choose the samples of a step, so that replicas can share them.
 
-    Raises ConfigError if the text has fewer than were asked for, or than there are replicas.
+    Raises ConfigError if the text has fewer than were asked for, DataError if it has fewer than there are replicas.
     """
     if given is None:
         most = next((n for n in (MOST_SAMPLES, 16, 8, 4, 2, 1) if n <= samples), 0)

@@ -50,8 +50,8 @@ class CompressionCallback(TrainerCallback):
 
     It adds to Trainer's own training logs, on the first process: `grad_bytes_raw`, `grad_bytes_sent` (the bytes that
     this process put on its links since `train()` was called, without and with compression), `grad_compression` (their
-    ratio) and `grad_error` (mean of ‖g − sent‖ / ‖g‖ so far; absent with "powersgd" and "fp16"). `stats()` has them on
-    every process.
+    ratio) and `grad_error` (mean of ‖g − sent‖ / ‖g‖ so far; absent with "none", "powersgd" and "fp16"). `stats()` has
+    them on every process.
 
     Each process writes its error-feedback residuals to Trainer's checkpoints and loads them again with
     `resume_from_checkpoint`; not in a hyperparameter search, nor with `save_only_model`. A rank that is silent for
