@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.mesh.frames import ROOM_BYTES
-from pipecomp.sockets import leaving, with_sockets
+from pipecomp.sockets import cut, leaving, with_sockets
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.transport import Outgoing, Pacer, finished
 
@@ -47,6 +47,7 @@ _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
 _CLOSE_SECONDS = 10.0  # how long an end may take without anything that moves, or after a failure
+_CUT_S = 1.0  # for gloo to notice that its socket was shut down
 
 
 class GlooTransport(Delivery):
@@ -122,6 +123,9 @@ class GlooTransport(Delivery):
         self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8), time.monotonic()))
         self._drain()
         self._receiver.join(_CLOSE_SECONDS)
+        if self._receiver.is_alive():  # a thread that is inside torch when the interpreter ends aborts the process
+            cut(self._sockets)
+            self._receiver.join(_CUT_S)
 
     def _drain(self) -> None:
         """Wait until all that is queued has left, for as long as frames do: a slow link may need minutes."""

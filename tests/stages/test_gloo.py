@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -277,6 +278,24 @@ def test_packets_that_wait_when_a_link_is_closed_are_sent(group, monkeypatch):
     kinds = [int(group.sent.get(timeout=HANG_S)[0]) for _ in range(12 + 1)]
     assert kinds == [DATA] * 12 + [CLOSE]
     assert not end._sender.is_alive()
+
+
+def test_a_receiver_whose_peer_says_nothing_is_not_left_behind(group, monkeypatch):
+    """A thread that is inside torch when the interpreter ends aborts the process."""
+    monkeypatch.setattr(gloo, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(gloo, "_CUT_S", HANG_S)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as here, listener.accept()[0]:
+
+            def wait(self: Receive, timeout: timedelta) -> None:
+                raise RuntimeError(f"gloo: {len(here.recv(1))} bytes")
+
+            monkeypatch.setattr(Receive, "wait", wait)
+            end = GlooTransport(group, timeout_s=HANG_S, sockets=frozenset({here.fileno()}))
+            end.close()
+            assert not end._receiver.is_alive()
 
 
 @pytest.mark.parametrize("aborted", [False, True])
