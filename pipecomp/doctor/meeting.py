@@ -111,12 +111,16 @@ class Meeting:
         """Say whether rank 0 is lost, which collects and reports."""
         return 0 in self._lost
 
+    @property
+    def _over(self) -> str:
+        """What connects the ranks."""
+        return "gloo" if self._mesh is None else "TLS"
+
     def _direct(self) -> list[Finding]:
         """Rank 0: give every pair its turn, one after the other, so that no two share a cable."""
         joined = {rank: self._ask(rank, f"joined/{rank}", 6 * _GLOO_S, _SAID_NOTHING) for rank in range(self.world)}
         errors = {rank: error for rank, error in joined.items() if error is not None}
-        over = "gloo" if self._mesh is None else "TLS"
-        findings = [check_joined(errors, self.identities, over), check_same_versions(self.identities)]
+        findings = [check_joined(errors, self.identities, self._over), check_same_versions(self.identities)]
         findings += check_shared_gpus((i.rank, i.gpu) for i in self.identities if i.gpu is not None)
         chosen = [] if errors else pairs([i.machine for i in self.identities])
         self._say("pairs", chosen)
@@ -139,7 +143,7 @@ class Meeting:
         a, b = self.identities[pair[0]], self.identities[pair[1]]
         found, path = result if isinstance(result, list) else (result, None)
         measured = Measured(*found) if isinstance(found, list) else found
-        findings = [check_pair(a, b, measured)]
+        findings = [check_pair(a, b, measured, self._over)]
         if a.machine != b.machine and isinstance(result, list):
             findings += check_path((a.rank, b.rank), None if path is None else Path(*path))
             if isinstance(measured, Measured):

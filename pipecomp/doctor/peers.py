@@ -46,8 +46,11 @@ def pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
     return sorted(inside + between)[:_MOST_PAIRS]
 
 
-def check_pair(first: Identity, second: Identity, measured: Measured | str | None) -> Finding:
-    """Check the connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong."""
+def check_pair(first: Identity, second: Identity, measured: Measured | str | None, over: str = "gloo") -> Finding:
+    """Check the connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong.
+
+    over: what it goes over, "gloo" or "TLS".
+    """
     check = f"ranks {first.rank} and {second.rank}"
     where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
     if measured is None:
@@ -55,7 +58,7 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
         return Finding(check, WARNING, found, "Look at the slow ranks, then measure again with fewer ranks.")
     if isinstance(measured, str):
         found = f"{where}: no data came through: {measured}"
-        return Finding(check, PROBLEM, found, _firewall(first, second))
+        return Finding(check, PROBLEM, found, _firewall(first, second, over))
     out, back = measured.out_bit_s, measured.back_bit_s
     least, most = sorted((out, back))
     slow, fast = (first, second) if out < back else (second, first)
@@ -112,10 +115,12 @@ def check_joined(errors: Mapping[int, str], identities: Sequence[Identity], over
     who = ", ".join(map(str, sorted(errors)))
     error = max(errors.values(), key=lambda text: "remote=" in text)  # the side that called says where it called
     found = f"ranks meet, but {'rank' if len(errors) == 1 else 'ranks'} {who} cannot connect to the others: {error}"
-    return Finding(f"{over} connections", PROBLEM, found, _firewall(*identities[:2]))
+    return Finding(f"{over} connections", PROBLEM, found, _firewall(identities[0], identities[1], over))
 
 
-def _firewall(first: Identity, second: Identity) -> str:
+def _firewall(first: Identity, second: Identity, over: str) -> str:
+    if over == "TLS":
+        return "Every rank must reach rank 0 by TCP at PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT; no other port."
     if first.machine == second.machine:
         return "Look at the line gloo interface; GLOO_SOCKET_IFNAME=lo serves ranks on one machine."
     return (

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -590,6 +591,12 @@ def test_connections():
     expect(peers.check_joined({1: "connectFullMesh failed"}, [A, B]), PROBLEM, "rank 1", "connectFullMesh", "TCP ports")
     both = {0: "Connect timeout", 1: "refused, remote=[127.0.0.1]:23476"}
     expect(peers.check_joined(both, [A, B]), PROBLEM, "ranks 0, 1 cannot", "refused, remote=")
+
+
+def test_over_tls_no_advice_is_about_gloo():
+    for finding in (peers.check_joined({1: "closed"}, [A, B], "TLS"), peers.check_pair(A, B, "closed", "TLS")):
+        expect(finding, PROBLEM, "closed", "rank 0", "PIPECOMP_ADDRESS")
+        assert not re.search("gloo|GLOO|all TCP ports", finding.advice)
 
 
 def test_ranks_that_do_not_meet(monkeypatch):
