@@ -123,10 +123,9 @@ class StageWork:
         if self._on_logits is not None:
             engine.loss = self._on_logits(outputs, engine.pipe_buffers["labels"][buffer_id])
         elif engine._compute_loss and engine.module.loss_fn is not None:
-            loss = engine.module.loss_fn(outputs, engine.pipe_buffers["labels"][buffer_id])
+            engine.loss = engine.module.loss_fn(outputs, engine.pipe_buffers["labels"][buffer_id])
             allowed = "a function of logits and labels that returns the loss as a tensor"
-            require(isinstance(loss, Tensor), "loss_fn", loss, allowed)
-            engine.loss = loss
+            require(isinstance(engine.loss, Tensor), "loss_fn", engine.loss, allowed)
         else:
             engine.loss = outputs
         if engine.eval_return_logits:
