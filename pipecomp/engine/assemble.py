@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -159,7 +160,7 @@ def quantized_adam(
         parameters,
         **params,
         adam_w=adam_w,
-        max_norm=float(ds_config.get("gradient_clipping", 0.0)) or None,
+        max_norm=float(ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)) or None,
         freeze_step=g.freeze_step,
         bits=g.bits,
         group_size=g.group_size,

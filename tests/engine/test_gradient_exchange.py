@@ -49,6 +49,15 @@ def test_gradients_come_back_to_their_own_parameters() -> None:
     state.close()
 
 
+def _of_one_rank(p: torch.nn.Parameter, ds_config: dict[str, Any]) -> Any:
+    topology = SimpleNamespace(get_rank=lambda pipe, data: 0)
+    grid = SimpleNamespace(_topo=topology, pipe_parallel_size=1, data_parallel_size=1, get_stage_id=lambda: 0)
+    stage = SimpleNamespace(tied_parameters=dict)
+    module: Any = SimpleNamespace(mpu=lambda: grid, forward_funcs=[stage])
+    settings = Config.from_dict({"gradients": {"method": "quantized_adam", "freeze_step": 1}})
+    return quantized_adam(settings, ds_config, module, [p])
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "left"),
     [
@@ -64,13 +73,20 @@ def test_weight_decay_is_what_deepspeed_would_make_of_the_section(
     """Adam is AdamW there, unless `adam_w_mode` says otherwise: then decay alone is a gradient, and a step the rate."""
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.zeros(3)
-    topology = SimpleNamespace(get_rank=lambda pipe, data: 0)
-    grid = SimpleNamespace(_topo=topology, pipe_parallel_size=1, data_parallel_size=1, get_stage_id=lambda: 0)
-    stage = SimpleNamespace(tied_parameters=dict)
-    module: Any = SimpleNamespace(mpu=lambda: grid, forward_funcs=[stage])
-    settings = Config.from_dict({"gradients": {"method": "quantized_adam", "freeze_step": 1}})
     section = {"type": kind, "params": {"lr": 0.1, "weight_decay": 0.5, **given}}
-    optimizer = quantized_adam(settings, {"optimizer": section}, module, [p])
+    optimizer = _of_one_rank(p, {"optimizer": section})
     optimizer.step()
     optimizer.close()
     torch.testing.assert_close(p.detach(), torch.full((3,), left))
+
+
+@pytest.mark.parametrize(
+    ("given", "norm"), [({}, 1.0), ({"gradient_clipping": 2.5}, 2.5), ({"gradient_clipping": 0}, 5)]
+)
+def test_its_gradients_are_clipped_as_deepspeed_clips_those_of_others(given: dict[str, Any], norm: float) -> None:
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    optimizer = _of_one_rank(p, {"optimizer": {"type": "Adam"}, **given})
+    optimizer.step()
+    optimizer.close()
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.1 * norm * torch.tensor([0.6, 0.8]))
