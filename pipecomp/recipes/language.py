@@ -147,7 +147,8 @@ def documents_of(path: str, field: str) -> Texts:
             raise DataError(f"{path}, line {number}: not JSON: {error}") from error
         document = value.get(field) if isinstance(value, dict) else value
         if not isinstance(document, str):
-            has = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+            in_object = isinstance(value, dict) and field not in value
+            has = f"the keys {', '.join(value)}" if in_object else f"a value of type {type(document).__name__}"
             raise DataError(f"{path}, line {number}: has {has}; needed: an object with a text under {field!r}")
         try:
             document.encode()

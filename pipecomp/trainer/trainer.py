@@ -352,7 +352,7 @@ class PipelineTrainer:
         columns = None
         if self.args.remove_unused_columns:
             taken = inspect.signature(self._pipeline.model_class.forward).parameters
-            columns = [*taken, "label", "label_ids", "labels"]
+            columns = [*list(taken)[1:], "label", "label_ids", "labels"]
         return Samples.of(data, self.data_collator, columns, name)
 
     def num_examples(self, dataloader: Any) -> int:
