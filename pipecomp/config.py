@@ -133,8 +133,9 @@ class Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole section. seed: for shuffling and stochastic rounding. tie: keep weights tied that the model ties.
+    """The whole section.
 
+    seed: for shuffling, stochastic rounding and random weights. tie: keep weights tied that the model ties.
     in_flight: micro-batches that the first stage may run ahead of their backwards, later ones fewer, the last none;
     "auto" finds out.
     kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or "auto".

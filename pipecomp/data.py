@@ -115,7 +115,7 @@ class Sampler(Protocol):
 
 
 class ShardedSampler:
-    """Endless micro-batches of sample ids for one replica, and where in them training stands.
+    """Endless micro-batches of one replica, as places in the dataset.
 
     Replica r of n takes the samples r, r + n, r + 2n, …; all replicas take equally many, so up to n − 1 samples at the
     end of the dataset are left out. An incomplete micro-batch at the end of an epoch is dropped; the shuffled order
@@ -152,7 +152,7 @@ class ShardedSampler:
         self._order = self._own
 
     def batch(self, number: int) -> list[int]:
-        """List the ids of micro-batch `number`, counted from the start of training."""
+        """List the places of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._cached_epoch:
             order = self._arrange(epoch)

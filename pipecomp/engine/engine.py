@@ -161,7 +161,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Take one optimizer step over `gradient_accumulation_steps` micro-batches of each replica.
 
         Args:
-            data_iter: Batches for the first and the last stage, with "sample_ids"; by default the training data.
+            data_iter: Batches for the first and the last stage, with "sample_ids" where messages are kept; by default
+                the training data.
 
         Returns:
             The mean loss, on every rank; in local steps that of this rank's replica.
@@ -349,9 +350,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
 
         Returns:
             "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
-            name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": on disk.
-            "in_flight": micro-batches that may be under way. "micro_batches": the last step's seconds by micro-batch.
-            "local_steps": see `LocalTraining.stats`, where replicas take them.
+            name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": of
+            the store's file, or of its values in memory. "in_flight": micro-batches that may be under way.
+            "micro_batches": the last step's seconds by micro-batch. "local_steps": see `LocalTraining.stats`, where
+            replicas take them.
         """
         return self.reporting.stats()
 
@@ -368,8 +370,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Tell what every rank did in the last training step, as events of Chrome's trace format.
 
         Returns:
-            The same on every rank; all ranks must call this. What the network and the stores did is among it only
-            after `start_trace`.
+            The same on every rank; all ranks must call this. What the network did, and what stores read and put, is
+            among it only after `start_trace`.
         """
         with self.propagate_failure():
             return self.reporting.last_step()

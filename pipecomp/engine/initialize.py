@@ -83,7 +83,7 @@ def initialize(
             take them; by default one group of all.
         shuffle: Whether every epoch has a new order of samples, by the section's seed.
         tokens: Of a sample, where bits are measured for training; by default as many as the longest of the first of
-            `training_data` has, and without data 512.
+            `training_data` has, and without data 512, or what the model takes.
 
     Returns:
         The engine. It trains with `train_batch`.

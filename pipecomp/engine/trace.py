@@ -103,7 +103,7 @@ class Trace:
         return list(self._kept)
 
     def last_step(self) -> list[Event]:
-        """Those of the last step; what transports and stores do is among them once a trace was started."""
+        """Those of the last step; sends, receives and what stores read and put only once a trace was started."""
         return list(self._last)
 
     def micro_batches(self) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
         "--seed",
         type=at_least(0, MOST_SEED),
         metavar="S",
-        help="order of samples, dropout, stochastic rounding (default 0)",
+        help="order of samples and stochastic rounding (default: the configuration's), dropout (default 0)",
     )
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add(
