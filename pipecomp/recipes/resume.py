@@ -268,7 +268,11 @@ class Checkpoints:
         """Write a checkpoint after step `step` if it is time to; every rank must call this."""
         due = ends_epoch if self._every is None else step % self._every == 0
         if (due or last) and not self.save_now(engine):
-            say_here("the run goes on without this checkpoint, and tries again when the next one is due")
+            say_here(
+                "the run ends without this checkpoint"
+                if last
+                else "the run goes on without this checkpoint, and tries again when the next one is due"
+            )
 
     def save_now(self, engine: Any, *, evaluation_due: bool = False) -> bool:
         """Write a checkpoint, if there is a folder for it; every rank must call this.

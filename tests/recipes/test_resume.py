@@ -262,6 +262,15 @@ class Writing(Engine):
 
 @pytest.mark.usefixtures("alone")
 class TestWhoseTheyAre:
+    @pytest.mark.parametrize(("last", "then"), [(False, "the run goes on"), (True, "the run ends")])
+    def test_what_becomes_of_a_run_that_cannot_write(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, last: bool, then: str
+    ) -> None:
+        engine = Writing()
+        engine.refusals = 2
+        Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).save(engine, 4, ends_epoch=True, last=last)
+        assert f"{then} without this checkpoint" in "".join(capsys.readouterr())
+
     def test_a_run_does_not_begin_where_another_has_checkpoints(self, tmp_path: Path) -> None:
         args = given("--checkpoint", str(tmp_path))
         assert Checkpoints(args, {}, {"lr": 1}, {}).find() == ""
