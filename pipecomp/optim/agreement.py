@@ -67,7 +67,7 @@ class Agreement:
         if bad:
             self.skipped_steps += 1
             if found_inf is None:  # shown where `step` was called: it has two decorators
-                warnings.warn("a gradient is NaN, Inf or above 2**60: this step is skipped on all ranks", stacklevel=5)
+                warnings.warn("a gradient is NaN, Inf or above 2**60: its group of ranks skips this step", stacklevel=5)
         usable = [i for i, flag in enumerate(flags[:-1].tolist()) if flag == _USABLE]
         return [i for i in usable if not bad or id(listed[i][0]) in self._tied]
 

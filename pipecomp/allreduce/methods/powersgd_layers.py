@@ -129,7 +129,7 @@ class _Group:
 class LayerwisePowerSgd:
     """Averages each layer with a rank of its own; see HookAverage.
 
-    own: the rank before the first plan. All but the last of a bucket's ranks are waited for: see `_start`.
+    own: the rank before the first plan. All but the last of a bucket's ranks are waited for: see `run`.
     """
 
     saved_as = "adaptive"
