@@ -226,7 +226,7 @@ class Report:
         """
         if not self._silent:
             self._stop_progress()
-            where = "there" if saved else "the checkpoint before, as this step could not be saved"
+            where = "there" if saved else "the checkpoint before, if any, as this step could not be saved"
             how = "" if resumes else " with --resume auto"
             self._say(f"stopped   after step {step}: {reason}; the same command{how} goes on from {where}")
 

@@ -40,7 +40,7 @@ def save(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequenc
             checkpoints.remove(folder)
             state.best_model_checkpoint = best
             if last:
-                say_here(f"{error}. Training goes on without {Path(folder).name}")
+                say_here(f"{error}. There will be no {Path(folder).name}")
                 return False
             say_here(f"{error}. It is tried again without the oldest ones, which save_total_limit lets go")
             checkpoints.rotate(args.output_dir, limit - 1, best, trainer.group)

@@ -170,7 +170,7 @@ class Training:
         due = [checkpoints.EVALUATION] if trainer.control.should_evaluate else []
         saved = self._save([*due, checkpoints.EPOCH_END] if ends_epoch else due)
         self._recording.interrupted()
-        way = "resume_from_checkpoint=True goes on" + ("" if saved else " from an earlier one")
+        way = "resume_from_checkpoint=True goes on" + ("" if saved else " from an earlier one, if any")
         _log.warning("stopped after step %d: %s; %s", state.global_step, reason, way)
         trainer.end()
         raise self._interruption.leave(reason)

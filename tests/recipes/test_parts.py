@@ -518,7 +518,7 @@ class TestReport:
             Report(None, None, silent=False).interrupted(7, "SIGINT on rank 0", saved=True, resumes=resumes)
             assert f"after step 7: SIGINT on rank 0; {how} goes on from there\n" in capsys.readouterr().out
         Report(None, None, silent=False).interrupted(7, "SIGINT", saved=False, resumes=True)
-        assert "goes on from the checkpoint before, as this step could not be saved" in capsys.readouterr().out
+        assert "goes on from the checkpoint before, if any, as this step could not be saved" in capsys.readouterr().out
 
     def test_an_epoch_whose_losses_an_earlier_run_had(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A run that was stopped on an epoch's last step goes on with its evaluation, and may have no lines of it."""
