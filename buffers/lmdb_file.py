@@ -130,10 +130,21 @@ def _make_lock(file: Path) -> None:
 
 
 class ValueFile:
-    """The LMDB file of one rank. One thread writes at a time; any thread reads."""
+    """The LMDB file of one rank. One thread writes at a time; any thread reads.
 
-    def __init__(self, path: Path, *, map_bytes: int = MAP_BYTES, readonly: bool = False) -> None:
+    before_write: called before each transaction that writes, but for the one that makes the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        map_bytes: int = MAP_BYTES,
+        readonly: bool = False,
+        before_write: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = path
+        self._before_write = before_write
         self._reading = threading.Lock()  # held by readers; the map must not move beneath them
         self._writing = threading.RLock()
         with explained(path, "open the message store"):
@@ -196,10 +207,10 @@ class ValueFile:
 
     def table(self, name: str, *, create: bool = True) -> Table:
         """Open the table of a link, with empty `places`: fill them from `scan`."""
-        if not create:
-            with explained(self.path, "read"):
-                return Table(name, self._env.open_db(name.encode(), create=False))
-        return Table(name, self._transact(lambda txn: self._env.open_db(name.encode(), txn=txn)))
+        if create and name not in self.table_names():
+            return Table(name, self._transact(lambda txn: self._env.open_db(name.encode(), txn=txn)))
+        with explained(self.path, "read"), self._writing:
+            return Table(name, self._env.open_db(name.encode(), create=False))
 
     def scan(self, table: Table) -> list[Row]:
         """Read the headers of all values, by slot; only their first pieces are looked at."""
@@ -353,6 +364,7 @@ class ValueFile:
         with explained(self.path, "write"), self._writing:
             if self._file_identity() != self._identity:  # LMDB would go on with a file that nobody finds any more
                 raise OSError(errno.ENOENT, f"{DATA_FILE} is not the file any more that was opened")
+            self._before_write()
             while True:
                 try:
                     with self._env.begin(write=True) as txn:

@@ -1,9 +1,9 @@
 """A rank's folder on disk: held by one process at a time, marked while not all of it has reached the disk.
 
 `in-use` is locked by the process that works here; the system frees the lock when the process ends, however it ends.
-`unsynced` exists from the first step that is written to the close, and names the boot of the machine. A store that is
-opened under another boot with the mark still there may have lost writes: see `lmdb_check`. It is not taken away by each
-sync: to set it again costs an fsync, which can take seconds while others write to the same disk.
+`unsynced` exists from the first remark or step that is written to the close, and names the boot of the machine. A store
+that is opened under another boot with the mark still there may have lost writes: see `lmdb_check`. It is not taken away
+by each sync: to set it again costs an fsync, which can take seconds while others write to the same disk.
 """
 
 from __future__ import annotations

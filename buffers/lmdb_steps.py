@@ -90,7 +90,6 @@ class StepWriter:
             table: {i: None if e is None else e.pack(self._format, table.where(i)) for i, e in step.items()}
             for table, step in steps.items()
         }
-        self._folder.mark_unsynced()
         file.write(changes)
         for step in steps.values():
             for entry in step.values():

@@ -132,7 +132,7 @@ class LmdbEnvironment:
         with ExitStack() as undo:
             undo.callback(self._folder.release)
             self._prove_sound()
-            self.file = ValueFile(self.path, map_bytes=map_bytes)
+            self.file = ValueFile(self.path, map_bytes=map_bytes, before_write=self._folder.mark_unsynced)
             undo.callback(self.file.close)
             check_format(self.file)
             undo.pop_all()
@@ -182,7 +182,7 @@ class LmdbEnvironment:
             self._folder.mark_unsynced()
             (self.path / LOCK_FILE).unlink(missing_ok=True)
             copy_file(saved, self.path / DATA_FILE)
-            self.file = ValueFile(self.path)
+            self.file = ValueFile(self.path, before_write=self._folder.mark_unsynced)
             check_format(self.file)
             for store in self._stores.values():
                 if not store._closed:

@@ -513,8 +513,17 @@ class TestRestart:
 
     def test_the_mark_lasts_from_the_first_write_to_the_close(self, opened, tmp_path):
         mark = tmp_path / "rank-0" / UNSYNCED_FILE
-        opened().flush()
+        environment = opened()
+        assert mark.exists()  # what a store says about itself is in its file, too
+        environment.link("link-0", SETTINGS)
+        environment.close()
         assert not mark.exists()
+        environment = opened()
+        environment.link("link-0", SETTINGS)
+        assert not mark.exists()
+        environment.bind("run")
+        assert mark.exists()
+        environment.close()
         environment, _ = self.fill(opened)
         environment.writer.drain()
         assert mark.exists()
@@ -522,6 +531,15 @@ class TestRestart:
         assert mark.exists()
         environment.close()
         assert not mark.exists()
+
+    def test_a_store_that_was_about_to_be_made_is_used(self, opened, tmp_path):
+        """Its process was killed when it had made the file, and the mark, but not yet written that."""
+        folder = tmp_path / "rank-0"
+        folder.mkdir()
+        ValueFile(folder).close()
+        (folder / UNSYNCED_FILE).touch()
+        self.fill(opened)[0].close()
+        assert not (folder / UNSYNCED_FILE).exists()
 
     def test_a_sound_store_is_used_after_the_machine_restarted(self, opened, tmp_path):
         self.fill(opened)[0].close()
