@@ -46,7 +46,7 @@ _RANK = struct.Struct("<i")
 _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
-_CLOSE_SECONDS = 10.0  # how long an end may take without anything that moves, or after a failure
+_CLOSE_SECONDS = 10.0  # how long an end may take after a failure, and at least without anything that moves
 _CUT_S = 1.0  # for gloo to notice that its socket was shut down
 
 
