@@ -31,7 +31,7 @@ from pipecomp.engine.facts import run_facts
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
-from pipecomp.engine.matching import match_replicas
+from pipecomp.engine.matching import kept_buffers, match_replicas
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.run_ahead import RunAhead
@@ -206,6 +206,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     ) -> Any:
         """Evaluate batches without touching the message stores; arguments and result as DeepSpeed's.
 
+        All replicas evaluate with the first one's buffers, such as batch norm's statistics: a checkpoint has these.
+
         Args:
             data_iter: Batches for the first and the last stage, each of at most 64 samples, or as many as a training
                 micro-batch has; `allow_evaluation` allows more.
@@ -226,6 +228,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
         with self.propagate_failure(), self._work.handing_over(on_logits), self.common_weights():
+            match_replicas(kept_buffers(self.stage), self.seq_data_parallel_group)
             result = super().eval_batch(data_iter, *args, **kwargs)
         self.progress.evaluations += 1
         return result
@@ -401,7 +404,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         return [self._get_ckpt_name(checkpoints_path, tag)] * self.num_stages
 
     def _broadcast_model(self) -> None:
-        match_replicas(list(self.module.parameters()), self.seq_data_parallel_group)
+        match_replicas([*self.module.parameters(), *self.module.buffers()], self.seq_data_parallel_group)
 
     def _aggregate_total_loss(self) -> Tensor:
         with nullcontext() if self.local is None else self.local.own_loss():

@@ -47,6 +47,12 @@ def match_tied(stage: Stage | ModuleStage, split_plan: SplitPlan, grid: Any, all
                 dist.destroy_process_group(group)
 
 
+def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers that a checkpoint has, such as batch norm's statistics, which each replica collects for itself."""
+    kept = module.state_dict(keep_vars=True).keys()
+    return [buffer for name, buffer in module.named_buffers() if name in kept]
+
+
 def match_replicas(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give each of them the values of the group's first rank, where they differ; every rank in it must call this.
 
