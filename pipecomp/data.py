@@ -10,6 +10,7 @@ the same micro-batches.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -28,6 +29,7 @@ LABEL_KEYS = ("labels", "label")
 INPUT_KEYS = ("input_ids", "pixel_values")
 ID_KEY = "sample_ids"
 MAX_ID = 2**63 - 1
+SHOWN = 8  # samples of a dataset that ranks compare
 
 
 @dataclass(frozen=True)
@@ -258,3 +260,50 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
     size = count_samples(data, "evaluation data")
     starts = range(0, size, micro_batch)
     return [_micro_batch(data, list(range(a, min(a + micro_batch, size))), collate, a) for a in starts]
+
+
+# -- what ranks compare of a dataset, which each of them makes for itself
+
+
+def dataset_facts(data: Any, name: str) -> dict[str, Any]:
+    """Return what is compared of a dataset: its length and a digest of some samples.
+
+    data: samples by number. name: the dataset's, for errors.
+    """
+    facts: dict[str, Any] = {f"length of {name}": len(data)}
+    places = sorted({round(i * (len(data) - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})
+    with seeded(0):
+        first = [_digest(data[i]) for i in places]
+    with seeded(0):
+        again = [_digest(data[i]) for i in places]
+    if first == again:  # else it draws at random, from a generator of its own
+        digest = hashlib.sha256("".join(first).encode()).hexdigest()[:12]
+        facts[f"order or content of {name} (digest of {len(places)} samples)"] = digest
+    return facts
+
+
+def _digest(sample: Any) -> str:
+    found = hashlib.sha256()
+    _add(found, sample)
+    return found.hexdigest()
+
+
+def _add(found: Any, value: Any) -> None:
+    """Values, in whatever order a mapping has them; of other objects only the type."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            found.update(f"{key}:".encode())
+            _add(found, value[key])
+    elif isinstance(value, (list, tuple)):
+        found.update(f"[{len(value)}".encode())
+        for item in value:
+            _add(found, item)
+    elif isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        found.update(f"{flat.dtype}{tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSU":
+        found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        found.update(f"{value!r},".encode())
+    else:
+        found.update(type(value).__name__.encode())

@@ -120,6 +120,7 @@ def _facts(split_plan: SplitPlan, model: Any) -> dict[str, Any]:
         "model": split_plan.model_class,
         "cuts of the model": split_plan.cuts,
         "parameters of its stages": split_plan.parameters,
+        "trained parameters of its stages": split_plan.trained,
     }
     if isinstance(model, torch.nn.Module):
         facts["dtype of the model"] = str(next(model.parameters()).dtype)

@@ -25,7 +25,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import collective_backend, join_processes
 from pipecomp.cluster.sharing import own_gpu, ranks_on_gpu
-from pipecomp.data import ShardedSampler, TrainLoader, count_samples
+from pipecomp.data import ShardedSampler, TrainLoader, count_samples, dataset_facts
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import (
     check_given,
@@ -71,7 +71,7 @@ def initialize(
             plain modules, made by `pipecomp.stages.modules`, with a `loss_fn`.
         num_stages: K. The number of processes is K × replicas.
         config: DeepSpeed's configuration with a "pipecomp" section, as a dict or a JSON file.
-        training_data: Samples, with a length.
+        training_data: Samples, with a length: all of them on every rank, as replicas share them out.
         collate_fn: From samples to a batch with labels and input_ids, or pixel_values for plain modules. Not needed
             for samples of equal length. What it or the data draw at random is the same on all stages.
         cuts: K + 1 block numbers where the model is cut, in place of `num_stages`.
@@ -117,11 +117,15 @@ def initialize(
         engine.local_rank = int(os.environ["LOCAL_RANK"])  # DeepSpeed names files by it, and took its device's number
         gpu = own_gpu(engine.local_rank) if engine.device.type == "cuda" else None
         engine.run_ahead.sharing = ranks_on_gpu(all_ranks, gpu) or engine.run_ahead.sharing
+        facts: dict[str, Any] = {}
         with all_ranks.collective_errors():
             if training_data is not None:
                 sampler = _sampler(engine, count_samples(training_data, "training_data"), agreed.settings.seed, shuffle)
                 seed = ops.mix_seed(agreed.settings.seed, engine.grid.data_parallel_id)
                 engine.set_loader(TrainLoader(training_data, sampler, collate_fn, seed=seed))
+                facts = dataset_facts(training_data, "training_data")
+        found = all_ranks.all_gather_object(facts)
+        all_ranks.assert_same_on_all_ranks(facts or next(filter(None, found), {}))  # middle stages need no data
         length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
         _connect(engine, agreed, length, all_ranks, heartbeat)
     _at_exit(engine)

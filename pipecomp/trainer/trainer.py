@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 
 from pipecomp.cluster.start import all_ranks
+from pipecomp.data import dataset_facts
 from pipecomp.errors import require
 from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
 from pipecomp.trainer.callbacks import fire
@@ -239,7 +240,7 @@ class PipelineTrainer:
             require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
-            facts = alike.dataset_facts(samples, "train_dataset")
+            facts = dataset_facts(samples.data, "train_dataset")
         alike.check_arguments(
             ranks, self.args, **facts, resumes=bool(resume_from_checkpoint), save_on_signal=self._save_on_signal
         )
@@ -322,7 +323,7 @@ class PipelineTrainer:
         ranks = all_ranks()
         with ranks.collective_errors():
             samples = self._samples(data, name)
-            facts = alike.dataset_facts(samples, name)
+            facts = dataset_facts(samples.data, name)
         alike.check_arguments(ranks, self.args, **facts)
         engine = self.engine
         engine.allow_evaluation(self.args.per_device_eval_batch_size)

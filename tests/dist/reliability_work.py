@@ -205,28 +205,25 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
     """Rank 1 differs from the others, each time in something else."""
     import pipecomp
 
-    def start(
-        section: dict | None = None, layers: int = 4, cuts: Any = None, schedule: Any = None, **more: Any
-    ) -> None:
+    def start(section: dict | None = None, *, given: dict | None = None, **more: Any) -> None:
         config = ds_config({"activations": AQSGD, "store": {"backend": "memory"}} | (section or {}), **more)
-        pipecomp.initialize(
-            gpt2(layers=layers),
-            num_stages=None if cuts else world,
-            cuts=cuts,
-            config=config,
-            training_data=samples(),
-            lr_scheduler=schedule,
-        )
+        usual = {"model": gpt2(layers=4), "num_stages": world, "config": config, "training_data": samples()}
+        pipecomp.initialize(**usual | (given or {}))
 
     mine = rank == 1
+    frozen = gpt2()
+    frozen.transformer.h[0].ln_1.bias.requires_grad_(not mine)
     out = {
         "bits": error_of(lambda: start({"activations": AQSGD | {"forward_bits": 2}} if mine else None)),
         "batch": error_of(lambda: start(micro_batches=4 if mine else 3)),
         "rate": error_of(lambda: start(optimizer={"type": "AdamW", "params": {"lr": 0.5 if mine else 0.1}})),
-        "cut": error_of(lambda: start(cuts=[0, 1, 3, 4] if mine else [0, 2, 3, 4])),
-        "model": error_of(lambda: start(layers=5 if mine else 4)),
+        "cut": error_of(lambda: start(given={"num_stages": None, "cuts": [0, 1 if mine else 2, 3, 4]})),
+        "model": error_of(lambda: start(given={"model": gpt2(layers=5 if mine else 4)})),
+        "frozen": error_of(lambda: start(given={"model": frozen})),
+        "length": error_of(lambda: start(given={"training_data": samples(20 if mine else 24)})),
+        "content": error_of(lambda: start(given={"training_data": samples(seed=7 if mine else 1)})),
         "dtype": error_of(lambda: start(**({"bf16": {"enabled": True}} if mine else {}))),
-        "schedule": error_of(lambda: start(schedule=(lambda optimizer: None) if mine else None)),
+        "schedule": error_of(lambda: start(given={"lr_scheduler": (lambda optimizer: None) if mine else None})),
         "key": error_of(lambda: start({"no such": 1} if mine else None)),
     }
     from pipecomp.cluster import agreement

@@ -34,10 +34,10 @@ from pipecomp.buffers import open_environment
 from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.run_id import model_digest
-from pipecomp.data import ShardedSampler
+from pipecomp.data import ShardedSampler, dataset_facts
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
-from pipecomp.trainer import PipelineTrainer, alike, arguments, callbacks, checkpoints, message_stores, model_io
+from pipecomp.trainer import PipelineTrainer, arguments, callbacks, checkpoints, message_stores, model_io
 from pipecomp.trainer.deepspeed_config import engine_config
 from pipecomp.trainer.evaluation import _joined
 from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, loader_options
@@ -882,7 +882,7 @@ class Scattering:
 
 
 def facts(data: Any) -> dict[str, Any]:
-    return alike.dataset_facts(Samples(data, list), "train_dataset")
+    return dataset_facts(data, "train_dataset")
 
 
 def test_another_order_or_content_of_a_dataset_is_noticed() -> None:
