@@ -145,12 +145,12 @@ def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -
 
 def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_to: list[str]) -> list[str]:
     """Make the command line of each rank. given: by the rank's arguments; None is left out, True is a switch."""
-    from pipecomp.report.record import default_folder
+    from pipecomp.report.record import CHECKPOINTS, default_folder
 
     folder = str(out or default_folder("train"))
     places = {"--deepspeed_config": f"{folder}/ds_config.json", "--run": folder, "--save": f"{folder}/model"}
     if given["--save-every"] is not None:
-        places |= {"--checkpoint": f"{folder}/checkpoints", "--resume": "auto"}
+        places |= {"--checkpoint": f"{folder}/{CHECKPOINTS}", "--resume": "auto"}
     both = {key: value for key, value in (given | places).items() if value is not None}
     words = chain.from_iterable([key] if value is True else [key, str(value)] for key, value in both.items())
     return [*words, "--train-file", *map(str, data), *(["--report-to", *report_to] if report_to else [])]

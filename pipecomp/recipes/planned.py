@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from pipecomp.checkpoint import manifest
 from pipecomp.cluster import start
 from pipecomp.cluster.closed import KEYS
 from pipecomp.cluster.collectives import broadcast
@@ -34,7 +35,7 @@ from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.report import precision
 from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
-from pipecomp.report.record import PLAN
+from pipecomp.report.record import CHECKPOINTS, PLAN
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
@@ -126,13 +127,15 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
         Where the model is cut.
 
     Raises:
-        ConfigError: On every rank, for a batch that cannot be, or a folder that cannot be written.
+        ConfigError: On every rank, for a batch that cannot be, or a folder that cannot be written or has checkpoints
+            that this run does not go on from.
     """
     folder, world = Path(args.run), dist.get_world_size()
     stages = args.stages or world
     ranks = start.all_ranks()
     with ranks.collective_errors():
         check_processes("--stages", stages)
+        check_unused(args, folder)
         batch = batch_of(args.batch, samples, world // stages)
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -164,6 +167,16 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
                 write_whole(file, written)
     cuts: list[int] = made["cuts"]
     return cuts
+
+
+def check_unused(args: argparse.Namespace, folder: Path) -> None:
+    """Raise ConfigError where a run that keeps no checkpoints would overwrite what those in its folder need."""
+    there = args.checkpoint is None and manifest.steps(folder / CHECKPOINTS)
+    allowed = (
+        f"a number, as {folder} has checkpoints: the run goes on from the last good one. To begin anew, take another "
+        "folder"
+    )
+    require(not there, "--save-every", None, allowed)
 
 
 def batch_of(given: int | None, samples: int, replicas: int = 1) -> int:
@@ -207,7 +220,11 @@ def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) ->
     Raises ConfigError for a plan of other stages or processes: its cuts and batch sizes are for those.
     """
     file = folder / PLAN
-    if args.resume is None or not file.is_file() or not Path(args.checkpoint).is_dir():
+    if (
+        args.resume is None
+        or not file.is_file()
+        or not any(map(manifest.finished, manifest.steps(args.checkpoint).values()))
+    ):
         return None
     try:
         made = json.loads(file.read_text())

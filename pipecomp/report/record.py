@@ -30,6 +30,7 @@ RUN, METRICS, RANKS, TRACE, PLAN, PAGE = (
     "plan.json",
     "report.html",
 )
+CHECKPOINTS = "checkpoints"  # beside them, of `pipecomp train`
 FILES = {
     RUN: "what was run: model, stages, settings, links",
     METRICS: "a line for each step: loss, seconds, bytes and bits of codes of each link since the start",
@@ -57,6 +58,9 @@ class Recorder:
             seconds are added to those of this part.
         required: Whether a folder that cannot be written is an error, and not merely said.
 
+    Attributes:
+        kept: Those lines.
+
     Raises:
         ConfigError: If the folder cannot be written and is `required`.
     """
@@ -66,6 +70,7 @@ class Recorder:
         self._after, self._steps = after, 0
         self._facts: dict[str, Any] = {}
         self._ranks: dict[str, Any] = {"first_step": after}
+        self.kept: list[dict[str, Any]] = []
         self._last: dict[str, Any] = {}  # of the earlier part
         self._metrics: TextIO | None = None
         self._began = self._written = time.perf_counter()
@@ -73,10 +78,10 @@ class Recorder:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            kept = lines_until(self.folder / METRICS, after)
-            write_whole(self.folder / METRICS, "".join(map(json_line, kept)))
+            self.kept = lines_until(self.folder / METRICS, after)
+            write_whole(self.folder / METRICS, "".join(map(json_line, self.kept)))
             self._metrics = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in _close)
-            for record in kept:
+            for record in self.kept:
                 self._last |= record  # a line of an evaluation has no counters
             for left in (RANKS, TRACE, PAGE):  # of an earlier run
                 (self.folder / left).unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipecomp.checkpoint import manifest
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.recipes import planned
 from pipecomp.report.record import PLAN
@@ -70,12 +71,38 @@ def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -
 
 def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: Path) -> None:
     args = arguments(tmp_path, "--checkpoint", str(tmp_path), "--resume", "auto")
+    finished_checkpoint(tmp_path)
     (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}))
     assert planned._earlier(args, tmp_path, 2, 4) == {"config": {}, "cuts": [0, 1, 4]}
     with pytest.raises(ConfigError, match="--stages: got 4, allowed: 2, as in the plan of the run that goes on in"):
         planned._earlier(args, tmp_path, 4, 4)
     with pytest.raises(ConfigError, match="number of processes: got 2, allowed: 4, as in the plan"):
         planned._earlier(args, tmp_path, 2, 2)
+
+
+def finished_checkpoint(folder: Path) -> None:
+    (folder / "global_step3").mkdir(parents=True)
+    manifest.write(folder / "global_step3", 0)
+
+
+def test_without_a_checkpoint_there_is_no_earlier_plan(tmp_path: Path) -> None:
+    """A run that ran out of memory is started again with a smaller --batch: the old plan has the old one's sizes."""
+    args = arguments(tmp_path, "--checkpoint", str(tmp_path / "checkpoints"), "--resume", "auto", "--batch", "8")
+    (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}}))
+    (tmp_path / "checkpoints" / "global_step3").mkdir(parents=True)  # not finished
+    assert planned._earlier(args, tmp_path, 2, 4) is None
+
+
+def test_a_run_without_checkpoints_does_not_take_the_folder_of_one_that_has_some(tmp_path: Path) -> None:
+    """It would overwrite the plan and the metrics that the other one goes on with, and empty its message store."""
+    args = arguments(tmp_path)
+    planned.check_unused(args, tmp_path)
+    finished_checkpoint(tmp_path / "checkpoints")
+    with pytest.raises(
+        ConfigError, match=r"--save-every: got None, allowed: a number, as .* has checkpoints: the run goes"
+    ):
+        planned.check_unused(args, tmp_path)
+    planned.check_unused(arguments(tmp_path, "--checkpoint", str(tmp_path / "checkpoints")), tmp_path)
 
 
 @pytest.mark.parametrize("taken", ["file", "file/below"])
