@@ -103,6 +103,11 @@ class AllRanks:
             self.leave()
             raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
 
+    def assert_same_where_known(self, facts: Mapping[str, Any]) -> None:
+        """Do the same with facts of which each rank knows only some."""
+        others = {key: value for known in reversed(self.all_gather_object(facts)) for key, value in known.items()}
+        self.assert_same_on_all_ranks({**others, **facts})
+
     def leave(self, *, but: int | None = None) -> None:
         """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers.
 

@@ -38,7 +38,7 @@ from pipecomp.engine.assemble import (
 from pipecomp.engine.connect import open_links, open_transports, tied_groups
 from pipecomp.engine.dropout import fewest_bits, warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
-from pipecomp.engine.matching import match_tied
+from pipecomp.engine.matching import match_tied, optimizer_facts
 from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch, ops
@@ -117,15 +117,14 @@ def initialize(
         engine.local_rank = int(os.environ["LOCAL_RANK"])  # DeepSpeed names files by it, and took its device's number
         gpu = own_gpu(engine.local_rank) if engine.device.type == "cuda" else None
         engine.run_ahead.sharing = ranks_on_gpu(all_ranks, gpu) or engine.run_ahead.sharing
-        facts: dict[str, Any] = {}
+        facts = optimizer_facts(engine)
         with all_ranks.collective_errors():
             if training_data is not None:
                 sampler = _sampler(engine, count_samples(training_data, "training_data"), agreed.settings.seed, shuffle)
                 seed = ops.mix_seed(agreed.settings.seed, engine.grid.data_parallel_id)
                 engine.set_loader(TrainLoader(training_data, sampler, collate_fn, seed=seed))
-                facts = dataset_facts(training_data, "training_data")
-        found = all_ranks.all_gather_object(facts)
-        all_ranks.assert_same_on_all_ranks(facts or next(filter(None, found), {}))  # middle stages need no data
+                facts |= dataset_facts(training_data, "training_data")
+        all_ranks.assert_same_where_known(facts)  # middle stages need no data
         length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
         _connect(engine, agreed, length, all_ranks, heartbeat)
     _at_exit(engine)

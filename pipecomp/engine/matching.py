@@ -1,5 +1,7 @@
 """The same weights where training must begin with the same ones: on all replicas, and in all copies of a tied one.
 
+What of the optimizer must be the same on all replicas of a stage is told here, too.
+
 What each rank has is told by digests, and only what differs is sent: mostly all have read the same file.
 """
 
@@ -68,6 +70,26 @@ def match_replicas(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup)
     for parameter, same in zip(parameters, alike.tolist(), strict=True):
         if not same:
             dist.broadcast(parameter.detach(), src=dist.get_global_rank(group, 0), group=group)
+
+
+def optimizer_facts(engine: Any) -> dict[str, Any]:
+    """Which parameters the groups of this stage's optimizer have, in their order, and with which options.
+
+    A function of the user's has made them on every rank for itself. With ZeRO and bf16 replicas share states by places.
+    """
+    optimizer, names = engine.optimizer, {id(p): name for name, p in engine.stage.named_parameters()}
+    if optimizer is None:  # for evaluation alone
+        return {}
+    plain = [group["params"] for group in optimizer.param_groups]
+    groups = getattr(optimizer, "bit16_groups", getattr(optimizer, "bf16_groups", plain))
+    ordered = "; ".join(",".join(names.get(id(p), "") for p in group) for group in groups)
+    of = f"groups of parameters on stage {engine.stage_id}"
+    kinds = (bool, int, float, str, tuple, list)
+    options = [{k: v for k, v in g.items() if k != "params" and isinstance(v, kinds)} for g in optimizer.param_groups]
+    return {
+        f"order of the optimizer's {of} (digest)": hashlib.sha256(ordered.encode()).hexdigest()[:12],
+        f"options of the optimizer's {of}": options,
+    }
 
 
 def _digest(parameter: torch.Tensor) -> str:

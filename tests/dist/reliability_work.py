@@ -210,6 +210,9 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
         usual = {"model": gpt2(layers=4), "num_stages": world, "config": config, "training_data": samples()}
         pipecomp.initialize(**usual | (given or {}))
 
+    def start_replicas(groups: Any) -> None:
+        start(given={"num_stages": 1, "config": ds_config(), "parameter_groups": groups})
+
     mine = rank == 1
     frozen = gpt2()
     frozen.transformer.h[0].ln_1.bias.requires_grad_(not mine)
@@ -222,6 +225,12 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
         "frozen": error_of(lambda: start(given={"model": frozen})),
         "length": error_of(lambda: start(given={"training_data": samples(20 if mine else 24)})),
         "content": error_of(lambda: start(given={"training_data": samples(seed=7 if mine else 1)})),
+        "order": error_of(
+            lambda: start_replicas(lambda stage: [{"params": list(stage.parameters())[:: -1 if mine else 1]}])
+        ),
+        "options": error_of(
+            lambda: start_replicas(lambda stage: [{"params": stage.parameters(), "lr": 0.5 if mine else 0.1}])
+        ),
         "dtype": error_of(lambda: start(**({"bf16": {"enabled": True}} if mine else {}))),
         "schedule": error_of(lambda: start(given={"lr_scheduler": (lambda optimizer: None) if mine else None})),
         "key": error_of(lambda: start({"no such": 1} if mine else None)),

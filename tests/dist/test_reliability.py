@@ -93,6 +93,8 @@ def test_ranks_that_differ_are_told_in_what(tmp_path):
             "frozen": "trained parameters of its stages is",
             "length": "length of training_data is 20 on rank 1, 24 on ranks 0, 2",
             "content": "order or content of training_data (digest of 8 samples) is",
+            "order": "order of the optimizer's groups of parameters on stage 0 (digest) is",
+            "options": "options of the optimizer's groups of parameters on stage 0 is [{",
             "dtype": "bf16.enabled is true on rank 1, not set on ranks 0, 2",
             "schedule": "whether lr_scheduler is given is true on rank 1, false on ranks 0, 2",
             "versions": 'order of bytes is "big" on rank 1, "little" on ranks 0, 2; torch version is "1.0.0" on rank 1',
