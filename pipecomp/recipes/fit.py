@@ -105,6 +105,7 @@ class Fit:
             unit=self._unit,
             period=self._period,
             after=after,
+            kept=self._recorder.kept,
         )
 
     def run(

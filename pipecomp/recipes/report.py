@@ -36,7 +36,8 @@ class Report:
         unit: What speed counts.
         period: After what the model is evaluated.
         after: The step that an earlier run has reached and this one goes on from: the lines of `metrics` up to there
-            stay, and their bytes are added.
+            stay, and their losses and bytes are added.
+        kept: Where `metrics` has no such lines, those of the run's folder.
 
     Raises:
         ConfigError: If something cannot be written.
@@ -51,6 +52,7 @@ class Report:
         unit: str = "tokens",
         period: str = "epoch",
         after: int = 0,
+        kept: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._silent, self._unit, self._period = silent, unit, period
         self._console = Console(highlight=False, soft_wrap=True)
@@ -65,16 +67,18 @@ class Report:
             return
         if metrics is not None:
             self._metrics = Lines(metrics, after)
-            self._take_up(self._metrics.kept)
+            kept = self._metrics.kept or kept
+        self._take_up(kept)
         if tensorboard is not None:
             self._board = Curves(tensorboard, after)
 
-    def _take_up(self, records: list[dict[str, Any]]) -> None:
+    def _take_up(self, records: Sequence[dict[str, Any]]) -> None:
         """Go on after these lines of an earlier run."""
         for record in records:
-            self._before = Traffic(record["links"], record["groups"])
+            if "links" in record:  # in a run's folder an evaluation's line has none, and a round is an epoch
+                self._before = Traffic(record["links"], record["groups"])
             if "eval" not in record:
-                self._count(record[self._period], record["loss"])
+                self._count(record[self._period if self._period in record else "epoch"], record["loss"])
 
     def _count(self, epoch: int, loss: float | None) -> None:
         if epoch != self._epoch:

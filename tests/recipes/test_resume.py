@@ -364,6 +364,28 @@ def test_metrics_go_on(tmp_path: Path) -> None:
     assert [line["train_loss"] for line in lines if "eval" in line] == [2.0, 5.0]
 
 
+@pytest.mark.parametrize("period", ["epoch", "round"])
+def test_without_metrics_losses_and_bytes_are_those_of_the_runs_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], period: str
+) -> None:
+    """An epoch's mean is over all of its steps, and bytes are since the start, also of those before a break."""
+    from pipecomp.config import Config
+
+    link = {f"{d}_bytes_{k}": 3000 for d in ("forward", "backward", "evaluation") for k in ("raw", "sent")}
+    kept = [{"step": 3, "epoch": 1, "loss": 1.0}, {"step": 3, "eval": {"loss": 1.0}}]
+    kept += [{"step": 4, "epoch": 2, "loss": 4.0, "links": {"0->1": link}, "groups": {}}]
+    plan = steps.Plan(steps=6, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)
+    with Report(None, None, silent=False, period=period, after=4, kept=kept) as report:
+        report.start(given(), plan, Config(), 2, 3, 1)
+        for step in (5, 6):
+            report.step(step, 2, loss=7.0, lr=0.1, per_s=1.0, traffic=Traffic({"0->1": link}, {}))
+        report.epoch(6, 2, None, Traffic({"0->1": link}, {}))
+        report.end(Traffic({"0->1": link}, {}), None)
+    said = capsys.readouterr().out
+    assert f"{period} 2 done in 0 s: mean training loss 6.0000" in said
+    assert "link 0->1: forward 6.0 kB" in said
+
+
 def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine lacks the newest one here, and has one more; second ranks of machines say nothing."""
     for step in (10, 20, 30):
