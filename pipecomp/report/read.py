@@ -49,7 +49,8 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """Read runs, in the order of `paths`, each with a name of its own.
 
     Args:
-        paths: Folders of runs, folders with such folders in them, or files of metrics.
+        paths: Folders of runs, folders with such folders in them, of which those without a step are left out, or files
+            of metrics.
 
     Raises:
         ConfigError: For a path that is neither.
@@ -75,7 +76,8 @@ def _places(path: Path) -> Iterator[Path]:
     if path.is_file() or _is_run(path):
         yield path
         return
-    inner = sorted(p for p in path.glob("*") if p.is_dir() and _is_run(p)) if path.is_dir() else []
+    inner = [p for p in path.glob("*") if p.is_dir() and _is_run(p)] if path.is_dir() else []
+    inner = [p for p in inner if not _is_empty(p / METRICS)] or inner
     if not inner:
         raise ConfigError("RUN", str(path), f"a run's folder (with {RUN} or {METRICS}), or a file of metrics")
     yield from sorted(inner, key=lambda folder: (_started(folder), folder.name))
@@ -83,6 +85,11 @@ def _places(path: Path) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     return (folder / RUN).is_file() or (folder / METRICS).is_file()
+
+
+def _is_empty(metrics: Path) -> bool:
+    """Whether a run was ended before its first step."""
+    return metrics.is_file() and metrics.stat().st_size == 0
 
 
 def _started(folder: Path) -> str:

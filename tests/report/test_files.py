@@ -395,6 +395,15 @@ def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
     assert chart.figure["layout"]["yaxis"]["type"] == "category"
 
 
+def test_of_a_folder_of_runs_those_without_a_step_are_left_out(tmp_path):
+    """One that ran out of memory in its first step does not stand in the way of all others."""
+    make_run(tmp_path / "runs" / "whole", network=slow())
+    Recorder(tmp_path / "runs" / "ended").start(5, kind="recipe")
+    assert [run.name for run in read_runs([tmp_path / "runs"])] == ["whole"]
+    with pytest.raises(DataError, match="no step in it"):
+        read_runs([tmp_path / "runs" / "ended"])
+
+
 def test_a_long_curve_has_its_ends_and_what_stands_out_in_few_points(tmp_path):
     steps, peaks = 20_000, {7_001: 9.0, 7_500: 9.5, 12_345: 0.5}
     lines = [{"step": i, "seconds": i / 2, "loss": peaks.get(i, 2 + i % 2)} for i in range(1, steps + 1)]
