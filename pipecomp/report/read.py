@@ -112,6 +112,8 @@ def _read(place: Path) -> Run:
     _read_metrics(run, metrics)
     if not run.steps:
         raise DataError(f"{metrics}: no step in it: the run was ended before its first one, or this is no such file")
+    if run.steps[0]["step"] > 1:
+        run.notes.append(f"nothing before step {run.steps[0]['step']}: seconds and bytes are counted from there")
     status = run.facts.get("status", "finished")
     if status != "finished":
         run.notes.append(

@@ -395,6 +395,13 @@ def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
     assert chart.figure["layout"]["yaxis"]["type"] == "category"
 
 
+def test_a_folder_that_has_only_the_later_part_of_a_run_says_so(folder):
+    """A recipe that goes on makes a folder of its own, unless --run names the one of before."""
+    lines = (folder / METRICS).read_text().splitlines()
+    (folder / METRICS).write_text("\n".join(lines[6:]) + "\n")
+    assert read_runs([folder])[0].notes == ["nothing before step 7: seconds and bytes are counted from there"]
+
+
 def test_of_a_folder_of_runs_those_without_a_step_are_left_out(tmp_path):
     """One that ran out of memory in its first step does not stand in the way of all others."""
     make_run(tmp_path / "runs" / "whole", network=slow())
