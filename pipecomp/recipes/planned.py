@@ -38,6 +38,7 @@ from pipecomp.recipes import language, run, text
 from pipecomp.report.record import CHECKPOINTS, PLAN
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_STEPS = "scheduler.params.total_num_steps"
 MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
 
 
@@ -98,7 +99,8 @@ def in_words_of_train(error: ConfigError, folder: str) -> ConfigError:
     """
     got = folder if error.key == "--resume" else error.got
     key = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out"}.get(error.key, error.key)
-    return ConfigError(key, got, error.allowed.replace("--block-size", "--tokens"))
+    allowed = error.allowed.replace("--block-size", "--tokens")
+    return ConfigError(key, got, allowed.replace(_STEPS, f"{_STEPS} (by --epochs, --max-steps)"))
 
 
 def choose_interface() -> None:

@@ -115,6 +115,12 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str)
     assert told.startswith(f"--out: got '{folder}', allowed: a folder that can be written (")
 
 
+def test_another_length_than_the_checkpoints_is_told_by_the_arguments_that_set_it() -> None:
+    error = ConfigError("--resume", "auto", "the settings of the checkpoint: scheduler.params.total_num_steps is 45")
+    told = str(planned.in_words_of_train(error, "run"))
+    assert told.endswith("scheduler.params.total_num_steps (by --epochs, --max-steps) is 45")
+
+
 @pytest.mark.parametrize(("accelerator", "taken"), [("cuda", [1]), ("cpu", [])])
 def test_a_gpu_that_nobody_computes_on_is_left_alone(monkeypatch, tmp_path, accelerator, taken):
     """It may be full, or too old for this torch: even to choose it fails then."""
