@@ -86,10 +86,11 @@ def report_lost(rank: int, reason: str) -> None:
         bounded(lambda: None if store.check([_LOST]) else store.set(_LOST, f"{rank} {reason}"), _ASK_S)
 
 
-def find_lost(wait_s: float) -> PeerLostError | None:
+def find_lost(wait_s: float, last_sign: Callable[[int], float] = lambda rank: 0.0) -> PeerLostError | None:
     """Find the rank that was reported lost, or has said nothing when `wait_s` seconds are over.
 
-    None if all have spoken, and no other rank was reported.
+    None if all have spoken, and no other rank was reported. last_sign: when a rank was last known to be alive; several
+    may say nothing, because they wait for ranks that are there.
     Call `report_stopped` first. If the store itself is gone, the rank that serves it (0, with the usual launchers) is.
     """
     deadline = time.monotonic() + wait_s
@@ -101,7 +102,8 @@ def find_lost(wait_s: float) -> PeerLostError | None:
             if not missing:
                 return None
             if time.monotonic() > deadline:
-                return PeerLostError(f"lost rank {missing[0]}: it stopped without a word", missing[0])
+                lost = min(missing, key=last_sign)
+                return PeerLostError(f"lost rank {lost}: it stopped without a word", lost)
             time.sleep(_POLL_S)
     except StoreSilentError as error:
         return PeerLostError(f"lost rank 0: {error}, which it serves", 0)

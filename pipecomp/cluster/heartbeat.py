@@ -134,6 +134,10 @@ class Heartbeat:
         sign = self._seen.get(rank)
         return self.lost or (None if sign is None else self._silent(rank, sign, time.monotonic()))
 
+    def last_sign(self, rank: int) -> float:
+        """Tell when a rank has last written, by time.monotonic(); 0 for one that never has."""
+        return self._seen[rank].since if rank in self._seen else 0.0
+
     def leave(self, computing: Callable[[], bool] | None = None) -> None:
         """Note that this rank waits for nobody any more; its GPU may, for as long as `computing` says yes."""
         if computing is None:
@@ -242,13 +246,13 @@ class Heartbeat:
     def _problem(self, now: float) -> PipecompError | None:
         if self._state == _LEFT or self._state.startswith(_STOPPED):
             return None
+        told = self._told()
+        if told is not None:  # before rank 0 ended, too, which serves the store
+            return told
         silence_s = self._silence * self.timeout_s
         if now - self._answered > silence_s:
             why = self._problem_of_store if self._answered == -math.inf else f"has not answered for {silence_s:g} s"
             return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {why}", 0)
-        told = self._told()
-        if told is not None:
-            return told
         for rank, sign in dict(self._seen).items():
             silence = self._silent(rank, sign, now)
             if silence is not None and not (sign.words[2] == _LEFT and sign.engine == self.engine):

@@ -87,10 +87,13 @@ class FailureGuard:
 
     def _first_cause(self, error: Exception) -> Exception:
         """Find out who was lost: a failed collective says little; the links, or the silence of a rank, tell."""
+        lost = None if self._heartbeat is None else self._heartbeat.lost
+        if isinstance(error, PeerLostError):  # whom it waited for may have ended because another rank was lost
+            return lost or error
         if isinstance(error, PipecompError) or not of_a_collective(error):
             return error
-        lost = None if self._heartbeat is None else self._heartbeat.lost
-        return self._links.failure(wait_s=1.0) or lost or find_lost(_FIND_LOST_S) or error
+        signs = () if self._heartbeat is None else (self._heartbeat.last_sign,)
+        return self._links.failure(wait_s=1.0) or lost or find_lost(_FIND_LOST_S, *signs) or error
 
     def close(self) -> None:
         """End in order: finish the stores, end the connections; safe to call twice."""

@@ -1,4 +1,4 @@
-"""How long a rank counts as waiting for the others."""
+"""How long a rank counts as waiting for the others, and which one is named where one is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from pipecomp.cluster import failure
+from pipecomp.engine import failure_guard
 from pipecomp.engine.failure_guard import FailureGuard
+from pipecomp.errors import PeerLostError
 from pipecomp.stages.link.links import Links
 from tests import fake_cuda
 
@@ -57,10 +60,38 @@ def test_a_failure_ends_it_at_once():
     told: list[Any] = []
     guard = FailureGuard(0, torch.device("cpu"))
     heartbeat: Any = SimpleNamespace(
-        engine=1, enter=lambda: None, leave=lambda *computing: told.append(computing), stopped=lambda *said: None
+        engine=1,
+        lost=None,
+        enter=lambda: None,
+        leave=lambda *computing: told.append(computing),
+        stopped=lambda *said: None,
     )
     guard.watch(Links(), heartbeat)
     with pytest.raises(ValueError, match="broken"), guard.propagate_failure():
         raise ValueError("broken")
     assert told == [(), (None,)]
     assert guard.failed
+
+
+@pytest.mark.parametrize(("told", "named"), [(PeerLostError("lost rank 2 (told by rank 1)", 2), 2), (None, 1)])
+def test_who_was_waited_for_is_not_to_blame_where_another_was_lost(told, named):
+    """Where gradients are exchanged, a rank that ends because of a lost one looks like a lost one, too."""
+    guard = FailureGuard(0, torch.device("cpu"))
+    nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stopped")}
+    guard.watch(Links(), SimpleNamespace(engine=1, lost=told, **nothing))
+    with pytest.raises(PeerLostError) as caught, guard.propagate_failure():
+        raise PeerLostError("gradients: rank 1 is gone or silent", 1)
+    assert caught.value.rank == named
+
+
+def test_of_ranks_that_say_nothing_the_longest_silent_one_is_lost(monkeypatch):
+    """The others may wait in a collective for ranks that are there."""
+    monkeypatch.setattr(failure, "_silent", lambda: [1, 2, 3])
+    monkeypatch.setattr(failure, "_told", lambda: None)
+    monkeypatch.setattr(failure_guard, "_FIND_LOST_S", 0.0)
+    guard = FailureGuard(0, torch.device("cpu"))
+    nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stopped")}
+    signs = {1: 9.0, 2: 1.0, 3: 8.0}
+    guard.watch(Links(), SimpleNamespace(engine=1, lost=None, last_sign=signs.get, **nothing))
+    with pytest.raises(PeerLostError, match="lost rank 2: it stopped without a word"), guard.propagate_failure():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
