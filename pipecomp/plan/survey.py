@@ -22,7 +22,7 @@ from pipecomp.cluster.start import computes_on_cpu
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
-from pipecomp.errors import require
+from pipecomp.errors import require, writable
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.plain_objects import exchanged
@@ -66,7 +66,7 @@ def own_device() -> torch.device:
 def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
     """Measure this machine alone. store: where the message store would be; nothing is left there.
 
-    Raises ConfigError for more tokens than the model takes.
+    Raises ConfigError for more tokens than the model takes, or a disk that cannot be written.
     """
     check_tokens(model, tokens)
     device = own_device()
@@ -75,7 +75,10 @@ def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, st
     size = (samples, tokens, profile.hidden, dtype, device)
     encode_s, decode_s = time_link(with_bits(quantized, 4, 8), *size)
     cast_s = sum(time_link(Config(), *size)) / 2
-    with tempfile.TemporaryDirectory(dir=nearest(store), prefix=".pipecomp-plan-") as folder:
+    with (
+        writable("store", store),
+        tempfile.TemporaryDirectory(dir=nearest(store), prefix=".pipecomp-plan-") as folder,
+    ):
         disk = measure_speed(Path(folder))
     values = samples * tokens * profile.hidden
     # Every cached activation is read once and written once: both together at this rate, each counted by its bytes.

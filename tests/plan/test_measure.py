@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config
 
 from pipecomp.activation_config import ConstantError
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
 from pipecomp.errors import ConfigError, LinkError
-from pipecomp.plan import timing
+from pipecomp.plan import survey, timing
 from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_measuring
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
@@ -210,6 +214,17 @@ def test_too_long_samples_are_refused_before_anything_is_measured(monkeypatch, t
     for measure in (survey_machine, partial(survey_ranks, stages=2, pacer_to=unpaced)):
         with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14"):
             measure(roberta(), 15, torch.float32, 1, tmp_path)
+
+
+def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(survey, "measure_speed", full)
+    monkeypatch.setattr(survey, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
+    with pytest.raises(ConfigError, match=r"store: got '.*', allowed: a folder that can be written \(No space left"):
+        survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path / "messages")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bfloat16_stage_with_float32_adapters_is_timed():
