@@ -83,15 +83,19 @@ class Recorder:
             self._metrics = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in _close)
             for record in self.kept:
                 self._last |= record  # a line of an evaluation has no counters
-            for left in (RANKS, TRACE, PAGE):  # of an earlier run
-                (self.folder / left).unlink(missing_ok=True)
         except OSError as error:
             if required:
                 raise ConfigError("--run", str(folder), f"a folder that can be written ({error.strerror})") from error
             self._give_up(error)
 
     def start(self, steps: int, **facts: Any) -> None:
-        """Write what is run. steps: of the whole run, 0 where that is not known. facts: JSON values by name."""
+        """Write what is run. steps: of the whole run, 0 where that is not known. facts: JSON values by name.
+
+        Of a run that is started again after its last step, all stays as it is.
+        """
+        if 0 < steps <= self._after and self.folder is not None and _finished(self.folder / RUN):
+            self._close()
+        self._remove(RANKS, TRACE, PAGE)  # of an earlier run, or part
         self._steps = steps
         self._began = time.perf_counter()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -180,6 +184,15 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
 
+    def _remove(self, *names: str) -> None:
+        if self._metrics is None or self.folder is None:
+            return
+        try:
+            for name in names:
+                (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            self._give_up(error)
+
     def _close(self) -> None:
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
@@ -189,6 +202,14 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         self._close()
         _log.warning("%s cannot be written (%s): the run goes on without it", self.folder, error.strerror or error)
+
+
+def _finished(run: Path) -> bool:
+    """Whether what an earlier part has written of the run says that it reached its end."""
+    try:
+        return json.loads(run.read_text(encoding="utf-8"))["status"] == "finished"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def lines_until(path: Path, step: int) -> list[dict[str, Any]]:

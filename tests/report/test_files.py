@@ -73,8 +73,8 @@ def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     with_line(folder, before)
     (folder / PAGE).write_text("of the first part")
     recorder = Recorder(folder, after=10)
-    assert not any((folder / name).exists() for name in (RANKS, TRACE, PAGE))
     recorder.start(14)
+    assert not any((folder / name).exists() for name in (RANKS, TRACE, PAGE))
     stats = [
         {**rank, "steps": 11, "groups": group}
         for rank in counters(made_step(Config.from_dict({"activations": AQSGD})), 1, 0.5)
@@ -93,6 +93,21 @@ def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     assert run.steps[-1]["links"]["0->1"]["forward_bytes_sent"] == before["links"]["0->1"]["forward_bytes_sent"] + link
     assert run.steps[-1]["waits"]["0->1"] == pytest.approx(before["waits"]["0->1"] + 0.5)
     assert run.steps[-1]["seconds"] >= 500.0
+
+
+def test_a_run_that_is_started_again_after_its_last_step_stays_as_it_is(folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    recorder = Recorder(folder, after=STEPS)
+    recorder.start(STEPS)
+    recorder.end([])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / RUN).write_text('{"status": "interrupted"}')  # after its last step, before its evaluation
+    recorder = Recorder(folder, after=STEPS)
+    recorder.start(STEPS)
+    recorder.evaluated(STEPS, {"loss": 1.0})
+    recorder.end([])
+    (run,) = read_runs([folder])
+    assert run.evaluations[-1]["eval"] == {"loss": 1.0}
 
 
 def test_counts_of_replicas_add_up_and_their_waits_do_not():
