@@ -13,7 +13,7 @@ from pipecomp.errors import OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
-_LINGER_S = 15.0  # for them to ask which; they may have much else to do
+_LINGER_S = 6.0  # for their heartbeats to learn which; some may wait for this rank alone, and go on when it ends
 
 
 class FailureGuard:
