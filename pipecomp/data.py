@@ -239,7 +239,7 @@ class TrainLoader:
     ) -> None:
         self.sampler = sampler
         self.taken = 0  # micro-batches handed out so far
-        self._data, self._collate, self._seed, self._id = data, collate, seed, id_of_place(data)
+        self._data, self._collate, self._seed = data, collate, seed
 
     def __iter__(self) -> Iterator[MicroBatch]:
         while True:
@@ -249,7 +249,7 @@ class TrainLoader:
 
     def upcoming(self, ahead: int) -> list[int]:
         """List the ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
-        return [self._id(place) for place in self.sampler.batch(self.taken + ahead)]
+        return list(map(id_of_place(self._data), self.sampler.batch(self.taken + ahead)))
 
 
 def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | None = None) -> list[MicroBatch]:

@@ -99,14 +99,19 @@ class AllRanks:
         mine = json.dumps(facts, sort_keys=True)
         hashes = self.all_gather_object(hashlib.sha256(mine.encode()).hexdigest())
         if len(set(hashes)) > 1:
-            found = differences(self.all_gather_object(json.loads(mine)))
-            self.leave()
-            raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
+            self._compare(self.all_gather_object(json.loads(mine)))
 
     def assert_same_where_known(self, facts: Mapping[str, Any]) -> None:
         """Do the same with facts of which each rank knows only some."""
-        others = {key: value for known in reversed(self.all_gather_object(facts)) for key, value in known.items()}
-        self.assert_same_on_all_ranks({**others, **facts})
+        given = self.all_gather_object(json.loads(json.dumps(facts, sort_keys=True)))
+        known = {key: value for some in reversed(given) for key, value in some.items()}
+        self._compare([{**known, **some} for some in given])
+
+    def _compare(self, facts: list[dict[str, Any]]) -> None:
+        found = differences(facts)
+        if found:
+            self.leave()
+            raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
 
     def leave(self, *, but: int | None = None) -> None:
         """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers.

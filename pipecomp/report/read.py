@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE
+from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, read_object
 
 _MAX_TRACE_BYTES = 256 << 20
 _WAYS, _BYTES = ("forward", "backward"), ("bytes_raw", "bytes_sent")
@@ -93,20 +93,20 @@ def _is_empty(metrics: Path) -> bool:
 
 
 def _started(folder: Path) -> str:
-    return str(_json(folder / RUN, []).get("started", ""))
+    return str(read_object(folder / RUN, []).get("started", ""))
 
 
 def _read(place: Path) -> Run:
     folder, metrics = (place.parent, place) if place.is_file() else (place, place / METRICS)
     run = Run(name=place.stem if place.is_file() else place.resolve().name, folder=folder)
     if place.is_dir():
-        run.facts = _json(folder / RUN, run.notes, "what was run is not known")
+        run.facts = read_object(folder / RUN, run.notes, "what was run is not known")
         _check_version(run, folder / RUN)
         _check(run, "facts", RUN, _check_facts)
         run.name = str(run.facts.get("name") or run.name)
-        run.ranks = _json(folder / RANKS, run.notes, "no times of ranks, and no advice: the run was not finished")
+        run.ranks = read_object(folder / RANKS, run.notes, "no times of ranks, and no advice: the run was not finished")
         _check(run, "ranks", RANKS, _check_ranks)
-        run.plan = _json(folder / PLAN, run.notes)
+        run.plan = read_object(folder / PLAN, run.notes)
         _check(run, "plan", PLAN, _check_plan)
         _read_trace(run, folder / TRACE)
     _read_metrics(run, metrics)
@@ -126,23 +126,6 @@ def _check_version(run: Run, path: Path) -> None:
     found = run.facts.get("format", FORMAT)
     if not isinstance(found, int) or found > FORMAT:
         raise DataError(f"{path}: its format is {found!r}, this pipecomp knows {FORMAT}: use the version that ran it")
-
-
-def _json(path: Path, notes: list[str], without: str = "") -> dict[str, Any]:
-    """A JSON object; empty with a note where it cannot be read, and with the note `without` where it is not there."""
-    if not path.is_file():
-        if without:
-            notes.append(f"no {path.name}: {without}")
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read and is left out ({type(error).__name__}: it was cut off, or changed)")
-        return {}
-    if not isinstance(found, dict):
-        notes.append(f"{path.name} is no JSON object and is left out")
-        return {}
-    return found
 
 
 def _read_metrics(run: Run, path: Path) -> None:
@@ -180,7 +163,7 @@ def _read_trace(run: Run, path: Path) -> None:
     if path.stat().st_size > _MAX_TRACE_BYTES:
         run.notes.append(f"{TRACE} has more than {_MAX_TRACE_BYTES >> 20} MiB: open it in a browser's tracing page")
         return
-    run.events = _json(path, run.notes).get("traceEvents", run.events)
+    run.events = read_object(path, run.notes).get("traceEvents", run.events)
     _check(run, "events", TRACE, _check_events)
 
 

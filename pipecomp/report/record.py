@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -93,7 +93,7 @@ class Recorder:
 
         Of a run that is started again after its last step, all stays as it is.
         """
-        if 0 < steps <= self._after and self.folder is not None and _finished(self.folder / RUN):
+        if 0 < steps <= self._after and self._ended():
             self._close()
         self._remove(RANKS, TRACE, PAGE)  # of an earlier run, or part
         self._steps = steps
@@ -170,26 +170,32 @@ class Recorder:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
-        try:
+        with self._giving_up():
             self._metrics.write(json_line(record))
             self._metrics.flush()
-        except OSError as error:
-            self._give_up(error)
 
     def _save(self, name: str, value: Mapping[str, Any]) -> None:
         if self._metrics is None or self.folder is None:
             return
-        try:
+        with self._giving_up():
             write_whole(self.folder / name, json_line(value))
-        except OSError as error:
-            self._give_up(error)
+
+    def _ended(self) -> bool:
+        """Whether an earlier part of the run has reached its end."""
+        return self.folder is not None and read_object(self.folder / RUN, []).get("status") == "finished"
 
     def _remove(self, *names: str) -> None:
         if self._metrics is None or self.folder is None:
             return
-        try:
+        with self._giving_up():
             for name in names:
                 (self.folder / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Inside, an OSError ends the recording."""
+        try:
+            yield
         except OSError as error:
             self._give_up(error)
 
@@ -204,12 +210,24 @@ class Recorder:
         _log.warning("%s cannot be written (%s): the run goes on without it", self.folder, error.strerror or error)
 
 
-def _finished(run: Path) -> bool:
-    """Whether what an earlier part has written of the run says that it reached its end."""
+def read_object(path: Path, notes: list[str], without: str = "") -> dict[str, Any]:
+    """Read a JSON object, empty where there is none.
+
+    notes: gets why it cannot be read, and `without` where it is not there.
+    """
+    if not path.is_file():
+        if without:
+            notes.append(f"no {path.name}: {without}")
+        return {}
     try:
-        return json.loads(run.read_text(encoding="utf-8"))["status"] == "finished"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read and is left out ({type(error).__name__}: it was cut off, or changed)")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} is no JSON object and is left out")
+        return {}
+    return found
 
 
 def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
