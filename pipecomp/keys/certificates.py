@@ -171,6 +171,7 @@ def read_revoked(data: bytes, authority: x509.Certificate) -> tuple[int, frozens
 
 def identify(certificate: x509.Certificate) -> Identity:
     """What a machine's certificate says. KeysError if it is no certificate of pipecomp's."""
+    said: dict[str, str] = {}
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         said = dict(
@@ -180,6 +181,11 @@ def identify(certificate: x509.Certificate) -> Identity:
         ranks = parse_ranks("ranks", said["ranks"])
         return Identity(said["run"], said["machine"], ranks, certificate.serial_number, certificate.not_valid_after_utc)
     except (ValueError, KeyError, x509.ExtensionNotFound) as error:
+        if said.keys() == {"run"}:  # an authority's
+            raise KeysError(
+                f"an invitation of run {said['run']} waits there for a machine to join. If that is this one, its own "
+                "certificate was revoked: remove its folder of keys, and join anew"
+            ) from error
         raise KeysError(
             "this certificate was not made by `pipecomp keys`: it names no run, machine and ranks"
         ) from error

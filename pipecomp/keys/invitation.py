@@ -71,7 +71,7 @@ class Invitation:
         self.ranks = (next_rank(folder),) if ranks is None else made.parse_ranks("ranks", ranks)
         check_free(folder.issued(), machine, self.ranks)
         self.code = base64.b32encode(secrets.token_bytes(_CODE_BYTES)).decode()
-        self.fingerprint = made.fingerprint(folder.certificate().public_bytes(serialization.Encoding.DER))
+        self.fingerprint = authority_print(folder)
         self._context = context(server=True)
         self._context.verify_mode = ssl.CERT_NONE
         self._context.load_cert_chain(folder.file(AUTHORITY), folder.file(AUTHORITY_KEY))
@@ -154,9 +154,7 @@ def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> 
             the invitation waits, its code is still good then.
     """
     address = parse_address("at", at)
-    wanted = fingerprint.replace(":", "").lower()
-    if len(wanted) != 64 or set(wanted) - set("0123456789abcdef"):
-        raise ConfigError("fingerprint", fingerprint, "64 hexadecimal digits, as `pipecomp keys invite` prints them")
+    wanted = plain_fingerprint(fingerprint)
     folder, key = KeyFolder(path), made.new_key()
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     new, kept = not folder.path.exists(), []
@@ -184,6 +182,19 @@ def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> 
             raise KeysError(f"{path} cannot hold keys: {error.strerror or error}") from error
         raise
     return kept[0]
+
+
+def authority_print(folder: KeyFolder) -> str:
+    """The fingerprint of a folder's authority."""
+    return made.fingerprint(folder.certificate().public_bytes(serialization.Encoding.DER))
+
+
+def plain_fingerprint(text: str) -> str:
+    """A fingerprint as `authority_print` gives it. ConfigError if it is none."""
+    found = text.replace(":", "").lower()
+    if len(found) != 64 or set(found) - set("0123456789abcdef"):
+        raise ConfigError("fingerprint", text, "64 hexadecimal digits, as `pipecomp keys invite` prints them")
+    return found
 
 
 def _clear(folder: KeyFolder, new: bool) -> None:

@@ -20,7 +20,7 @@ from pipecomp.errors import KeysError, LinkTimeoutError, require
 from pipecomp.keys.authority import listed, new
 from pipecomp.keys.certificates import identify, ranks_text
 from pipecomp.keys.folder import AUTHORITY_KEY, MACHINE, KeyFolder
-from pipecomp.keys.invitation import Invitation, join, parse_address
+from pipecomp.keys.invitation import Invitation, authority_print, join, parse_address, plain_fingerprint
 from pipecomp.keys.listener import Address
 
 _END_S = 30.0  # for the other ranks to end once one has
@@ -114,11 +114,16 @@ def invite_all(run: Run, keys: str, listen: Address, options: Sequence[str], *, 
 
 
 def join_run(run: Run, keys: str, at: str, fingerprint: str, code: str, *, say: Say) -> None:
-    """Get this machine's keys, unless the folder has them from an earlier start."""
+    """Get this machine's keys, unless the folder has them from an earlier start. KeysError if it has other ones."""
     parse_address("at", at)
     folder = KeyFolder(keys)
     if folder.has(MACHINE):
         mine = identify(folder.certificate(MACHINE))
+        if authority_print(folder) != plain_fingerprint(fingerprint):
+            raise KeysError(
+                f"{keys} has keys already, of {mine.machine} of run {mine.run}; the first machine is of another run: "
+                "remove that folder, or name another one with --keys"
+            )
     else:
         mine = join(keys, at, fingerprint, code)
     say(f"keys: this is {mine.machine} of run {mine.run}, for rank {ranks_text(mine.ranks)}")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.keys.authority import new, revoke
+from pipecomp.keys.invitation import Invitation
 from pipecomp.keys.listener import EVERYWHERE, MOST_WAITING, Address
 from pipecomp.keys.stream import NoAnswerError, SecureStream
 from pipecomp.keys.trust import Trust
@@ -1003,6 +1004,13 @@ class TestStrangers:
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(KeysError, match="is not rank 0 of this run: what is there does not speak TLS"):
             meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=WAIT_S)
+
+    def test_an_invitation_that_waits_there_is_named(self, folders):
+        with (
+            Invitation(folders[0].path, "more", ranks="7", listen="127.0.0.1:0") as invitation,
+            pytest.raises(KeysError, match=r"is not rank 0 of this run: an invitation of run .* waits there"),
+        ):
+            meet(Meeting(1, 2, invitation.address), Trust(folders[1]), wait_s=WAIT_S)
 
     def test_a_rank_comes_once(self, two, folders):
         place = hello.Place(1, 2, "")

@@ -20,7 +20,9 @@ from pipecomp.cli import app
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
 from pipecomp.keys.authority import issue, listed, new
-from pipecomp.keys.certificates import new_key
+from pipecomp.keys.certificates import identify, new_key
+from pipecomp.keys.folder import MACHINE, KeyFolder
+from pipecomp.keys.invitation import authority_print
 from pipecomp.keys.listener import EVERYWHERE, Address
 from pipecomp.up import host
 from pipecomp.up.files import digest, named
@@ -96,6 +98,15 @@ def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said
     assert CliRunner().invoke(app, words).exit_code == 0
     with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
         host.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+
+
+def test_keys_of_another_run_are_not_taken_for_those_that_the_first_machine_gives(tmp_path: Path) -> None:
+    keys, said = str(tmp_path / "keys"), []
+    ours, others = authority_print(new(keys)), authority_print(new(tmp_path / "others"))
+    host.join_run(run_of(), keys, "127.0.0.1:1", ours, "", say=said.append)
+    assert said == [f"keys: this is first of run {identify(KeyFolder(keys).certificate(MACHINE)).run}, for rank 0"]
+    with pytest.raises(KeysError, match=r"keys has keys already, of first of run .* or name another one with --keys"):
+        host.join_run(run_of(), keys, "127.0.0.1:1", others, "", say=said.append)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:7", "none", None])
