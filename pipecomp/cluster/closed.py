@@ -55,7 +55,10 @@ def meeting(rank: int, world: int) -> Meeting:
     if not text:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             raise ConfigError(ADDRESS, text, f"{_HOST_PORT}, of rank 0's machine: MASTER_PORT is torchrun's own")
-        text = str(Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if not host or not port.isdecimal():
+            raise ConfigError(ADDRESS, text, f"{_HOST_PORT}, of rank 0's machine, or MASTER_ADDR and MASTER_PORT")
+        text = str(Address(host, int(port)))
     listen = os.environ.get(LISTEN) or None
     return Meeting(
         rank,

@@ -119,13 +119,16 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world, timeout=default_pg_timeout)
 
 
-def _meet(rank: int, world: int) -> tuple[Any, str]:
-    """Compare what must fit before the ranks connect; the key-value store that they met in, and the backend of all."""
+def find_store(rank: int, world: int, *, wait_s: float = COMING_S) -> Any:
+    """Give the key-value store at MASTER_ADDR and MASTER_PORT, to which all ranks have come.
+
+    Raises LinkTimeoutError if they do not within `wait_s` seconds, and LinkError if something else uses that port.
+    """
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     if rank != 0 and "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT", "").isdecimal():
         check_meeting_point(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank)
     try:
-        store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=COMING_S))))
+        return next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=wait_s))))[0]
     except (RuntimeError, ValueError) as error:
         if _TAKEN in str(error):
             raise LinkError(
@@ -137,6 +140,11 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
             f"{what} at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "
             "and MASTER_PORT; rank 0's machine must let that port in"
         ) from error
+
+
+def _meet(rank: int, world: int) -> tuple[Any, str]:
+    """Compare what must fit before the ranks connect; the key-value store that they met in, and the backend of all."""
+    store = find_store(rank, world)
     store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)

@@ -86,7 +86,7 @@ def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, stor
     try:
         meeting = Meeting(launch, versions(), limit_s=limit_s)
     except MeetingError as error:
-        findings = [check_met(launch, str(error), limit_s)]
+        findings = [check_met(launch, error, limit_s)]
         if launch.local_rank == 0:
             findings = machine_findings(launch, store) + findings
         report(findings)

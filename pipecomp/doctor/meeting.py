@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
 import time
@@ -19,17 +18,18 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import machine
+from pipecomp.cluster.rendezvous import find_store
 from pipecomp.cluster.sharing import own_gpu
 from pipecomp.doctor.compute import check_shared_gpus
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
 from pipecomp.doctor.path import Path, check_path, follow_path, lead_path
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
+from pipecomp.errors import LinkTimeoutError, PipecompError
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 
@@ -42,7 +42,7 @@ _SAID_NOTHING = "it did not answer"
 
 
 class MeetingError(RuntimeError):
-    """The ranks did not meet; the message is torch's first line."""
+    """The ranks did not meet; the message is that of its cause, of torch's the first line."""
 
 
 class Meeting:
@@ -65,7 +65,8 @@ class Meeting:
             self._say("identity", mine)
             self.identities = [Identity(*self._read(f"identity/{rank}", limit_s)) for rank in range(self.world)]
         except (RuntimeError, ValueError) as error:
-            raise MeetingError(_first_line(error)) from error
+            text = str(error) if isinstance(error, PipecompError) else _first_line(error)
+            raise MeetingError(text) from error
 
     def _meet(self, limit_s: float) -> tuple[Mesh | None, Any]:
         self._joined = dist.is_initialized()
@@ -76,8 +77,7 @@ class Meeting:
         if keys is not None:
             mesh = join_mesh(keys, self.rank, self.world, wait_s=limit_s)
             return mesh, mesh.store
-        store, _, _ = next(rendezvous("env://", self.rank, self.world, timeout=timedelta(seconds=limit_s)))
-        return None, store
+        return None, find_store(self.rank, self.world, wait_s=limit_s)
 
     def routes(self) -> list[Finding]:
         """Tell how this rank's connections under TLS go; nothing over gloo."""
@@ -240,15 +240,13 @@ def check_rank_0(launch: Launch) -> Finding:
     return Finding("meeting", PROBLEM, found, "Look at what rank 0 printed, and whether its machine is still up.")
 
 
-def check_met(launch: Launch, error: str, limit_s: float) -> Finding:
-    """Make the finding for ranks that did not meet."""
-    port = os.environ.get("MASTER_PORT", "not set")
-    found = f"the {launch.world} ranks did not meet at {launch.master} port {port} in {limit_s:.0f} s: {error}"
-    advice = (
-        f"Start all ranks within {limit_s:.0f} s, with the same MASTER_ADDR and MASTER_PORT; the firewall of rank 0's "
-        "machine must allow that port."
-    )
-    return Finding("meeting", PROBLEM, found, advice)
+def check_met(launch: Launch, error: Exception, limit_s: float) -> Finding:
+    """Make the finding for ranks that did not meet. error: why, as Meeting raises it."""
+    if isinstance(error.__cause__, PipecompError) and not isinstance(error.__cause__, LinkTimeoutError):
+        found = f"rank {launch.rank} cannot meet the others: {error}"
+        return Finding("meeting", PROBLEM, found, "Mend that first, then start all ranks again.")
+    found = f"the {launch.world} ranks did not meet in {limit_s:.0f} s: {error}"
+    return Finding("meeting", PROBLEM, found, f"Start all ranks within {limit_s:.0f} s of each other.")
 
 
 def _first_line(error: Exception) -> str:

@@ -67,6 +67,12 @@ def test_where_the_ranks_meet(monkeypatch):
     monkeypatch.setenv(closed.ADDRESS, "first")
     with pytest.raises(ConfigError, match="HOST:PORT"):
         closed.meeting(1, 4)
+    monkeypatch.delenv(closed.ADDRESS)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    for port in ("", "first"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match=r"PIPECOMP_ADDRESS: got None.* or MASTER_ADDR and MASTER_PORT"):
+            closed.meeting(1, 4)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from pipecomp.cluster import meeting_point, rendezvous
+from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.doctor.meeting import Meeting, MeetingError
 from pipecomp.errors import LinkError
 
 
@@ -59,6 +61,16 @@ def test_something_else_is_told(
     for thread in threading.enumerate():  # torch's client, which nobody has answered, says so when the server closes
         if thread.name == "pipecomp-store":
             thread.join(60)
+
+
+def test_the_doctor_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point, "_ANSWER_S", 1.0)
+    monkeypatch.delenv("PIPECOMP_KEYS", raising=False)
+    with served(lambda connection: connection.close()) as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(MeetingError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
+            Meeting(Launch(rank=1, world=2), {}, limit_s=1.0)
 
 
 def test_nothing_that_listens_yet_is_no_error() -> None:

@@ -27,7 +27,7 @@ from pipecomp.cluster.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
 from pipecomp.doctor.measure import Measured
-from pipecomp.doctor.meeting import check_met
+from pipecomp.doctor.meeting import Meeting, MeetingError, check_met
 from pipecomp.doctor.peers import Identity
 from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
@@ -599,9 +599,21 @@ def test_over_tls_no_advice_is_about_gloo():
         assert not re.search("gloo|GLOO|all TCP ports", finding.advice)
 
 
-def test_ranks_that_do_not_meet(monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    expect(check_met(TWO_MACHINES, "timed out", 30.0), PROBLEM, "10.0.0.1 port 29500", "timed out", "firewall")
+def test_ranks_that_do_not_meet():
+    expect(check_met(TWO_MACHINES, MeetingError("timed out"), 30.0), PROBLEM, "in 30 s: timed out", "Start all")
+
+
+def test_what_keeps_a_rank_from_meeting_others_is_no_matter_of_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("PIPECOMP_KEYS", str(tmp_path / "keys"))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "PIPECOMP_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    for words in ("PIPECOMP_ADDRESS: got None", "keys/machine.pem cannot be read"):
+        with pytest.raises(MeetingError) as found:
+            Meeting(TWO_MACHINES, {}, limit_s=30.0)
+        finding = check_met(TWO_MACHINES, found.value, 30.0)
+        expect(finding, PROBLEM, "rank 0 cannot meet", words)
+        assert "within" not in finding.advice
+        monkeypatch.setenv("PIPECOMP_ADDRESS", "127.0.0.1:29400")
 
 
 def test_pairs_of_few_ranks_are_all_pairs():
