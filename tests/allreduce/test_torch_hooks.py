@@ -32,6 +32,7 @@ def averaged_alone(rank: int, world: int, note: Any) -> dict[str, Any]:
         state.close()
     found["saved"] = saved_stays_as_it_was(State("powersgd", group=[rank]))
     found["begun"] = begins_as_saved(*(State("powersgd", group=[rank]) for _ in range(2)))
+    found["after"] = after_an_overflow(rank)
     dist.barrier()  # the first rank has the store that the other one's groups are made with
     return found
 
@@ -67,8 +68,28 @@ def begins_as_saved(state: Any, new: Any) -> bool:
     return all(torch.equal(*pair) for pair in zip(*means, strict=True))
 
 
+def after_an_overflow(rank: int) -> list[list[bool]]:
+    """Whether each step's mean over both ranks is finite, where one of them has an infinite gradient in step 4."""
+    import torch
+
+    from pipecomp.allreduce import State
+
+    out = []
+    for more in ({}, {"adaptive": {"every": 3, "rank": [1, 4]}}):
+        state, draw, finite = State("powersgd", group=[0, 1], **more), torch.Generator().manual_seed(rank), []
+        for step in range(7):
+            x = torch.randn(20, 20, generator=draw)
+            if step == 4 and rank == 1:
+                x[3, 3] = torch.inf
+            finite.append(bool(state.submit(x, "x").wait().isfinite().all()))
+        state.close()
+        out.append(finite)
+    return out
+
+
 def test_torchs_hooks_average_over_the_states_ranks_and_take_tensors_without_values() -> None:
     for rank, found in run_ranks(2, averaged_alone, timeout_s=HANG_S).items():
         assert found.pop("saved"), "what goes on from a saved state changes it"
         assert found.pop("begun"), "a state keeps what a saved one has not"
+        assert found.pop("after") == [[True] * 4 + [False] + [True] * 2] * 2, "an overflow stays in what torch keeps"
         assert found == dict.fromkeys(METHODS, ([rank + 1.0] * 4, 0, (0, 3)))

@@ -15,8 +15,14 @@ from pipecomp.allreduce.adaptive_options import Adaptive
 from pipecomp.allreduce.call import Counters, Name
 from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes
 from pipecomp.allreduce.method import HookAverage, Method, option, whole
-from pipecomp.allreduce.methods.powersgd_layers import COMPRESSES_FROM, LayerwisePowerSgd, new_state, sent_values
-from pipecomp.allreduce.methods.torch_hooks import started, timed
+from pipecomp.allreduce.methods.powersgd_layers import (
+    COMPRESSES_FROM,
+    LayerwisePowerSgd,
+    averaged,
+    new_state,
+    sent_values,
+)
+from pipecomp.allreduce.methods.torch_hooks import started
 from pipecomp.stats import ring_bytes
 
 _KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")  # what torch keeps of each bucket
@@ -79,7 +85,7 @@ class PowerSgdHook:
         # Its callbacks wait, in gloo's few threads, for more of gloo's work: two at a time can block each other.
         if self._last is not None:
             self._last.wait()
-        future = self._last = timed(lambda: powerSGD_hook.powerSGD_hook(state, bucket), counters)
+        future = self._last = averaged(state, bucket, counters)
         return future
 
     def state_dict(self) -> dict[Any, Any]:

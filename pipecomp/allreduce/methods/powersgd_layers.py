@@ -44,6 +44,24 @@ def new_state(rank: int, group: Any) -> Any:
     )
 
 
+def averaged(state: Any, bucket: Any, counters: Counters) -> Future:
+    """Run torch's hook. Where a mean is not finite, as all ranks see, what it keeps stays: NaN would never leave it."""
+    kept, place = (state.error_dict, state.p_memory_dict, state.q_memory_dict), bucket.index()
+    error, p, q = (memory.get(place) for memory in kept)
+    before = error, p, None if q is None else q.clone()  # torch changes Q in place, and makes P anew
+
+    def check(done: Future) -> Tensor:
+        mean: Tensor = done.value()
+        if not bool(mean.isfinite().all()):
+            for memory, value in zip(kept, before, strict=True):
+                memory.pop(place, None)
+                if value is not None:
+                    memory[place] = value
+        return mean
+
+    return timed(lambda: powerSGD_hook.powerSGD_hook(state, bucket), counters).then(check)
+
+
 def sent_values(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int]:
     """Values that enter all-reduces: of what is too small or flat to compress, and of the matrices P and Q."""
     flat = factors = 0
@@ -189,7 +207,7 @@ class LayerwisePowerSgd:
         part: Any = _Part(list(gradients.values()))
         group = self._group(place, part, list(gradients))
         counters.bytes_sent += self._ring_bytes(part.buffer(), sum(sent_values(group.shapes.values(), group.rank)))
-        future = timed(lambda: powerSGD_hook.powerSGD_hook(group.state, part), counters)
+        future = averaged(group.state, part, counters)
 
         def put_back(done: Future) -> Tensor:
             for g, mean in zip(gradients.values(), part.gradients(), strict=True):
