@@ -203,16 +203,15 @@ class Training:
         if engine.micro_batches != micro_batches:
             engine.set_train_batch_size(micro_batches * args.per_device_train_batch_size * self._trainer.replicas)
         self._recording.begin_step()
-        self._load(micro_batches)
+        samples = self._load(micro_batches) * self._trainer.replicas
         loss = float(engine.train_batch())
         if state.global_step + 1 >= self._length.max_steps:
             engine.average_replicas()
+        logs = {"learning_rate": schedule.learning_rate(scheduler, engine.basic_optimizer)}
+        self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
         self._losses.sum += loss
-        logs = {"learning_rate": schedule.learning_rate(scheduler, engine.basic_optimizer)}
-        samples = micro_batches * args.per_device_train_batch_size * self._trainer.replicas
-        self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
         norm = engine.get_global_grad_norm()
         if norm is not None:
             logs["grad_norm"] = float(norm)
@@ -223,17 +222,21 @@ class Training:
             torch.cuda.empty_cache()
         return logs
 
-    def _load(self, micro_batches: int) -> None:
-        """Make a step's micro-batches where they are used, and weigh their losses by their labels."""
+    def _load(self, micro_batches: int) -> int:
+        """Make a step's micro-batches where they are used, and weigh their losses by their labels.
+
+        Returns how many samples of this replica they have, 0 where they are not used.
+        """
         engine = self._engine
         if not (engine.is_first_stage() or engine.is_last_stage()):
-            return
+            return 0
         with engine.propagate_failure():
             batches = self._loader.begin_step(micro_batches)
             self._loss.note_problem(engine.stage.config, batches[0].labels)
             if engine.is_last_stage():
                 labels = self._loss.labels_of(engine.stage, batches)
                 self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
+        return sum(len(batch.ids) for batch in batches)
 
     def _log(self, logs: dict[str, float]) -> None:
         """Log if the callbacks have asked for it."""

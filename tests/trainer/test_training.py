@@ -21,6 +21,7 @@ from pipecomp.trainer import checkpoints, setup
 from pipecomp.trainer.evaluation import BatchResult, Evaluation
 from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, data_seed
 from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.reports import LossMeter
 from pipecomp.trainer.sampling import LengthSampler, make_sampler
 from pipecomp.trainer.schedule import Length, follows_metric, make_scheduler, note_best
 from pipecomp.trainer.training import Training
@@ -58,6 +59,35 @@ def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
         logits = torch.randn(3, 8, 97)
         assert torch.equal(loss(logits, given), loss.plain(logits, given))
     assert told == [4 + 7 + 6] * 2
+
+
+@pytest.mark.parametrize("loss", [2.5, float("nan")])
+def test_a_run_records_the_true_loss_and_samples_of_a_step(loss: float) -> None:
+    """Trainer's filter is of what is logged: a report that goes by it would not know that training has failed."""
+    told: dict[str, float] = {}
+    training = object.__new__(Training)
+    training._engine = SimpleNamespace(
+        micro_batches=2,
+        train_batch=lambda: torch.tensor(loss),
+        get_global_grad_norm=lambda: None,
+        was_step_applied=lambda: False,
+        basic_optimizer=None,
+    )
+    args = SimpleNamespace(logging_nan_inf_filter=True, torch_empty_cache_steps=None, per_device_train_batch_size=2)
+    training._trainer = SimpleNamespace(
+        args=args,
+        state=TrainerState(global_step=4),
+        lr_scheduler=SimpleNamespace(get_last_lr=lambda: [0.1]),
+        replicas=3,
+    )
+    training._length = SimpleNamespace(max_steps=9)
+    training._recording = SimpleNamespace(begin_step=lambda: None, end_step=lambda step, **more: told.update(more))
+    training._losses = LossMeter(4)
+    training._load = lambda micro_batches: 2 + 1  # the last one of an epoch has a sample less
+    training._step(2)
+    assert str(told["loss"]) == str(loss)
+    assert told["samples"] == 3 * 3
+    assert training._losses.sum == (loss if loss == 2.5 else 0.0)
 
 
 PADDED = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
