@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 DIRECTIONS = ("forward", "backward", "evaluation")
+WEIGHTS = "weights"  # the group of those that replicas which share out an optimizer's states send each other
 _MEANS = ("mean_bits", "relative_error", "store_hit_rate")
 _AS_IT_IS = ("rank", "stage", "replica", "in_flight", "store_bytes", "local_steps")
 
@@ -115,6 +116,8 @@ class GroupStats:
         bytes_raw: What a ring all-reduce of n ranks puts on this rank's link, 2 (n − 1) / n of the gradients' bytes.
         bytes_sent: What was put there.
         wait_seconds: Time in the reduction, waiting for the other ranks included.
+
+    Of `WEIGHTS` both are n − 1 parts in n of the weights' bytes, and the time is that of `Seconds.update`.
     """
 
     calls: int = 0
@@ -122,12 +125,11 @@ class GroupStats:
     bytes_sent: int = 0
     wait_seconds: float = 0.0
 
-    def add(self, raw: int, ranks: int, seconds: float) -> None:
-        """Count one reduction of `raw` bytes over `ranks` ranks."""
-        ring = ring_bytes(raw, ranks)
+    def add(self, raw: int, sent: int, ranks: int, seconds: float) -> None:
+        """Count one reduction of `raw` bytes over `ranks` ranks, which travelled as `sent` bytes."""
         self.calls += 1
-        self.bytes_raw += ring
-        self.bytes_sent += ring
+        self.bytes_raw += ring_bytes(raw, ranks)
+        self.bytes_sent += ring_bytes(sent, ranks)
         self.wait_seconds += seconds
 
 
@@ -223,7 +225,8 @@ class Traffic:
     Attributes:
         links: By "k->k+1", for each of `DIRECTIONS`, `<direction>_bytes_raw` (the values in the training dtype) and
             `<direction>_bytes_sent` (complete packets).
-        groups: By name, what the reductions of a group of ranks put on the network, `bytes_raw` and `bytes_sent`.
+        groups: By name, what the reductions of a group of ranks put on the network, `bytes_raw` and `bytes_sent`;
+            `WEIGHTS` are gathered.
     """
 
     links: dict[str, dict[str, int]]

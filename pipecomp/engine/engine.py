@@ -420,6 +420,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
     def _exec_reduce_grads(self) -> None:
         self.gradients.average_replicas(super()._exec_reduce_grads)
 
+    def _exec_optimizer_step(self) -> None:
+        super()._exec_optimizer_step()
+        self.gradients.updated()
+
     _STOCK = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP
     _INSTRUCTION_MAP = {  # noqa: RUF012 (DeepSpeed's name and form)
         ds_schedule.LoadMicroBatch: lambda self, **place: self._work.load(**place),
@@ -431,5 +435,5 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         ds_schedule.RecvGrad: _counted("decode", lambda self, **place: self._work.recv_grad(**place)),
         ds_schedule.ReduceTiedGrads: _counted("reduce", lambda self: self.gradients.sum_tied()),
         ds_schedule.ReduceGrads: _counted("reduce", _exec_reduce_grads),
-        ds_schedule.OptimizerStep: _counted("update", _STOCK[ds_schedule.OptimizerStep]),
+        ds_schedule.OptimizerStep: _counted("update", _exec_optimizer_step),
     }

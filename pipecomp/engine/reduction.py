@@ -15,7 +15,7 @@ from torch import Tensor
 from pipecomp.allreduce import State
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.local_steps import LocalTraining
-from pipecomp.stats import GroupStats
+from pipecomp.stats import WEIGHTS, GroupStats
 
 
 class GradientReduction:
@@ -45,10 +45,15 @@ class GradientReduction:
         if engine.using_bf16_optimizer:
             groups = enumerate(engine.optimizer.bf16_groups)
             self._in_bf16 = {id(p): (i, j) for i, group in groups for j, p in enumerate(group)}
-        if exchange is not None and engine.zero_optimization():
+        if exchange is not None and self._zero_reduces:
             # DeepSpeed moves gradients to the ranks that update them; they are averaged before that.
             engine.optimizer.reduce_scatter = False
             engine.optimizer.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
+
+    @property
+    def _zero_reduces(self) -> bool:
+        """Whether DeepSpeed's reduction is what hands gradients to the optimizer: that for bf16 has them already."""
+        return bool(self._engine.zero_optimization()) and not self._engine.using_bf16_optimizer
 
     @property
     def _alone(self) -> bool:
@@ -79,14 +84,26 @@ class GradientReduction:
             if self._alone:
                 return
             shared = [*self._tied.values(), *others.values()] if engine.dp_world_size > 1 else []
-            with self._counted("data parallel", [self._gradient(p) for p in shared], engine.dp_world_size):
+            grads, dtype = [self._gradient(p) for p in shared], engine.communication_data_type
+            with self._counted("data parallel", grads, engine.dp_world_size, dtype):
                 stock()
             return
         averaged = self._tied | (others if self._exchange.averages_replicas else {})
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0))
         self._exchange.average({name: self._gradient(p) for name, p in averaged.items()}, scale)
-        if engine.zero_optimization():
+        if self._zero_reduces:
             stock()
+
+    def updated(self) -> None:
+        """Count, after the optimizer's step, the weights that replicas get from those that have updated them."""
+        engine, n = self._engine, self._engine.dp_world_size
+        sharded = engine.using_bf16_optimizer or engine.zero_optimization()
+        if sharded and n > 1 and engine.was_step_applied():
+            size = sum(p.numel() * p.element_size() for p in engine.module.parameters() if p.requires_grad)
+            counted = self._counters.setdefault(WEIGHTS, GroupStats())
+            counted.calls += 1
+            counted.bytes_raw += size * (n - 1) // n
+            counted.bytes_sent += size * (n - 1) // n
 
     def _gradient(self, parameter: Any) -> Tensor:
         """What the optimizer will use: half-precision training may accumulate apart from `.grad`.
@@ -109,12 +126,14 @@ class GradientReduction:
         return found
 
     @contextlib.contextmanager
-    def _counted(self, group: str, grads: list[Tensor], ranks: int) -> Iterator[None]:
+    def _counted(self, group: str, grads: list[Tensor], ranks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
+        """Count what is reduced inside. dtype: in which gradients travel, where it is not their own."""
         began = time.perf_counter()
         yield
         if ranks > 1:
             raw = sum(g.numel() * g.element_size() for g in grads)
-            self._counters.setdefault(group, GroupStats()).add(raw, ranks, time.perf_counter() - began)
+            sent = raw if dtype is None else sum(g.numel() * dtype.itemsize for g in grads)
+            self._counters.setdefault(group, GroupStats()).add(raw, sent, ranks, time.perf_counter() - began)
 
     def clip(self, largest: float) -> float:
         """Clip float32 gradients to a norm over all stages, tied weights counted once. The norm before it.

@@ -17,7 +17,7 @@ from pipecomp.config import Activations, Config
 from pipecomp.recipes.written import Curves, Lines, Written
 from pipecomp.report.live import LinkMeter, in_words
 from pipecomp.report.text import size
-from pipecomp.stats import DIRECTIONS, BitsMeter, Traffic
+from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
 from pipecomp.tables import counted
 
 PLAIN_EVERY_S = 10.0
@@ -214,7 +214,8 @@ class Report:
             if parts:  # none where a run went on after its last step
                 self._say(f"link {name}: " + "; ".join(parts))
         for name, counts in traffic.groups.items():
-            self._say(f"gradients, {name}: {_saving('reduced', counts['bytes_raw'], counts['bytes_sent'])}")
+            what, how = (name, "gathered") if name == WEIGHTS else (f"gradients, {name}", "reduced")
+            self._say(f"{what}: {_saving(how, counts['bytes_raw'], counts['bytes_sent'])}")
         if page is not None:
             self._say(f"report    {page}")
         self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))

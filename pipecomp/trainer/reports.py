@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.stats import BitsMeter, Traffic
+from pipecomp.stats import WEIGHTS, BitsMeter, Traffic
 
 _TRAINING = ("forward", "backward")
 
@@ -70,12 +70,13 @@ class TrafficMeter:
 
 def _totals(ranks: list[dict[str, Any]]) -> dict[str, float]:
     traffic = Traffic.of(ranks)
+    groups = [counts for name, counts in traffic.groups.items() if name != WEIGHTS]
     ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
     return {
         "raw": float(sum(link[f"{d}_bytes_raw"] for link in traffic.links.values() for d in _TRAINING)),
         "sent": float(sum(link[f"{d}_bytes_sent"] for link in traffic.links.values() for d in _TRAINING)),
-        "group_raw": float(sum(group["bytes_raw"] for group in traffic.groups.values())),
-        "group_sent": float(sum(group["bytes_sent"] for group in traffic.groups.values())),
+        "group_raw": float(sum(group["bytes_raw"] for group in groups)),
+        "group_sent": float(sum(group["bytes_sent"] for group in groups)),
         "wait": sum(link["wait_seconds"] for rank in ranks for link in rank["links"].values()),
         "full": float(sum(link["full_samples"] for link in ends.values())),
         "delta": float(sum(link["delta_samples"] for link in ends.values())),

@@ -21,6 +21,7 @@ BF16 = {"bf16": {"enabled": True}}
 BF16_ZERO1 = {**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({"method": "none"}, {}),
+    "none bf16 zero1": ({"method": "none"}, BF16_ZERO1),
     "linear": (LINEAR, {}),
     "linear zero1": (LINEAR, ZERO1),
     "exponential": ({"method": "global_qsgd"}, {}),
@@ -47,6 +48,8 @@ def train(stages: int, gradients: dict[str, Any], more: dict[str, Any]) -> tuple
 
     config = ds_config({"gradients": gradients}, **more)
     engine = pipecomp.initialize(gpt2(), num_stages=stages, config=config, training_data=samples())
+    if gradients["method"] != "none":
+        engine.allreduce_bucket = None  # DeepSpeed's own reduction, which would send all of it once more
     losses = [float(engine.train_batch()) for _ in range(STEPS)]
     weights = {n: digest(p) for n, p in engine.stage.named_parameters()}
     found = losses, float(engine.get_global_grad_norm()), weights, engine.comm_stats()["groups"]
@@ -94,14 +97,26 @@ def test_zero_1_trains_as_zero_0(four, method):
 
 
 @pytest.mark.parametrize(
-    ("case", "least"), [("linear", 3.3), ("squeeze", 6.5), ("squeeze bf16 zero1", 3.2), ("half", 1.99)]
+    ("case", "least"),
+    [("linear", 3.3), ("squeeze", 6.5), ("squeeze zero1", 6.5), ("squeeze bf16 zero1", 3.2), ("half", 1.99)],
 )
 def test_bytes_are_counted(four, case, least):
     for rank in range(4):
-        groups = four[rank][case][3]
+        groups = dict(four[rank][case][3])
+        gathered = groups.pop("weights", None)
+        assert (gathered is not None) == ("zero1" in case)
         assert set(groups) == {"data parallel", "tied transformer.wte.weight"}
         for group in groups.values():
             assert group["bytes_raw"] > least * group["bytes_sent"] > 0
+
+
+def test_bytes_of_half_precision_are_those_that_travel(four):
+    """DeepSpeed averages float32 sums of gradients in bf16, and half of the weights come from the other replica."""
+    for rank in range(4):
+        groups = four[rank]["none bf16 zero1"][3]
+        reduced, gathered = groups["data parallel"], groups["weights"]
+        assert reduced["bytes_raw"] == 2 * reduced["bytes_sent"] == 4 * gathered["bytes_sent"]
+        assert gathered["calls"] == STEPS
 
 
 def test_tied_weights_are_compressed_without_replicas():

@@ -134,8 +134,8 @@ def test_what_ranks_count_between_two_times():
 def test_a_reduction_counts_what_a_ring_sends():
     group = GroupStats()
     for ranks in (2, 4):
-        group.add(100, ranks, 0.5)
-    assert group == GroupStats(calls=2, bytes_raw=100 + 150, bytes_sent=100 + 150, wait_seconds=1.0)
+        group.add(100, 50, ranks, 0.5)
+    assert group == GroupStats(calls=2, bytes_raw=100 + 150, bytes_sent=50 + 75, wait_seconds=1.0)
 
 
 def test_while_a_run_goes_on_its_ranks_times_are_written_now_and_then(tmp_path, monkeypatch):
