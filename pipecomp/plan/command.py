@@ -118,7 +118,9 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         tied = tied_values(model, split)
         config = _config(wanted)
         if replicas > 1 and wanted.gradients is None:
-            averages[K] = choose_average(config, max(split.parameters), replicas, network(split, 0), speeds)
+            averages[K] = choose_average(
+                config, max(split.parameters), replicas, network(split, 0), speeds, wanted.dtype
+            )
             config = replace(config, gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(

@@ -251,7 +251,18 @@ def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> lis
     for group, values in zip(job.plan.tied, job.tied, strict=True):
         for stage in group.stages:
             left[stage] -= values
-    return [average_seconds(config, d, job.replicas, network, speeds) for d in left]
+    return [
+        average_seconds(config, d, job.replicas, network, speeds, job.dtype) + _gather_seconds(job, whole, network)
+        for d, whole in zip(left, job.plan.parameters, strict=True)
+    ]
+
+
+def _gather_seconds(job: Job, d: int, network: Network) -> float:
+    """Predict what replicas of half precision send each other of d weights, as each of them updates a part (ZeRO 1)."""
+    n = job.replicas
+    if n == 1 or job.dtype == torch.float32:
+        return 0.0
+    return (n - 1) * (8 * d * job.dtype.itemsize / n / min(network.slowest, 1e15) + network.latency_s)
 
 
 def tied_seconds(job: Job, config: Config, network: Network, speeds: Speeds) -> float:
@@ -275,14 +286,19 @@ def _with_what_shows(step: Step, local: LocalSteps, network: Network, in_flight:
     return replace(step, stages=[replace(costs, reduce_s=max(0.0, costs.reduce_s - hidden_s)) for costs in step.stages])
 
 
-def average_seconds(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> float:
-    """Predict averaging d float32 values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
+def average_seconds(
+    config: Config, d: int, n: int, network: Network, speeds: Speeds, dtype: torch.dtype = torch.float32
+) -> float:
+    """Predict averaging d values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
 
-    The slowest of the network's lines carries it. "quantized_adam" is taken as what exchanges its momentum.
+    The slowest of the network's lines carries it. "quantized_adam" is taken as what exchanges its momentum. dtype: in
+    which they travel uncompressed.
     """
     if n == 1 or d == 0:
         return 0.0
     given = config.gradients.of_average()
+    if given["method"] == "none":
+        d = d * dtype.itemsize // 4
     kernels = {part: d * s for part, s in speeds.average.items()} if given["method"] != "none" else {}
     bits_per_s = min(network.slowest, 1e15)
     found = predict_average(

@@ -122,7 +122,7 @@ def advice(
             said.append(f"Average gradients with {method}: {seconds:.3g} s per step instead of {plain_s:.3g} s.")
         step_s = choice.taken.step_s - choice.taken.average_s
         local_steps = choose_local_steps(step_s, seconds)
-        if local_steps is not None:
+        if local_steps is not None and choice.taken.job.dtype == DTYPES["fp32"]:  # the only precision that they take
             share = seconds / (step_s + seconds)
             rest_s = seconds / local_steps
             said.append(

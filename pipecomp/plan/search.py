@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_of_link
 from pipecomp.config import Config
 from pipecomp.errors import require
@@ -173,10 +175,13 @@ def choose_with_tied(job: Job, config: Config, network: Network, speeds: Speeds)
     return other if found.taken.step_s > PAYS * other.taken.step_s else found
 
 
-def choose_average(config: Config, d: int, n: int, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
+def choose_average(
+    config: Config, d: int, n: int, network: Network, speeds: Speeds, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, float]]:
     """Methods for data parallelism with the seconds of averaging d values over n ranks; the recommended one first."""
     options = [
-        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds)) for m in AVERAGES
+        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds, dtype))
+        for m in AVERAGES
     ]
     plain = options[0]
     best = min(options, key=lambda option: option[1])

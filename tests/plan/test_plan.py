@@ -325,6 +325,16 @@ class TestPrediction:
         assert found.average_s == predict_average("none", rest, 2, bandwidth_bit_per_s=1e7).total_s
         assert between_replicas(uniform(3, 1e6, 0.5)).between == Line(bits_per_s=1e6, latency_s=0.5)
 
+    def test_replicas_of_half_precision_also_send_each_other_weights(self):
+        pair = replace(job(K=1, replicas=2), dtype=torch.bfloat16)
+        d, slow = pair.plan.parameters[0], uniform(1, 1e6, 0.5)
+        gathered = 16 * d / 2 / 1e6 + 0.5
+        reduced = predict_average("none", d // 2, 2, bandwidth_bit_per_s=1e6, latency_s=0.5).total_s
+        assert predict(pair, Config(), slow).average_s == pytest.approx(reduced + gathered)
+        squeezed = Config.from_dict({"gradients": {"method": "double_squeeze"}})
+        reduced = predict_average("double_squeeze", d, 2, bandwidth_bit_per_s=1e6, latency_s=0.5).total_s
+        assert predict(pair, squeezed, slow).average_s == pytest.approx(reduced + gathered)
+
     def test_memory_counts_what_is_in_flight(self):
         made = job(K=2, M=8)
         found = predict(made, Config(), uniform(2, float("inf")))
@@ -627,6 +637,9 @@ def test_replicas_of_a_whole_model_average_over_the_network(folder):
     assert all(row["average_s"] == averages[method] for row in found["methods"])
     assert f"gradients by {method}" in " ".join(done.output.split())
     assert "With gradients.local_steps 32 replicas average after every 32 steps only" in " ".join(done.output.split())
+    half = CliRunner().invoke(app, [*arguments, "--stages", "1", "--dtype", "bf16"])
+    assert half.exit_code == 0, half.output
+    assert "local_steps" not in half.output, "DeepSpeed's optimizers for it share their states among replicas"
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert json.loads(out.read_text())["chosen"]["stages"] > 1, "fewer bytes cross the links between stages"
 
