@@ -126,7 +126,8 @@ class Fit:
             engine: Has its training data.
             samples: In the training data.
             held_out: Held-out samples.
-            units: Returns how many tokens or images the step that was just made had, on all replicas.
+            units: Returns how many tokens or images the step that was just made had, on this rank's replica; those
+                that first stages say count.
             evaluate: Returns the numbers of an `eval` line, None without held-out data.
             save: Writes the model to the folder of `--save`.
 
@@ -176,22 +177,27 @@ class Fit:
         if step == self.plan.steps:
             engine.average_replicas()
         step_s = time.perf_counter() - began
-        per_s, epoch = units() / step_s, self.plan.epoch(step)
-        stats, wanted = self._exchange(engine)
+        own, epoch = units(), self.plan.epoch(step)
+        stats, wanted, taken = self._exchange(engine, own if engine.is_first_stage() else 0.0)
+        per_s = taken / step_s
         self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
         self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats), stats=stats)
         values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
         self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
         return self._interruption.decide(wanted)
 
-    def _exchange(self, engine: Any) -> tuple[list[dict[str, Any]], list[int]]:
-        """All ranks' counters and wishes to stop; what one of them could not write is said on all. All must call it."""
+    def _exchange(self, engine: Any, units: float = 0.0) -> tuple[list[dict[str, Any]], list[int], float]:
+        """All ranks' counters, wishes to stop, and the sum of their units; all must call it.
+
+        What one of them could not write is said on all.
+        """
         with engine.propagate_failure():
-            told = gathered((engine.comm_stats(), self._interruption.wanted, self._report.take_refused()))
-        for rank, (_, _, lines) in enumerate(told):
+            told = gathered((engine.comm_stats(), self._interruption.wanted, units, self._report.take_refused()))
+        for rank, (*_, lines) in enumerate(told):
             for refused in lines:
                 say_here(f"rank {rank}: {refused}. The run goes on without it")
-        return [stats for stats, _, _ in told], [wanted for _, wanted, _ in told]
+        stats, wanted, each, _ = zip(*told, strict=True)
+        return list(stats), list(wanted), sum(each)
 
     def _stop(self, engine: Any, step: int, reason: str) -> NoReturn:
         """Save and close, as all other ranks do now."""

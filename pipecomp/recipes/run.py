@@ -230,7 +230,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
         engine,
         samples=len(work.training),
         held_out=0 if work.held_out is None else len(work.held_out),
-        units=lambda: count.taken() * fit.plan.replicas,
+        units=count.taken,
         evaluate=lambda: work.evaluation(engine, batches) if batches else None,
         save=save,
     )
