@@ -151,7 +151,8 @@ def link_bytes(all_told: Sequence[Told]) -> Chart | None:
     return Chart(
         key="bytes",
         title="Bytes by link and direction",
-        note="Since the start of the run. Full colour: packets as sent; pale: the values in the training precision.",
+        note="Of training, since the start of the run. Full colour: packets as sent; pale: the values in the training "
+        "precision.",
         figure={
             "data": [pale, full],
             "layout": {"barmode": "overlay", "showlegend": False, "xaxis": x_axis, "yaxis": _DOWN},

@@ -100,7 +100,7 @@ class LinkUse:
 
 def link_use(run: Run) -> list[LinkUse]:
     """All links, by the last step that tells of them."""
-    last: dict[str, Any] = next((line for line in reversed(run.steps) if isinstance(line.get("links"), dict)), {})
+    last = _last_counters(run)
     spent = sum(number(line.get("step_s")) or 0.0 for line in run.steps if line["step"] <= last.get("step", 0))
     found = []
     for name, counts in last.get("links", {}).items():
@@ -118,6 +118,18 @@ def link_use(run: Run) -> list[LinkUse]:
             )
         )
     return found
+
+
+def exchanged(run: Run) -> tuple[int, int]:
+    """Bytes raw and sent of gradients and weights that ranks exchanged, all of them together, since the start."""
+    groups = _last_counters(run).get("groups", {}).values()
+    raw, sent = (sum(int(counts[kind]) for counts in groups) for kind in ("bytes_raw", "bytes_sent"))
+    return raw, sent
+
+
+def _last_counters(run: Run) -> dict[str, Any]:
+    """The last step's line that has any."""
+    return next((line for line in reversed(run.steps) if isinstance(line.get("links"), dict)), {})
 
 
 def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:

@@ -182,9 +182,11 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _check_counters(line: Mapping[str, Any]) -> None:
-    """Of a step's line: what links counted, waited and hit, and their codes' bits."""
+    """Of a step's line: what links and groups counted, waits, hits, and codes' bits."""
     for link in line.get("links", {}).values():
         _numbers(link[f"{way}_{key}"] for way in _WAYS for key in _BYTES)
+    for group in line.get("groups", {}).values():
+        _numbers(group[key] for key in _BYTES)
     line.get("waits", {}).items()
     for name, length in (("hits", 2), ("bits", 4)):
         for counts in line.get(name, {}).values():

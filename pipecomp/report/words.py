@@ -47,7 +47,9 @@ def told(run: Run) -> Told:
 def summary(one: Told) -> list[str]:
     """What to know of a run before any chart."""
     return [
-        sentence for sentence in (_training(one), _traffic(one), _waiting(one), _next(one), _remark(one)) if sentence
+        sentence
+        for sentence in (_training(one), _traffic(one), _exchanged(one), _waiting(one), _next(one), _remark(one))
+        if sentence
     ]
 
 
@@ -80,6 +82,14 @@ def _traffic(one: Told) -> str:
     if sent >= 0.98 * raw:
         return f"The links carried {size(sent)}, not compressed."
     return f"The links carried {size(sent)} in place of {size(raw)}: {times(raw / sent)} less."
+
+
+def _exchanged(one: Told) -> str:
+    raw, sent = measures.exchanged(one.run)
+    if not sent:
+        return ""
+    plain = "" if sent >= 0.98 * raw else f" in place of {size(raw)}"
+    return f"Besides, ranks sent each other {size(sent)} of gradients and weights{plain}."
 
 
 def _waiting(one: Told) -> str:

@@ -163,7 +163,11 @@ def numbers(tmp_path):
     ]
     lines[1] |= {"hits": {"0->1": [0, 8]}}
     waited = {"waits": {"0->1": 2.0, "1->2": 9.0}, "hits": {"0->1": [4, 16], "1->2": [0, 0]}}
-    lines[2] |= {"links": dict.fromkeys(waited["waits"], ways), **waited}
+    groups = {
+        "data parallel": {"bytes_raw": 4000, "bytes_sent": 1000},
+        "weights": {"bytes_raw": 500, "bytes_sent": 500},
+    }
+    lines[2] |= {"links": dict.fromkeys(waited["waits"], ways), "groups": groups, **waited}
     parts = {"forward": 1, "backward": 2, "encode": 0.25, "decode": 0.5, "wait": 0.5, "reduce": 0.75, "update": 1}
     rank = {"rank": 3, "stage": 1, "replica": 1, "steps": 4, "seconds": parts, "links": {}}
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -185,6 +189,7 @@ def test_numbers_of_a_run(numbers):
     assert summary(numbers) == [
         "4 steps in 1 min 01 s; training loss 2.000 → 2.000; 30 samples/s.",
         "The links carried 60 B in place of 300 B: 5.0× less.",
+        "Besides, ranks sent each other 1.5 kB of gradients and weights in place of 4.5 kB.",
         "At link 1->2 a stage waited for packets 100 % of the time.",
         "No advice: the run did not end in order, or did not write what its ranks did.",
         "Odd.",
