@@ -108,11 +108,12 @@ class Recorder:
         Args:
             step: From 1.
             stats: `engine.gather_comm_stats()`, None where it was not gathered at this step.
-            record: What else is known, as "loss", "lr", "step_s" (seconds of this step) and "per_s".
+            record: What else is known, as "loss", "lr", "step_s" (seconds of this step) and "per_s"; "seconds" where
+                the step has not just ended.
         """
         if self._metrics is None:
             return
-        line: dict[str, Any] = {"step": step, "seconds": round(self._seconds(), 4), **record}
+        line: dict[str, Any] = {"step": step, "seconds": self.seconds(), **record}
         if stats is not None:
             line |= self._counters(stats)
             self._keep(stats, halfway=2 * (step - self._after) >= self._steps - self._after > 0)
@@ -120,7 +121,7 @@ class Recorder:
 
     def evaluated(self, step: int, measures: Mapping[str, float]) -> None:
         """Write what an evaluation after this step found, "loss" among it."""
-        self._write({"step": step, "seconds": round(self._seconds(), 4), "eval": dict(measures)})
+        self._write({"step": step, "seconds": self.seconds(), "eval": dict(measures)})
 
     def end(self, stats: Sequence[Mapping[str, Any]], last_step: Sequence[Mapping[str, Any]] = ()) -> None:
         """Write the end of a run that reached it.
@@ -135,17 +136,18 @@ class Recorder:
         self._save(RANKS, self._ranks)
         if last_step:
             self._save(TRACE, {"traceEvents": list(last_step), "displayTimeUnit": "ms"})
-        self._save(RUN, {**self._facts, "status": "finished", "seconds": round(self._seconds(), 4)})
+        self._save(RUN, {**self._facts, "status": "finished", "seconds": self.seconds()})
         self._close()
 
     def interrupted(self) -> None:
         """Write that the run was asked to stop, and may go on."""
-        self._save(RUN, {**self._facts, "status": "interrupted", "seconds": round(self._seconds(), 4)})
+        self._save(RUN, {**self._facts, "status": "interrupted", "seconds": self.seconds()})
 
     # -- what a line has
 
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._began + float(self._last.get("seconds", 0.0))
+    def seconds(self) -> float:
+        """Tell how long the run has taken, its earlier part included."""
+        return round(time.perf_counter() - self._began + float(self._last.get("seconds", 0.0)), 4)
 
     def _counters(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Bytes, waits, store hits and bits of codes since the start of the run, by link."""

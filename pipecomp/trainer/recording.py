@@ -44,7 +44,8 @@ class Recording:
         """Tell of a step that has ended. step: from 1."""
         self._flush()
         spent = time.perf_counter() - self._began
-        self._step = {"step": step, "loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
+        told = {"loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
+        self._step = {"step": step, "seconds": self._recorder.seconds(), **told}  # it may be written after the next one
 
     def counters(self, stats: Sequence[Mapping[str, Any]]) -> None:
         """Add all ranks' `comm_stats` to the step that has just ended."""

@@ -16,11 +16,13 @@ import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import Attempts
 from pipecomp.data import MicroBatch, ShardedSampler
 from pipecomp.errors import ConfigError, DataError
+from pipecomp.report.read import read_runs
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints, setup
 from pipecomp.trainer.evaluation import BatchResult, Evaluation
 from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, data_seed
 from pipecomp.trainer.losses import StepLoss
+from pipecomp.trainer.recording import Recording
 from pipecomp.trainer.reports import LossMeter
 from pipecomp.trainer.sampling import LengthSampler, make_sampler
 from pipecomp.trainer.schedule import Length, follows_metric, make_scheduler, note_best
@@ -88,6 +90,26 @@ def test_a_run_records_the_true_loss_and_samples_of_a_step(loss: float) -> None:
     assert str(told["loss"]) == str(loss)
     assert told["samples"] == 3 * 3
     assert training._losses.sum == (loss if loss == 2.5 else 0.0)
+
+
+def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written with the next one, unless there are counters before."""
+    clock = [0.0]
+    for module in ("report.record", "trainer.recording"):
+        monkeypatch.setattr(f"pipecomp.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)
+    engine = SimpleNamespace(describe=dict)
+    state = TrainerState(global_step=0)
+    recording = Recording(SimpleNamespace(args=args, state=state, rank=0, engine=engine, group=None), 3, [])
+    for step in (1, 2, 3):
+        clock[0] += 5.0
+        recording.begin_step()
+        clock[0] += 2.0
+        recording.end_step(step, loss=1.0, lr=0.1, samples=4)
+        clock[0] += 10.0
+    recording.interrupted()
+    lines = read_runs([tmp_path])[0].steps
+    assert [(line["step"], line["seconds"], line["step_s"]) for line in lines] == [(1, 7, 2), (2, 24, 2), (3, 41, 2)]
 
 
 PADDED = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
