@@ -17,7 +17,7 @@ from pipecomp.checkpoint.deepspeed_names import (
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.collectives import gathered
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage
 
@@ -80,6 +80,10 @@ def saved_otherwise(engine: Any, folder: Path, key: str, *, with_optimizer: bool
             if engine.stage.adapter is not None:
                 # DeepSpeed would be content with a file that lacks what is trained.
                 SavedPipeline(folder, description).weights(engine.stage, of=[engine.stage_id])
+        if found is None:
+            own_file = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
+            allowed = f"a folder with {own_file.name} on the machine of rank {engine.global_rank}, which has written it"
+            require(own_file.is_file(), "load_dir", str(folder), f"{allowed} or shares a disk with the one that has")
     for rank, recut in enumerate(all_ranks.all_gather_object(found is not None)):
         if recut is not (found is not None):
             raise ConfigError("load_dir", str(folder), f"the same checkpoint on all ranks (rank {rank} differs)")

@@ -222,18 +222,15 @@ def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) ->
     Raises ConfigError for a plan of other stages or processes: its cuts and batch sizes are for those.
     """
     file = folder / PLAN
-    if (
-        args.resume is None
-        or not file.is_file()
-        or not any(map(manifest.finished, manifest.steps(args.checkpoint).values()))
-    ):
+    if args.resume is None or not any(map(manifest.finished, manifest.steps(args.checkpoint).values())):
         return None
     try:
         made = json.loads(file.read_text())
         found = {"config": made["config"], "cuts": made["cuts"]}
         K, replicas = len(found["cuts"]) - 1, made["chosen"]["replicas"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--run", args.run, f"a folder with the {PLAN} that its run has written ({error})") from error
+        allowed = f"a folder with the {PLAN} that its run has written, where rank 0 was then ({error})"
+        raise ConfigError("--run", args.run, allowed) from error
     anew = f"as in the plan of the run that goes on in {folder}. To begin anew, take another folder"
     require(stages == K, "--stages", stages, f"{K}, {anew}")
     require(K * replicas == world, "number of processes", world, f"{K * replicas}, {anew}")

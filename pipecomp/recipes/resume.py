@@ -184,7 +184,8 @@ class Checkpoints:
 
         Raises:
             ConfigError: If the last good one is of a run with other settings; on every rank, if this run is to begin
-                and a machine has checkpoints, finished or not: they would be mistaken for its own.
+                and a machine has checkpoints, finished or not: they would be mistaken for its own; or if it is to go
+                on and a machine has none, while another has good ones: beginning anew would delete those.
         """
         if self.folder is None:
             return ""
@@ -202,6 +203,7 @@ class Checkpoints:
                 else:
                     bad[step] = problem
         found = gathered((good, bad))
+        _check_everywhere(self.folder, found)
         everywhere = set.intersection(*(set(steps) for steps, _ in found if steps is not None))
         self.step = max(everywhere, default=0)
         problems = {step: problem for _, of_rank in found for step, problem in of_rank.items() if step > self.step}
@@ -315,6 +317,20 @@ class Checkpoints:
             manifest.remove_after(folder, self.step)
         gathered(None)  # one of them may have the name of the one that is written next
         self._own = True
+
+
+def _check_everywhere(folder: Path, found: list[tuple[list[int] | None, dict[int, str]]]) -> None:
+    """ConfigError if a machine has nothing of a run that others have good checkpoints of. found: by rank, as gathered.
+
+    A run that was killed leaves at least an unfinished one on each machine.
+    """
+    empty = [rank for rank, (good, bad) in enumerate(found) if good is not None and not good and not bad]
+    steps = sorted({step for good, _ in found for step in good or ()})
+    allowed = (
+        f"a folder with the run's checkpoints on every machine: that of rank {', '.join(map(str, empty))} has none, "
+        f"and others have step {', '.join(map(str, steps))}. To begin anew, take another folder"
+    )
+    require(not (empty and steps), "--checkpoint", str(folder), allowed)
 
 
 def _first_of_machine() -> bool:

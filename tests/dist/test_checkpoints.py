@@ -41,6 +41,9 @@ def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     engine.load_checkpoint(own)
     out["own disks"] = expected, losses(engine, 2)
     engine.close()
+    engine = engine_of(2)
+    out["swapped"] = error_of(lambda: engine.load_checkpoint(f"{folder}/machine-{1 - rank}", tag="global_step2"))
+    engine.close()
     engine = engine_of(2, zero_optimization={"stage": 1, "reduce_bucket_size": 100_000})
     out["zero"] = error_of(lambda: engine.load_checkpoint(own))
     out["weights alone"] = engine.load_checkpoint(own, load_module_only=True)[0] is not None
@@ -84,7 +87,8 @@ def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
 def test_what_is_loaded_is_one_whole_checkpoint(tmp_path: Path) -> None:
     place = f"load_dir: got '{tmp_path}/common/0', allowed: a "
-    for out in run_ranks(2, kept, str(tmp_path), timeout_s=HANG_S).values():
+    for rank, out in run_ranks(2, kept, str(tmp_path), timeout_s=HANG_S).items():
+        assert f"with mp_rank_0{rank}_model_states.pt on the machine of rank {rank}," in out["swapped"]
         for name in ("own disks", "written over"):
             expected, got = out[name]
             assert got == expected, name

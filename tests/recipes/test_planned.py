@@ -80,6 +80,13 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
         planned._earlier(args, tmp_path, 2, 2)
 
 
+def test_the_plan_of_a_run_that_goes_on_is_not_made_anew_where_rank_0_is_on_another_machine_now(tmp_path: Path) -> None:
+    args = arguments(tmp_path, "--checkpoint", str(tmp_path), "--resume", "auto")
+    finished_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=rf"--run: got .* allowed: a folder with the {PLAN} .* where rank 0 was then"):
+        planned._earlier(args, tmp_path, 2, 2)
+
+
 def finished_checkpoint(folder: Path) -> None:
     (folder / "global_step3").mkdir(parents=True)
     manifest.write(folder / "global_step3", 0)

@@ -401,3 +401,23 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
     said = checkpoints.find()
     assert checkpoints.step == 20
     assert said == "goes on after step 20; passed over step 30: it was not finished"
+
+
+def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next checkpoint would take the place of those that the others have. One that was killed leaves some file."""
+    for step in (10, 20):
+        checkpoint(tmp_path, step)
+    others: list[tuple] = [(None, {}), ([], {}), (None, {})]
+
+    def gather(out: list, mine: object, group: object) -> None:
+        out[:] = [mine, *others]
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+    with pytest.raises(ConfigError, match="that of rank 2 has none, and others have step 10, 20"):
+        checkpoints.find()
+    others[1] = ([], {20: "it was not finished"})
+    assert checkpoints.find().startswith("no good checkpoint: begins")
