@@ -25,8 +25,9 @@ from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.tables import counted
 
 _WORTH = 0.99  # running further ahead must shorten a step to this
-# Bytes of a parameter: weight, gradient, and Adam's two moments in float32; with half precision a float32 copy too.
-_STATE = {torch.float32: 16, torch.bfloat16: 18, torch.float16: 18}
+# Bytes of a parameter on each replica, and more that replicas share out: weight, gradient and Adam's two moments in
+# float32; in half precision the weight and a float32 gradient, and shared out a copy and the moments in float32.
+_FULL, _HALF = (16, 0), (6, 12)
 
 
 @exchanged
@@ -129,7 +130,8 @@ def memory_bytes(job: Job, slack: int = 1) -> list[float]:
     """
     ahead = numbers(slack, job.plan.num_stages, job.micro_batches)
     kept = job.profile.kept_bytes(job.plan, job.samples)
-    state, again = _STATE[job.dtype], job.samples * job.profile.again_bytes
+    held, shared = _FULL if job.dtype == torch.float32 else _HALF
+    state, again = held + shared / job.replicas, job.samples * job.profile.again_bytes
     return [
         state * values + flying * each + again
         for values, flying, each in zip(job.plan.parameters, ahead, kept, strict=True)

@@ -341,6 +341,10 @@ class TestPrediction:
         assert found.memory_bytes() == [16 * made.plan.parameters[0] + 2 * 2e6, 16 * made.plan.parameters[1] + 2e6]
         half = memory_bytes(replace(made, dtype=torch.bfloat16))
         assert half[1] == 18 * made.plan.parameters[1] + 2e6, "with a copy in float32"
+        shared = memory_bytes(replace(made, dtype=torch.bfloat16, replicas=4))
+        assert shared[1] == (6 + 12 / 4) * made.plan.parameters[1] + 2e6, (
+            "each replica has a part of it and of Adam's state"
+        )
 
     def test_stages_run_ahead_as_far_as_it_helps(self):
         stages = [StageCosts(forward_s=1, backward_s=2)] * 2
