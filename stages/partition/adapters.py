@@ -71,6 +71,12 @@ def _check(config: Any) -> None:
         raise SplitError(f"adapter: got {type(config).__name__} of type {kind}, allowed: a peft.LoraConfig")
     if getattr(config, "layer_replication", None):
         raise SplitError("LoraConfig.layer_replication: a model whose blocks are repeated cannot be split")
+    tokens = getattr(config, "alora_invocation_tokens", None)
+    if tokens:
+        raise SplitError(
+            f"LoraConfig.alora_invocation_tokens: got {tokens!r}, allowed: None; a stage does not see the tokens from "
+            "which on its adapter would count"
+        )
 
 
 def _check_tokens(config: Any) -> None:

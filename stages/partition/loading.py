@@ -244,7 +244,10 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     adapted = {} if adapter is None else adapters.saved_names(stage._model, adapter)
     tuned = {} if adapter is None else adapters.read_weights(adapter, adapted)
     groups = aliases(whole)
-    same = {name: names for names in groups for name in names}
+    same: dict[str, list[str]] = {}  # by names in the base: what peft trains beside a tied weight begins as that
+    for names in groups:
+        for name in names:
+            same.setdefault(in_the_base[name], []).extend(names)
     new: set[str] = set()
     for names in aliases(stage):
         like = stage.get_parameter(names[0])
@@ -252,7 +255,8 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
             put(stage, names, nn.Parameter(tuned[names[0]].to(like.dtype), requires_grad=like.requires_grad))
             continue
         # The original before its copies, so that every stage reads the same tensor.
-        candidates = same[names[0]] if stage.plan.tie else [names[0], *same[names[0]]]
+        tied = same[in_the_base[names[0]]]
+        candidates = tied if stage.plan.tie else [names[0], *tied]
         origin = next((name for name in candidates if name in found), None)
         if origin is None:
             if names[0] not in adapted:

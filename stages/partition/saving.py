@@ -94,6 +94,8 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     weight_map, total_size, dtype = _read_headers(folder, shards)
     whole = skeleton(Source(config=stage.config, model_class=type(stage._model), adapter=stage.adapter))
     wanted = set(whole.state_dict()) - {name for names in aliases(whole) for name in names[1:]}
+    # A script may have put a head of its own in the class's place; the last stage, which has it, wrote it as it is.
+    wanted = {name for name in wanted if name.startswith(f"{whole.base_model_prefix}.")}
     if stage.adapter is not None:
         saved_as = adapters.saved_names(whole, stage.adapter)
         wanted = {saved_as[name] for name in wanted if name in saved_as}
@@ -101,7 +103,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     if missing:
         raise SplitError(f"{folder}: no shard has {missing[0]}")
     if stage.adapter is not None:
-        return _join_adapter(stage.adapter, folder, shards)
+        return _join_adapter(whole, stage.adapter, folder, shards)
 
     (folder / INDEX).unlink(missing_ok=True)  # so that a crash from here on leaves no mixture that could be loaded
     for shard in shards:
@@ -121,12 +123,16 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     return folder / INDEX
 
 
-def _join_adapter(adapter: Adapter, folder: Path, shards: list[str]) -> Path:
+def _join_adapter(whole: Any, adapter: Adapter, folder: Path, shards: list[str]) -> Path:
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         tensors |= load_file(str(folder / (shard + UNFINISHED)))
+    saved_as = adapters.saved_names(whole, adapter)
+    for names in aliases(whole):  # peft looks for a tied weight under all its names
+        found = [saved_as[name] for name in names if name in saved_as]
+        tensors |= {other: tensors[found[0]].clone() for other in found[1:]}
     path = adapters.write(folder, adapter, tensors)
     for shard in shards:
         (folder / (shard + UNFINISHED)).unlink()

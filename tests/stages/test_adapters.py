@@ -51,12 +51,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def base(name: str) -> Any:
+def base(name: str, **more: Any) -> Any:
     import transformers
 
     config, model, settings, _ = MODELS[name]
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**settings))
+    return getattr(transformers, model)(getattr(transformers, config)(**settings, **more))
 
 
 def lora(name: str, **more: Any) -> Any:
@@ -173,6 +173,32 @@ def test_a_trained_module_of_which_every_stage_has_a_copy(tmp_path: Path) -> Non
         assert torch.equal(through([part.eval() for part in resumed]), expected)
 
 
+class TestTiedEmbeddings:
+    """Input embedding and output layer in one, which some train whole beside LoRA, for new tokens."""
+
+    def test_an_output_layer_of_its_own_begins_as_the_embedding(self, tmp_path: Path) -> None:
+        """No folder has it under its own name."""
+        model = base("llama", tie_word_embeddings=True).eval()
+        model.save_pretrained(tmp_path)
+        parts = build(pretrained(str(tmp_path), lora=lora("llama", modules_to_save=["embed_tokens", "lm_head"])), 2)
+        with torch.no_grad():
+            assert torch.equal(through([part.eval() for part in parts]), model(**batch()).logits)
+
+    def test_that_stays_tied_is_saved_under_both_names(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        config = lora("llama", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+        whole = shaken(peft.get_peft_model(base("llama", tie_word_embeddings=True), config)).eval()
+        save_pretrained(split(whole, num_stages=2), tmp_path / "ours")
+        whole.save_pretrained(tmp_path / "theirs")
+        ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        again = peft.PeftModel.from_pretrained(base("llama", tie_word_embeddings=True), tmp_path / "ours").eval()
+        with torch.no_grad():
+            assert torch.equal(again(**batch()).logits, whole(**batch()).logits)
+
+
 @pytest.mark.parametrize(("folder", "name"), [(n, n) for n in MODELS], indirect=["folder"])
 class TestFromDisk:
     def test_starts_as_the_base_model(self, folder: Path, name: str) -> None:
@@ -224,6 +250,12 @@ class TestRefused:
     def test_another_method(self) -> None:
         model = peft.get_peft_model(base("llama"), peft.IA3Config(task_type="CAUSAL_LM"))
         with pytest.raises(SplitError, match="IA3"):
+            split(model, num_stages=2)
+
+    def test_what_goes_by_the_tokens_of_a_sample(self) -> None:
+        """Activated LoRA looks for its tokens in input_ids, which only the whole model is called with."""
+        model = peft.get_peft_model(base("llama"), lora("llama", alora_invocation_tokens=[5, 6]))
+        with pytest.raises(SplitError, match=r"alora_invocation_tokens: got \[5, 6\], allowed: None"):
             split(model, num_stages=2)
 
     @pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])

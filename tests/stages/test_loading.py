@@ -681,6 +681,15 @@ class TestSaving:
             write_index(stages[0], tmp_path)
         assert not (tmp_path / "config.json").exists()
 
+    def test_a_head_of_the_scripts_own_is_saved_as_it_is(self, tmp_path: Path) -> None:
+        """As save_pretrained of the unsplit model does it; the script puts it there again to load it."""
+        model = make_model("bert-classes")
+        model.classifier = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 3))
+        save_pretrained(split(model, num_stages=2), tmp_path)
+        saved = {name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()}
+        assert saved.keys() == model.state_dict().keys()
+        assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
     def test_generation_config_travels(self, gpt2_folder: Path, tmp_path: Path) -> None:
         config = transformers.GenerationConfig.from_pretrained(gpt2_folder)
         config.max_new_tokens = 17
