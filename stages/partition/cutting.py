@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipecomp.errors import SplitError
@@ -54,6 +55,27 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
                 if name in held:
                     replace_parameter(top, name, _copy_of(held[name]))
     return top
+
+
+def changed_on_the_way(model: Any, architecture: Architecture) -> bool:
+    """Whether a later stage's model, cut by `cut`, changes what it receives in other places than its blocks.
+
+    What an architecture computes there without a module of its own, as Granite multiplies its embeddings, every stage
+    would compute once more.
+    """
+    top: Any = shallow(model)
+    base = model.base_model_prefix
+    blocks: Any = top.get_submodule(f"{base}.{architecture.blocks}")
+    skip = SkippedBlock(architecture.block_returns_tuple)
+    _graft(top, f"{base}.{architecture.blocks}", nn.ModuleList(skip for _ in blocks))
+    for path in architecture.after:
+        _graft(top, f"{base}.{path}", nn.Identity())
+    like = next(model.parameters())
+    sent_BSH = torch.linspace(-1, 1, 2 * int(model.config.hidden_size), dtype=like.dtype, device=like.device)
+    sent_BSH = sent_BSH.view(1, 2, -1)
+    with torch.no_grad():
+        came_BSH = top.base_model(inputs_embeds=sent_BSH, **architecture.forward_options).last_hidden_state
+    return not torch.equal(came_BSH, sent_BSH)
 
 
 def _own_config(model: Any, plan: SplitPlan, has_ties: bool) -> Any:

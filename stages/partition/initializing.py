@@ -71,6 +71,7 @@ def initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str],
             raise SplitError(f"{name}: {type(stage._model).__name__} does not say how to initialize it")
         if hasattr(parameter, "_is_hf_initialized"):
             del parameter._is_hf_initialized
+    stage.check_what_it_receives()
 
 
 def _seeded(stage: Stage, name: str, module: nn.Module, seed: int) -> None:

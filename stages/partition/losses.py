@@ -57,11 +57,14 @@ def classification(config: Any) -> LossFn:
             if classes == 1:
                 _same_count(logits_BC, labels)
                 return F.mse_loss(logits_BC.squeeze(), labels.squeeze())
+            _same_shape(logits_BC, labels)
             return F.mse_loss(logits_BC, labels)
         if problem == "single_label_classification":
+            _one_each(logits_BC, labels)
             return F.cross_entropy(logits_BC.view(-1, classes), labels.view(-1))
         if problem == "multi_label_classification":
             _require_float(labels, problem)
+            _same_shape(logits_BC, labels)
             return F.binary_cross_entropy_with_logits(logits_BC, labels)
         raise DataError(
             f"config.problem_type: got {problem!r}, allowed: 'regression', 'single_label_classification', "
@@ -110,6 +113,22 @@ def _same_leading_shape(logits: Tensor, labels: Tensor) -> None:
 def _same_count(logits: Tensor, labels: Tensor) -> None:
     if logits.numel() != labels.numel():
         raise DataError(f"labels: got {labels.numel()} values for {logits.numel()} outputs")
+
+
+def _same_shape(logits: Tensor, labels: Tensor) -> None:
+    if logits.shape != labels.shape:
+        raise DataError(
+            f"labels: got {labels.dtype} {tuple(labels.shape)}, the outputs are {tuple(logits.shape)}: floating-point "
+            "labels are values of outputs, a class is a whole number"
+        )
+
+
+def _one_each(logits_BC: Tensor, labels: Tensor) -> None:
+    if labels.numel() != len(logits_BC):
+        raise DataError(
+            f"labels: got {labels.dtype} {tuple(labels.shape)} for {len(logits_BC)} samples, each of one class; for "
+            "several classes of a sample (multi_label_classification) labels are floating-point"
+        )
 
 
 def _require_float(labels: Tensor, problem: str = "regression") -> None:

@@ -17,7 +17,7 @@ from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.adapters import adapter_of, without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
-from pipecomp.stages.partition.cutting import cut
+from pipecomp.stages.partition.cutting import changed_on_the_way, cut
 from pipecomp.stages.partition.planning import SplitPlan, block_count, plan_model
 from pipecomp.stages.partition.stage import PipelineStage
 
@@ -54,6 +54,19 @@ class Stage(PipelineStage):
         self._architecture = architecture_of(model.config)
         self._head = self._architecture.heads[plan.model_class]
         self._most_tokens = _learned_positions(model) if self.is_first else None
+        self._token_types = _token_types(model) if self.is_first else None
+        if not any(p.is_meta for p in self.parameters()):
+            self.check_what_it_receives()
+
+    def check_what_it_receives(self) -> None:
+        """Raise SplitError for a model that changes hidden states outside its blocks; its weights must be there."""
+        if not self.is_first and changed_on_the_way(self._model, self._architecture):
+            raise SplitError(
+                f"{self._architecture.model_type}: past the first stage {self.plan.model_class} changes what it "
+                "receives before its first block or after its last one, as a dropout or a factor of the embeddings "
+                "does, so that every stage would do it anew. `before` and `after` of its entry must name the module "
+                "that does; code without a module of its own cannot be cut"
+            )
 
     def train(self, mode: bool = True) -> Stage:
         """Switch dropout and the like on or off; see nn.Module."""
@@ -83,10 +96,16 @@ class Stage(PipelineStage):
         """On the first stage: which tokens of a micro-batch are real, by its attention mask.
 
         Raises DataError for padding where the head reads, since links carry none, where the mask and `pad_token_id` do
-        not agree on what it reads, and for a token without an embedding.
+        not agree on what it reads, and for a token, or a type of token, without an embedding.
         """
-        self._check_tokens(ids, inputs["input_ids"])
+        self._check_tokens(ids, inputs)
         layout = Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
+        reads_one = self._head.reads_first_token or self._head.pools_last_token
+        if reads_one and self.num_stages > 1 and not all(layout.counts):
+            raise DataError(
+                f"sample {ids[layout.counts.index(0)]} has no tokens, its attention_mask is 0 everywhere: "
+                f"{self.plan.model_class} would compute its classes from padding, which links do not carry"
+            )
         if self._head.reads_first_token and self.num_stages > 1 and any(layout.starts):
             sample = ids[next(i for i, start in enumerate(layout.starts) if start)]
             raise DataError(
@@ -111,14 +130,18 @@ class Stage(PipelineStage):
         return labels
 
     def check_labels(self, layout: Layout, labels: Tensor) -> None:
-        """Raise DataError, with sample and place, for a label that a head for tokens would predict from padding.
+        """Raise DataError, with the sample, for a class that there is none of, or that would be predicted from padding.
 
         An unsplit model's loss has terms for padding where input_ids are copied to labels as they are; the last of
-        several stages has no hidden states to predict it from. labels: those of `trained_labels`, [B, S].
+        several stages has no hidden states to predict it from. labels: those of `trained_labels`, [B, S] or [B, ...].
         """
-        mask_BS = layout.mask_BS(labels.device)
         following = int(self._head.loss is losses.causal_lm)  # places from a label to the token that predicts it
         by_token = following or self._head.loss is losses.masked_lm
+        if by_token:
+            self._check_classes(layout.ids, labels[..., following:], "vocab_size", first=following)
+        elif self._head.loss in (losses.classification, losses.deberta_classification):
+            self._check_classes(layout.ids, labels, "num_labels")
+        mask_BS = layout.mask_BS(labels.device)
         if mask_BS is None or self.num_stages == 1 or not by_token or labels.shape != mask_BS.shape:
             return
         wanted, read = labels[:, following:], mask_BS[:, : labels.shape[1] - following]
@@ -129,6 +152,30 @@ class Stage(PipelineStage):
                 f"labels: sample {layout.ids[row]} has {int(wanted[row, place])} at place {place + following}, to be "
                 "predicted from padding, which links do not carry; allowed: -100 where attention_mask is 0, as "
                 "DataCollatorForLanguageModeling makes them"
+            )
+
+    def _check_classes(self, ids: Sequence[int], labels: Tensor, number: str, first: int | None = None) -> None:
+        """DataError for a class that torch calls a target out of bounds, of nobody knows which sample.
+
+        Tensors of a GPU are not looked at, which would have to wait for it.
+
+        number: what of the config is their number. first: place of the first label of a sample that has several.
+        """
+        config, classes = self.config, int(getattr(self.config, number))
+        if labels.is_floating_point() or labels.device.type != "cpu":
+            return
+        problem = "" if first is not None else config.problem_type or losses.guess_problem(classes, labels)
+        if problem not in ("", "single_label_classification"):
+            return
+        wrong = labels >= classes
+        if self._head.loss is not losses.deberta_classification or config.problem_type:  # it ignores them
+            wrong |= (labels < 0) & (labels != -100)
+        if bool(wrong.any()):
+            row, *place = wrong.nonzero()[0].tolist()
+            at = "" if first is None else f" at place {place[0] + first}"
+            raise DataError(
+                f"labels: sample {ids[row]} has {int(labels[wrong][0])}{at}; this {self.plan.model_class} has "
+                f"{classes} classes ({number} of its config): from 0 to {classes - 1}, and -100 for no label"
             )
 
     def next_layout(self, layout: Layout) -> Layout:
@@ -220,21 +267,27 @@ class Stage(PipelineStage):
         places_S = torch.arange(mask_BS.shape[1], device=like_BS.device, dtype=torch.int32)
         return (places_S * (mask_BS != 0).to(like_BS.device, torch.int32)).argmax(-1)
 
-    def _check_tokens(self, ids: Sequence[int], ids_BS: Tensor) -> None:
-        """DataError for a token that torch would call an index out of range, of nobody knows which sample.
+    def _check_tokens(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> None:
+        """DataError for a token, or its type, that torch calls an index out of range, of nobody knows which sample.
 
         Tensors of a GPU are not looked at, which would have to wait for it.
         """
-        if not self.is_first or ids_BS.device.type != "cpu":
+        if not self.is_first:
             return
-        known = self._model.get_input_embeddings().weight.shape[0]
-        wrong_BS = (ids_BS < 0) | (ids_BS >= known)
-        if bool(wrong_BS.any()):
-            row, place = wrong_BS.nonzero()[0].tolist()
-            raise DataError(
-                f"sample {ids[row]} has the token {int(ids_BS[row, place])} at place {place}; this "
-                f"{self.plan.model_class} has embeddings of {known} tokens: from 0 to {known - 1}"
-            )
+        for key, what, known in (
+            ("input_ids", "token", self._model.get_input_embeddings().weight.shape[0]),
+            ("token_type_ids", "token type", self._token_types),
+        ):
+            given_BS = inputs.get(key)
+            if given_BS is None or known is None or given_BS.device.type != "cpu":
+                continue
+            wrong_BS = (given_BS < 0) | (given_BS >= known)
+            if bool(wrong_BS.any()):
+                row, place = wrong_BS.nonzero()[0].tolist()
+                raise DataError(
+                    f"sample {ids[row]} has the {what} {int(given_BS[row, place])} at place {place}; this "
+                    f"{self.plan.model_class} has embeddings of {known} {what}s: from 0 to {known - 1}"
+                )
 
     @property
     def _pools_elsewhere(self) -> bool:
@@ -275,6 +328,14 @@ def _learned_positions(model: Any) -> int | None:
         if name.endswith(("wpe", "position_embeddings")) and isinstance(module, nn.Embedding):
             first = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts
             return module.num_embeddings - first
+    return None
+
+
+def _token_types(model: Any) -> int | None:
+    """Count the types of tokens that a model tells apart; None where it has no embeddings of them."""
+    for name, module in model.base_model.named_modules():
+        if name.endswith("token_type_embeddings") and isinstance(module, nn.Embedding):
+            return module.num_embeddings
     return None
 
 

@@ -142,3 +142,34 @@ def test_what_an_entry_leaves_out_is_named() -> None:
     register(Architecture(**{**vars(GPT_NEOX), "after": ()}))
     with pytest.raises(SplitError, match=r"does not say which stages have gpt_neox\.final_layer_norm"):
         split(make_model(), num_stages=2)
+
+
+def test_a_dropout_that_an_entry_leaves_out_is_an_error() -> None:
+    """It has no parameter that a stage could lack; every stage would drop some of what it receives."""
+    register(Architecture(**{**vars(GPT_NEOX), "before": {"embed_in": nn.Identity}}))
+    with pytest.raises(SplitError, match="gpt_neox: past the first stage GPTNeoXForCausalLM changes what it receives"):
+        split(make_model(hidden_dropout=0.1), num_stages=2)
+
+
+def test_code_between_embeddings_and_blocks_is_an_error(tmp_path: Path) -> None:
+    """Granite multiplies its embeddings by a factor, which every stage would do."""
+    register(
+        Architecture(
+            model_type="granite",
+            heads={"GraniteForCausalLM": Head(loss=causal_lm, per_token=True)},
+            default_head="GraniteForCausalLM",
+            blocks="layers",
+            before={"embed_tokens": nn.Identity},
+            after=("norm",),
+        )
+    )
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.GraniteConfig(vocab_size=61, num_hidden_layers=2, embedding_multiplier=3.0, **size)
+    model = transformers.GraniteForCausalLM(config)
+    with pytest.raises(SplitError, match="granite: past the first stage"):
+        split(model, num_stages=2)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SplitError, match="granite: past the first stage"):
+        build_stage(tmp_path, plan(tmp_path, num_stages=2), 1)
+    config.embedding_multiplier = 1.0
+    assert len(split(transformers.GraniteForCausalLM(config), num_stages=2)) == 2

@@ -379,6 +379,43 @@ class TestStage:
         with pytest.raises(DataError, match=known):
             first.layout((5, 6), {"input_ids": ids})
 
+    def test_a_token_type_without_an_embedding_is_named(self) -> None:
+        """RoBERTa has one; tokenizers of other models tell two texts apart."""
+        first, _ = split(make_model("roberta-classes", type_vocab_size=1), num_stages=2)
+        inputs = batch("roberta-classes", "right")
+        types = torch.zeros_like(inputs["input_ids"])
+        assert first.layout((5, 6, 7), {**inputs, "token_type_ids": types}).counts == (9, 5, 7)
+        types[1, 3] = 1
+        with pytest.raises(DataError, match=r"sample 6 has the token type 1 at place 3; .* of 1 token types"):
+            first.layout((5, 6, 7), {**inputs, "token_type_ids": types})
+
+    @pytest.mark.parametrize("name", ["gpt2-classes", "llama-classes", "bert-classes", "deberta-v2"])
+    def test_a_sample_without_tokens_has_no_class(self, name: str) -> None:
+        """The unsplit model computes one from padding, as of an empty text."""
+        model, inputs = make_model(name), batch(name, "right", sizes=(9, 5, 0))
+        with pytest.raises(DataError, match="sample 7 has no tokens"):
+            split(model, num_stages=2)[0].layout((5, 6, 7), inputs)
+        assert split(model, num_stages=1)[0].layout((5, 6, 7), inputs).counts == (9, 5, 0)
+        assert split(make_model("gpt2"), num_stages=2)[0].layout((5, 6, 7), inputs).counts == (9, 5, 0)
+
+    @pytest.mark.parametrize(
+        ("name", "labels", "told"),
+        [
+            ("bert-classes", [0, 3, -100], r"sample 6 has 3; .* 3 classes \(num_labels .*\): from 0 to 2"),
+            ("llama-classes", [0, 1, -1], "sample 7 has -1"),
+            ("deberta-v2", [-1, 0, 4], "sample 7 has 4"),  # which ignores those below 0
+            ("gpt2", [[61, 4, 5], [-100, 60, 61], [0, 0, 0]], r"sample 6 has 61 at place 2; .* \(vocab_size"),
+            ("bert-masked", [[-100, 4, 5], [-1, 60, 1], [0, 0, 0]], "sample 6 has -1 at place 0"),
+        ],
+    )
+    def test_a_class_that_there_is_not_is_named(self, name: str, labels: list[Any], told: str) -> None:
+        """torch says that a target is out of bounds, and on a GPU less than that."""
+        last = split(make_model(name), num_stages=2)[-1]
+        layout = Layout.of_mask((5, 6, 7), None, 3)
+        with pytest.raises(DataError, match=told):
+            last.check_labels(layout, torch.tensor(labels))
+        last.check_labels(layout, torch.tensor(labels).clamp(0, 2))
+
     def test_bad_inputs_name_the_key(self) -> None:
         first, second = split(make_model("llama"), num_stages=2)
         inputs = batch("llama", "right")
