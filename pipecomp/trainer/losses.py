@@ -38,11 +38,15 @@ def kind_of_loss(config: Any) -> Callable[..., LossFn]:
     return architecture_of(config).heads[config.architectures[0]].loss
 
 
-def labels_in(labels: Tensor, *, causal: bool) -> int:
-    """How many labels the loss has terms for: those that are not ignored, without the first token of a causal model."""
-    if labels.is_floating_point():
-        return labels.numel()
-    return int((labels[..., 1:] if causal else labels).ge(0).sum())
+def labels_in(labels: Tensor, *, causal: bool, own: bool = False) -> int:
+    """How many labels the loss has terms for: those that are not ignored, without the first token of a causal model.
+
+    own: For a loss of the user's own, count as Trainer does: only -100 is no label.
+    """
+    counted = labels[..., 1:] if causal else labels
+    if own:
+        return int(counted.ne(-100).sum())
+    return labels.numel() if labels.is_floating_point() else int(counted.ge(0).sum())
 
 
 def _check_loss(name: str, model_class: Any, model: Any) -> None:
@@ -112,7 +116,7 @@ class StepLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute what the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
         # Counted before they went to the GPU, which the number would have to be waited for.
-        count = self._counts.popleft() if self._counts else labels_in(labels, causal=self.causal)
+        count = self._counts.popleft() if self._counts else self._count(labels)
         micro_batches, total = self.share
         if count == 0:
             return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
@@ -123,7 +127,7 @@ class StepLoss:
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over a micro-batch's labels, as for evaluation."""
         if self._own is not None:
-            return self._own_loss(logits, labels, labels_in(labels, causal=self.causal))
+            return self._own_loss(logits, labels, self._count(labels))
         if self._smoother is None:
             return self._loss(logits, labels)
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
@@ -162,6 +166,9 @@ class StepLoss:
             stage.check_labels(layout, labels)
         return labels
 
+    def _count(self, labels: Tensor) -> int:
+        return labels_in(labels, causal=self.causal, own=self._own is not None)
+
     def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:
         """The user's loss, told that it is one of `count` labels: a tensor, as Trainer gives it."""
         assert self._own is not None
@@ -177,7 +184,7 @@ class StepLoss:
             group: The last stages of all replicas, each of which must call this; None to count this replica alone.
             device: For the reduction.
         """
-        self._counts = deque(labels_in(x, causal=self.causal) for x in labels)
+        self._counts = deque(self._count(x) for x in labels)
         total = torch.tensor([sum(self._counts)], device=device)
         micro_batches = len(labels)
         if group is not None:

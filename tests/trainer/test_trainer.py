@@ -571,6 +571,21 @@ def test_equal_micro_batches_are_not_touched() -> None:
         assert torch.equal(loss(logits, labels), loss.plain(logits, labels))
 
 
+def test_a_loss_of_the_users_own_may_have_labels_below_0() -> None:
+    """A hinge loss has classes -1 and 1; all but -100 count, as Trainer counts them."""
+
+    def hinge(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return (1 - outputs.logits[:, 0] * labels).clamp(min=0).sum() / num_items_in_batch
+
+    from transformers import BertConfig
+
+    loss = StepLoss(BertConfig(num_labels=1, architectures=["BertForSequenceClassification"]), own=hinge)
+    logits, labels = torch.tensor([[0.5], [0.2]]), [torch.tensor([-1, -1]), torch.tensor([1, -1])]
+    loss.weigh(labels, 1, None, torch.device("cpu"))
+    found = [loss(logits, given) for given in labels]
+    assert torch.stack(found).mean() == pytest.approx((1.5 + 1.2 + 0.5 + 1.2) / 4)
+
+
 def test_a_micro_batch_without_labels_reaches_the_other_stages() -> None:
     config = gpt2(1, 16).config
     config.architectures = ["GPT2LMHeadModel"]
