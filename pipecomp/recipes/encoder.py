@@ -195,6 +195,8 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
     with hub_errors("--model", name):
         config = AutoConfig.from_pretrained(name)
     check_dropout(args, settings, config)
+    if config.problem_type is not None:  # of what it was trained for before
+        settings["problem_type"] = "single_label_classification"
     source = pretrained(name, model_class="AutoModelForSequenceClassification", **settings, **names)
     source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
     if name.endswith(".json"):

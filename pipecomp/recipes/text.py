@@ -324,11 +324,22 @@ def check_dropout(args: argparse.Namespace, settings: Iterable[str], config: Any
 
 
 def model_config(name: str) -> Any:
-    """Return the configuration of a folder, a .json file or a hub name. Raises ConfigError if there is none."""
+    """Return the configuration of a causal language model: of a folder, a .json file or a hub name.
+
+    Raises ConfigError if there is none, or one of a model that does something else: labels here are the next tokens.
+    """
     from transformers import AutoConfig
 
+    from pipecomp.stages.partition.architectures import architecture_of
+    from pipecomp.stages.partition.losses import causal_lm
+
     with hub_errors("--model", name):
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
+    architecture = architecture_of(config)
+    kind = (config.architectures or [architecture.default_head])[0]
+    head = architecture.heads.get(kind)
+    require(head is None or head.loss is causal_lm, "--model", f"{name}, a {kind}", "a causal language model")
+    return config
 
 
 def block_size(args: argparse.Namespace, config: Any) -> int:

@@ -53,7 +53,8 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
         model_class: a class or its name, also an Auto class; default: the first of `config.architectures`.
         lora: a `peft.LoraConfig`, or the folder of a saved adapter to go on with: then only the adapter is trained and
             saved.
-        settings: override the config (num_labels, attn_implementation, dropouts, ...).
+        settings: override the config (num_labels, attn_implementation, dropouts, ...). A head for another number of
+            classes is new.
 
     Returns:
         What `plan`, `build_stage` and `pipecomp.initialize` take in place of a path.
@@ -263,6 +264,9 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
                 _allow_new(whole, architecture, names[0], found, checkpoint)
             new.add(names[0])
             continue
+        if _has_other_classes(whole, stage.plan, names[0], checkpoint.shape(found[origin])):
+            new.add(names[0])
+            continue
         tensor = _read(checkpoint, found[origin], like)
         for other in names if stage.plan.tie else ():
             if other != origin and other in found and not torch.equal(_read(checkpoint, found[other], like), tensor):
@@ -278,7 +282,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
         _log.warning(
             "%s lacks %s, newly initialized%s",
             checkpoint.source,
-            ", ".join(lacking),
+            ", ".join(f"{name} for these classes" if name in found else name for name in lacking),
             f"; it also holds another head's {', '.join(sorted(others))}" if others else "",
         )
     return stage
@@ -292,6 +296,13 @@ def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
             f"{tuple(like.shape)}"
         )
     return checkpoint.read(raw).to(like.dtype)
+
+
+def _has_other_classes(whole: Any, plan: SplitPlan, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is of a head for classes, of which the checkpoint's has another number."""
+    architecture, own = architecture_of(whole.config), tuple(whole.get_parameter(name).shape)
+    in_head = part_of(architecture, whole.base_model_prefix, name) == "head"
+    return in_head and not architecture.heads[plan.model_class].per_token and shape != own and shape[1:] == own[1:]
 
 
 def _allow_new(whole: Any, architecture: Architecture, name: str, found: dict[str, str], source: Checkpoint) -> None:

@@ -228,6 +228,10 @@ class TestModels:
             assert config.id2label == {0: "entailment", 1: "not_entailment"}
             assert config.hidden_dropout_prob == 0.1
             assert encoder.has_types(config)
+        model.config.update({"num_labels": 1, "problem_type": "regression"})
+        model.save_pretrained(tmp_path)
+        _, config = encoder.classifier(arguments("--model", str(tmp_path)), None, QNLI)
+        assert (config.num_labels, config.problem_type) == (2, "single_label_classification")
         tokenizer: Any = SimpleNamespace(model_max_length=100)
         encoder.check_length(arguments("--max-tokens", "64"), tokenizer, config)
         with pytest.raises(ConfigError, match="at most 64"):

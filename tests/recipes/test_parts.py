@@ -428,6 +428,15 @@ class TestModels:
         with pytest.raises(ConfigError, match="not llama"):
             text.causal_model(text_arguments("--model", str(tmp_path), "--dropout", "0.1"), Words())
 
+    @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForSequenceClassification"])
+    def test_a_model_that_predicts_no_next_token(self, kind: str, tmp_path: Path) -> None:
+        """A masked model would be trained to say the tokens that it sees."""
+        from transformers import BertConfig
+
+        BertConfig(num_hidden_layers=1, architectures=[kind]).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=f"--model: got .*, a {kind}.*, allowed: a causal language model"):
+            text.causal_model(text_arguments("--model", str(tmp_path)), Words())
+
     def test_a_tokenizer_is_trained_on_the_text_and_loads_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -340,6 +340,20 @@ class TestNewHead:
         assert not torch.equal(other.get_parameter("score.weight"), weight)
         assert torch.equal(stages[0].get_parameter("transformer.wpe.weight"), make_model("gpt2").transformer.wpe.weight)
 
+    def test_another_number_of_classes(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        model = make_model("bert-classes")
+        model.save_pretrained(tmp_path)
+        with caplog.at_level(logging.WARNING, logger="pipecomp"):
+            last = build(pretrained(str(tmp_path), num_labels=2), 2)[1]
+        assert last.newly_initialized == ("classifier.bias", "classifier.weight")
+        assert "lacks classifier.bias for these classes" in caplog.text
+        assert last.get_parameter("classifier.weight").shape == (2, 32)
+        assert torch.equal(last.get_parameter("bert.pooler.dense.weight"), model.bert.pooler.dense.weight)
+        make_model("gpt2").save_pretrained(tmp_path / "words")
+        words = pretrained(str(tmp_path / "words"), vocab_size=60, tie_word_embeddings=False)
+        with pytest.raises(SplitError, match="its shape is"):
+            build(words, 2)
+
     def test_encoder_with_and_without_pooler(self, tmp_path: Path) -> None:
         make_model("bert-masked").save_pretrained(tmp_path / "masked")
         source = pretrained(str(tmp_path / "masked"), model_class="BertForSequenceClassification")
