@@ -50,13 +50,14 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     folder, rank = Path(folder), dist.get_rank()
     files = [folder / _file_name(index, len(owners)) for index in range(len(owners))]
     attempts = ModelAttempts(folder)
-    group = dist.new_group(backend=host_backend())
-    file = None
+    group, file = None, None
     if rank in owners:
         place = folder / shard_name(stage.index, stage.num_stages)
         file = attempts.attempt(lambda: write_shard(stage, folder), place)
     try:
         attempts.agree()
+        # Not before: ranks that make a group notice by its silence alone that one is gone which has not come for that.
+        group = dist.new_group(backend=host_backend())
         mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, file_crc(file))
         shards = _checked(gathered(mine, group), owners)
         lacking = [i for i, shard in enumerate(shards) if not _is_here(files[i], shard)] if rank == owners[0] else []
@@ -71,7 +72,8 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     except OutputError:
         for unfinished in folder.glob(f"*{UNFINISHED}"):
             unfinished.unlink(missing_ok=True)
-        dist.destroy_process_group(group)
+        if group is not None:
+            dist.destroy_process_group(group)
         raise
     dist.destroy_process_group(group)
     if rank in owners[1:] and file is not None:

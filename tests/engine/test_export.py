@@ -11,7 +11,7 @@ import torch
 
 from pipecomp.engine import export
 from pipecomp.engine.export import _Shard
-from pipecomp.errors import WireError
+from pipecomp.errors import PeerLostError, WireError
 from pipecomp.files import file_crc
 
 NAMES = ["model-00001-of-00002.safetensors.part", "model-00002-of-00002.safetensors.part"]
@@ -65,6 +65,19 @@ def test_a_shard_goes_to_the_first_rank(tmp_path: Path, monkeypatch: pytest.Monk
     second.wanted = [1]
     second.save()
     assert second.sent == [CONTENT[1]]
+
+
+def test_a_lost_rank_is_noticed_before_the_others_make_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There they would wait for it until it counts as silent."""
+    first = Run(0, tmp_path / "first", monkeypatch)
+
+    def lost(attempts: object) -> None:
+        raise PeerLostError("lost rank 1", 1)
+
+    monkeypatch.setattr(export.ModelAttempts, "agree", lost)
+    monkeypatch.setattr(export.dist, "new_group", lambda backend: pytest.fail("waits for rank 1"))
+    with pytest.raises(PeerLostError):
+        first.save()
 
 
 @pytest.mark.parametrize("name", ["{outside}", "../outside", "..", NAMES[0], "model-00002-of-00003.safetensors.part"])
