@@ -130,6 +130,8 @@ class StepLoss:
             return self._own_loss(logits, labels, self._count(labels))
         if self._smoother is None:
             return self._loss(logits, labels)
+        allowed = "0 with floating-point labels, which are values or several classes of a sample"
+        require(not labels.is_floating_point(), "label_smoothing_factor", self._smoother.epsilon, allowed)
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
         return smoothed
 

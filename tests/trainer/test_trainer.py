@@ -604,6 +604,9 @@ def test_label_smoothing_of_classes_that_exclude_none() -> None:
     config.problem_type = "multi_label_classification"
     with pytest.raises(ConfigError, match="label_smoothing_factor"):
         StepLoss(config, 0.1)
+    config.problem_type = None  # labels tell then
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor: got 0\.1, allowed: 0 with floating-point labels"):
+        StepLoss(config, 0.1)(torch.zeros(2, 4), torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(
