@@ -193,7 +193,7 @@ class Checkpoints:
             for compressed in states.values():
                 compressed.forget()
             if engine.global_rank == 0 and states:
-                _log.warning("%s is of another pipeline: error-feedback residuals start empty", folder)
+                _log.warning("%s is of another pipeline: gradient methods begin anew, without residuals", folder)
         self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])
         if own is not None:
             if same:
