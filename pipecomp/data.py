@@ -153,6 +153,10 @@ class ShardedSampler:
         self._cached_epoch = -1
         self._order = self._own
 
+    def size(self, number: int) -> int:
+        """Count the samples of micro-batch `number`, which all replicas have alike."""
+        return min(self._micro_batch, self._length - number % self.per_epoch * self._micro_batch)
+
     def batch(self, number: int) -> list[int]:
         """List the places of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)

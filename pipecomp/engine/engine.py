@@ -96,6 +96,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.resumed: Resumed | None = None
         self.progress = Progress()
         self._loader: TrainLoader | None = None
+        # Of this replica in the step to come, where its loss is their mean; None where it is that of micro-batches.
+        self.step_samples: int | None = None
         with silent_stages():
             super().__init__(**ds)
         self.local = None if local is None else LocalTraining(self, local)

@@ -183,7 +183,7 @@ class StageWork:
         """Of gradients that cross a link, see `gradient_unit`."""
         engine = self._engine
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0))
-        return gradient_unit(layout, engine.micro_batches, scale)
+        return gradient_unit(engine.step_samples or len(layout.ids) * engine.micro_batches, scale)
 
     def _prefetch_next(self) -> None:
         """On the first stage: load the cached activations of the micro-batches that come next."""

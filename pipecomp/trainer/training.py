@@ -62,7 +62,7 @@ class Training:
         # of their steps is the mean over its own labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1 and engine.local is None
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
-        sampler = make_sampler(
+        self._sampler = sampler = make_sampler(
             samples,
             args,
             trainer.train_dataset,
@@ -142,7 +142,7 @@ class Training:
             micro_batches = length.micro_batches(update)
             if micro_batches > 1 and (trainer.control.should_epoch_stop or trainer.control.should_training_stop):
                 break  # Trainer looks after the first micro-batch, and takes the step if that is all of it
-            logs = self._step(micro_batches)
+            logs = self._step(micro_batches, epoch * length.per_epoch + update * length.accumulation)
             if trainer.args.include_num_input_tokens_seen != "no":
                 self._gather_reports()  # callbacks may go by their number in any step, as with Trainer
             trainer.state.global_step += 1
@@ -192,8 +192,8 @@ class Training:
         if state.best_global_step != best:
             state.best_model_checkpoint = found.folder
 
-    def _step(self, micro_batches: int) -> dict[str, float]:
-        """One optimizer step; its gradient's norm and learning rate, for the log."""
+    def _step(self, micro_batches: int, first: int) -> dict[str, float]:
+        """An optimizer step, from micro-batch number `first`; its gradient's norm and learning rate, for the log."""
         engine, args, state, scheduler = (
             self._engine,
             self._trainer.args,
@@ -203,11 +203,14 @@ class Training:
         if engine.micro_batches != micro_batches:
             engine.set_train_batch_size(micro_batches * args.per_device_train_batch_size * self._trainer.replicas)
         self._recording.begin_step()
-        samples = self._load(micro_batches) * self._trainer.replicas
+        self._load(micro_batches)
+        own = sum(map(self._sampler.size, range(first, first + micro_batches)))
+        engine.step_samples = own  # `StepLoss` gives labels of all micro-batches the same weight
         loss = float(engine.train_batch())
         if state.global_step + 1 >= self._length.max_steps:
             engine.average_replicas()
         logs = {"learning_rate": schedule.learning_rate(scheduler, engine.basic_optimizer)}
+        samples = own * self._trainer.replicas
         self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
@@ -222,21 +225,17 @@ class Training:
             torch.cuda.empty_cache()
         return logs
 
-    def _load(self, micro_batches: int) -> int:
-        """Make a step's micro-batches where they are used, and weigh their losses by their labels.
-
-        Returns how many samples of this replica they have, 0 where they are not used.
-        """
+    def _load(self, micro_batches: int) -> None:
+        """Make a step's micro-batches where they are used, and weigh their losses by their labels."""
         engine = self._engine
         if not (engine.is_first_stage() or engine.is_last_stage()):
-            return 0
+            return
         with engine.propagate_failure():
             batches = self._loader.begin_step(micro_batches)
             self._loss.note_problem(engine.stage.config, batches[0].labels)
             if engine.is_last_stage():
                 labels = self._loss.labels_of(engine.stage, batches)
                 self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
-        return sum(len(batch.ids) for batch in batches)
 
     def _log(self, logs: dict[str, float]) -> None:
         """Log if the callbacks have asked for it."""

@@ -132,14 +132,17 @@ class Crossing:
     canvas: CropCanvas | None = None
 
 
-def gradient_unit(layout: Layout, micro_batches: int, loss_scale: float) -> float:
+def gradient_unit(samples: int, loss_scale: float) -> float:
     """By what a gradient is multiplied to be comparable with the same sample's in other steps.
 
-    The loss of a micro-batch is the mean of its samples, it is divided by the number of micro-batches of a step and
-    multiplied by the loss scale; other replicas have no part in it. 4096 brings gradients of language models into the
-    range of float16, as a store with 16 bits needs it.
+    Each sample has an equal share in the loss, which is multiplied by the loss scale. 4096 brings gradients of language
+    models into the range of float16, as a store with 16 bits needs it.
+
+    Args:
+        samples: By which the sample's own loss is divided.
+        loss_scale: Of the step.
     """
-    return 4096.0 * len(layout.ids) * micro_batches / loss_scale
+    return 4096.0 * samples / loss_scale
 
 
 def _real(starts_B: Tensor, counts_B: Tensor, tokens: int) -> Tensor:

@@ -54,6 +54,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         "replicas": replicas(f"{folder}/replicas"),
         "recut": recut(folder),
         "loop": loop(f"{folder}/loop"),
+        "units": units(f"{folder}/units"),
         "resumed": {name: resumed(f"{folder}/{name}", changed) for name, changed in RESUMED.items()},
         "classified": classified(f"{folder}/bert"),
         "stopped": stopped(f"{folder}/stopped"),
@@ -154,6 +155,29 @@ def loop(folder: str) -> dict[str, Any]:
         out[name]["norms"] = sum("ln_" in n or "bias" in n for n, _ in engine.stage.named_parameters())
         engine.close()
     return out
+
+
+def units(folder: str) -> dict[int, list[float]]:
+    """The length of each sample's gradient in each of three epochs, as it is kept; the weights stay what they are."""
+    from pipecomp import PipelineTrainer
+
+    args = work.arguments(folder, learning_rate=0.0, num_train_epochs=3, train_sampling_strategy="random")
+    section = {"activations": {"method": "aqsgd", "backward_method": "delta"}, "store": {"backend": "memory"}}
+    trainer = PipelineTrainer(gpt2(2, 16), args, train_dataset=samples(7), pipecomp=section)
+    found: dict[int, list[float]] = {}
+    link = trainer.engine.links.to_previous
+    if link is not None:
+        send = link.send_gradient
+
+        def noting(g_BSH: torch.Tensor, layout: Any, at: Any, *, unit: float) -> None:
+            for sample, g_SH in zip(layout.ids, g_BSH, strict=True):
+                found.setdefault(sample, []).append(unit * float(g_SH.norm()))
+            send(g_BSH, layout, at, unit=unit)
+
+        link.send_gradient = noting
+    trainer.train()
+    trainer.end()
+    return found
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -561,6 +585,15 @@ def test_refused(ran: Any, name: str, words: str) -> None:
     _, ranks = ran
     assert words in ranks[0]["refused"][name]
     assert ranks[1]["refused"][name] == ranks[0]["refused"][name]
+
+
+def test_a_gradient_is_kept_in_a_unit_that_a_short_step_does_not_move(ran: Any) -> None:
+    """Epochs of a step of four samples and one of three, in micro-batches of two samples and one."""
+    _, ranks = ran
+    lengths = ranks[1]["units"]
+    assert len(lengths) == 7
+    for found in lengths.values():
+        assert found == pytest.approx([found[0]] * 3, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "words"), [("only model", "save_only_model"), ("no folder", "trainer_state.json")])

@@ -140,7 +140,7 @@ def test_a_unit_is_that_of_a_samples_own_loss() -> None:
     few, many = layout((1, 2)), layout((1, 2, 3, 4))
     gradient = 1.7
     units = [
-        gradient_unit(where, micro_batches, scale) * (gradient * scale / micro_batches / len(where.ids))
+        gradient_unit(len(where.ids) * micro_batches, scale) * (gradient * scale / micro_batches / len(where.ids))
         for where in (few, many)
         for micro_batches in (1, 3)
         for scale in (1.0, 65536.0)

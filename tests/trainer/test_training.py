@@ -85,8 +85,9 @@ def test_a_run_records_the_true_loss_and_samples_of_a_step(loss: float) -> None:
     training._length = SimpleNamespace(max_steps=9)
     training._recording = SimpleNamespace(begin_step=lambda: None, end_step=lambda step, **more: told.update(more))
     training._losses = LossMeter(4)
-    training._load = lambda micro_batches: 2 + 1  # the last one of an epoch has a sample less
-    training._step(2)
+    training._load = lambda micro_batches: None
+    training._sampler = ShardedSampler(3 * 7, 2, replicas=3, drop_last=False)
+    training._step(2, 2)  # the last micro-batch of an epoch has a sample less
     assert str(told["loss"]) == str(loss)
     assert told["samples"] == 3 * 3
     assert training._losses.sum == (loss if loss == 2.5 else 0.0)
