@@ -27,7 +27,7 @@ def counted(number: int, thing: str) -> str:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that leads nowhere from when nobody reads it any more."""
+    """A descriptor that leads nowhere from when nobody reads it any more, and for as long as its disk is full."""
 
     def write(self, data: Any) -> Any:
         try:
@@ -35,7 +35,9 @@ class _Lasting(io.FileIO):
         except BrokenPipeError:
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())  # for all that writes there, in any language
-            return len(data)
+        except OSError:
+            pass
+        return len(data)
 
 
 def _descriptor(stream: io.TextIOWrapper) -> int | None:
@@ -46,9 +48,14 @@ def _descriptor(stream: io.TextIOWrapper) -> int | None:
 
 
 def outlast_readers() -> None:
-    """Let this process go on where nobody reads its output any more, as behind `| head`: a training costs money."""
+    """Let this process go on where its output cannot be written any more: a training costs money.
+
+    So where nobody reads it, as behind `| head`, where its disk is full, and where it was closed, as by `>&-`.
+    """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
         if isinstance(stream, io.TextIOWrapper) and _descriptor(stream) == descriptor:
             stream.flush()
             raw = _Lasting(descriptor, "w", closefd=False)
