@@ -482,7 +482,7 @@ class TestLastTokenPooling:
         ids = batch("gpt2-classes", "right")["input_ids"]
         with pytest.raises(DataError, match="sample 6: by attention_mask its last token is 8"):
             first.layout((5, 6, 7), {"input_ids": ids})
-        first._check_last_tokens({"input_ids": ids.to("meta")})  # which cannot be read
+        first._checks.last_tokens({"input_ids": ids.to("meta")})  # which cannot be read
 
     def test_pad_token_unset(self) -> None:
         model = make_model("gpt2-classes", pad_token_id=None)
