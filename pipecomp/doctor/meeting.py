@@ -19,9 +19,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pipecomp.cluster import closed
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.launch import Launch
-from pipecomp.cluster.network_interfaces import machine
+from pipecomp.cluster.network_interfaces import address_towards, gloo_address, machine
 from pipecomp.cluster.rendezvous import find_store
 from pipecomp.cluster.sharing import own_gpu
 from pipecomp.doctor.compute import check_shared_gpus
@@ -159,7 +160,7 @@ class Meeting:
         if self.rank == pair[0]:
             peer, path = GlooPeer(pair[1], _SILENCE_S), None
             try:
-                path = lead_path(peer) if apart else None
+                path = lead_path(peer, self._address()) if apart else None
                 measured: object = lead(peer)
             except RuntimeError as error:
                 measured = _first_line(error)
@@ -168,8 +169,14 @@ class Meeting:
             with contextlib.suppress(RuntimeError):  # the leading rank reports it
                 peer = GlooPeer(pair[0], _SILENCE_S)
                 if apart:
-                    follow_path(peer)
+                    follow_path(peer, self._address())
                 follow(peer)
+
+    def _address(self) -> str:
+        """This machine's address on the way to the others: gloo's, or the one that leads to rank 0."""
+        if self._mesh is None:
+            return gloo_address()
+        return address_towards(closed.meeting(self.rank, self.world).address.host) or "127.0.0.1"
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.

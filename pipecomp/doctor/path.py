@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipecomp.cluster.network_interfaces import gloo_address, list_interfaces
+from pipecomp.cluster.network_interfaces import list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
 from pipecomp.doctor.measure import Peer
 from pipecomp.plain_objects import exchanged
@@ -56,16 +56,16 @@ class Path(NamedTuple):
     cut: bool | None
 
 
-def lead_path(peer: Peer) -> Path | None:
+def lead_path(peer: Peer, address: str) -> Path | None:
     """Measure the way to a rank of another machine, which must call `follow_path`; takes some three seconds.
 
-    None where no UDP socket can be had.
+    address: this machine's on the way to the other. None where no UDP socket can be had there.
     """
     length, port, *packed = peer.receive(torch.empty(18, dtype=torch.int64)).tolist()
     try:
         if not length:
             return None
-        with _socket() as udp:
+        with _socket(address) as udp:
             udp.connect((str(ipaddress.ip_address(bytes(packed[:length]))), port))
             return _measured(udp)
     except OSError:
@@ -74,17 +74,17 @@ def lead_path(peer: Peer) -> Path | None:
         peer.send(torch.zeros(1, dtype=torch.int64))
 
 
-def follow_path(peer: Peer) -> None:
+def follow_path(peer: Peer, address: str) -> None:
     """Send back what the leading rank sends, until it is done; see `lead_path`."""
     try:
-        udp = _socket()
+        udp = _socket(address)
     except OSError:
         peer.send(torch.zeros(18, dtype=torch.int64))
         peer.receive(torch.empty(1, dtype=torch.int64))
         return
     with udp:
-        address, port = udp.getsockname()[:2]
-        packed = ipaddress.ip_address(address.split("%")[0]).packed
+        own, port = udp.getsockname()[:2]
+        packed = ipaddress.ip_address(own.split("%")[0]).packed
         peer.send(torch.tensor([len(packed), port, *packed.ljust(16, b"\0")]))
         done = threading.Event()
         echo = threading.Thread(target=_echo, args=(udp, done))
@@ -96,9 +96,8 @@ def follow_path(peer: Peer) -> None:
             echo.join()
 
 
-def _socket() -> socket.socket:
-    """A UDP socket at the address that gloo takes."""
-    address = gloo_address()
+def _socket(address: str) -> socket.socket:
+    """A UDP socket at one of this machine's addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     udp = socket.socket(family, socket.SOCK_DGRAM)
     udp.bind((address, 0))

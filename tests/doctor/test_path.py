@@ -34,9 +34,9 @@ class Queues:
 def measured() -> Path | None:
     """What the leading rank finds, with a follower in a thread."""
     a, b = queue.Queue(), queue.Queue()
-    follower = threading.Thread(target=follow_path, args=(Queues(a, b),))
+    follower = threading.Thread(target=follow_path, args=(Queues(a, b), "127.0.0.1"))
     follower.start()
-    found = lead_path(Queues(b, a))
+    found = lead_path(Queues(b, a), "127.0.0.1")
     follower.join(HANG_S)
     assert not follower.is_alive()
     return found
@@ -110,7 +110,7 @@ def test_nothing_comes_back(monkeypatch):
 
 
 def test_without_a_socket_nothing_is_known(monkeypatch):
-    def refuse():
+    def refuse(address):
         raise OSError("no socket")
 
     monkeypatch.setattr(path, "_socket", refuse)
