@@ -33,12 +33,13 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "1 bit": {"method": "double_squeeze", "bits": 1},
 }
 STREAMED, PIPELINE = "2 bits, 2 fragments overlapped", "FP32, AQ-SGD between 2 stages"
+MIXED = f"{STREAMED}, mixing 0.5"
 EVERYTHING = f"{STREAMED}, AQ-SGD between 2 stages"
 POST_LOCAL, DILOCO = "FP32, post-local SGD", "FP32, Nesterov 0.7, 0.9"
-LINES = (*GRADIENTS, STREAMED, PIPELINE, EVERYTHING, POST_LOCAL, DILOCO)
+LINES = (*GRADIENTS, STREAMED, MIXED, PIPELINE, EVERYTHING, POST_LOCAL, DILOCO)
 ONE_H = {"GPT-2": 16, "QNLI": 8}  # of lines that are not tried with every H
 EVERY_H = {"GPT-2": (PLAIN, "1 bit"), "QNLI": (PLAIN,)}
-LEFT_OUT = {"GPT-2": (), "QNLI": ("8 bits", "4 bits", "1 bit", STREAMED, DILOCO)}
+LEFT_OUT = {"GPT-2": (), "QNLI": ("8 bits", "4 bits", "1 bit", STREAMED, MIXED, DILOCO)}
 WARM_UP = {"GPT-2": convergence.WARM_UP, "QNLI": 18}  # steps
 EPOCHS = {"GPT-2": convergence.EPOCHS, "QNLI": classification.EPOCHS}
 KEYS = ("task", "method", "local_steps", "replicas", "seed")
@@ -62,8 +63,10 @@ def section(task: str, name: str, local_steps: int, seed: int, store: str) -> di
     gradients = dict(GRADIENTS[name.split(",")[0]])
     if local_steps > 1:
         gradients["local_steps"] = local_steps
-        if name in (STREAMED, EVERYTHING):
+        if name in (STREAMED, MIXED, EVERYTHING):
             gradients |= {"fragments": 2, "overlap": max(1, local_steps // 4)}
+        if name == MIXED:
+            gradients |= {"mixing": 0.5}
         if name == POST_LOCAL:
             gradients |= {"outer": {"lr": 1.0}, "second_moments": "own", "local_steps_warmup": WARM_UP[task]}
         if name == DILOCO:
@@ -205,7 +208,7 @@ def cases(given: Any) -> list[tuple[str, str, int, int, int]]:
         for name in names
         for h in given.steps
         if given.all or _belongs(task, name, h)
-        if h > 1 or name not in (STREAMED, EVERYTHING, POST_LOCAL, DILOCO)  # then they are averaging in every step
+        if h > 1 or name in GRADIENTS or name == PIPELINE  # the others then are averaging in every step
     ]
 
 
@@ -224,7 +227,7 @@ def results(rows: list[Row]) -> list[str]:
         The pre-trained GPT-2 of [convergence.md](convergence.md), {EPOCHS["GPT-2"]} epochs, and the MiniLM of
         [classification.md](classification.md) on QNLI, {EPOCHS["QNLI"]} epochs, with their settings, on the same
         samples in every line. Outer steps are the default's: a rate for each row, rows of second moments in common
-        ([algorithm](../../docs/algorithms.md#212-local-steps)). Post-local SGD averages
+        ([algorithm](../../docs/algorithms.md#212-local-steps)); "mixing" is Streaming DiLoCo's. Post-local SGD averages
         weights, after a warm-up with growing intervals; the last lines have DiLoCo's outer optimizer; both keep their
         own second moments. Training loss: mean over the last epoch and over replicas, each of its own weights, ± over
         seeds; above FP32: mean of the differences to FP32 averaged in every step, with the same seed and number of
