@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
+from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor
 
 from pipecomp.allreduce import State
@@ -49,6 +51,19 @@ class GradientReduction:
             # DeepSpeed moves gradients to the ranks that update them; they are averaged before that.
             engine.optimizer.reduce_scatter = False
             engine.optimizer.gradient_reduction_w_predivide = lambda tensor, dtype: tensor
+        if self._zero_reduces:
+            own = self._tied.values() if exchange is None else stage.parameters()
+            self._reduce_as_they_are([p for p in own if has_comm_dtype(p)])
+
+    def _reduce_as_they_are(self, parameters: list[Any]) -> None:
+        """Let ZeRO round none of these gradients, as torch_autocast has it do with those of linear layers.
+
+        A tied weight is an embedding on another stage, where it would not: its copies would come apart. What is
+        compressed is averaged already.
+        """
+        for parameter in parameters:
+            delattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME)
+            self._engine.optimizer.ipg_buckets.setdefault(get_comm_dtype(parameter), IPGBucket())
 
     @property
     def _zero_reduces(self) -> bool:
@@ -84,8 +99,8 @@ class GradientReduction:
             if self._alone:
                 return
             shared = [*self._tied.values(), *others.values()] if engine.dp_world_size > 1 else []
-            grads, dtype = [self._gradient(p) for p in shared], engine.communication_data_type
-            with self._counted("data parallel", grads, engine.dp_world_size, dtype):
+            sent = sum(p.numel() * self._travels_in(p).itemsize for p in shared)
+            with self._counted("data parallel", [self._gradient(p) for p in shared], engine.dp_world_size, sent):
                 stock()
             return
         averaged = self._tied | (others if self._exchange.averages_replicas else {})
@@ -104,6 +119,14 @@ class GradientReduction:
             counted.calls += 1
             counted.bytes_raw += size * (n - 1) // n
             counted.bytes_sent += size * (n - 1) // n
+
+    def _travels_in(self, parameter: Any) -> torch.dtype:
+        """In which precision DeepSpeed averages a gradient; ZeRO with torch_autocast has one for each parameter."""
+        engine = self._engine
+        found: torch.dtype = (
+            engine.optimizer.get_param_comm_dtype(parameter) if self._zero_reduces else engine.communication_data_type
+        )
+        return found
 
     def _gradient(self, parameter: Any) -> Tensor:
         """What the optimizer will use: half-precision training may accumulate apart from `.grad`.
@@ -126,14 +149,14 @@ class GradientReduction:
         return found
 
     @contextlib.contextmanager
-    def _counted(self, group: str, grads: list[Tensor], ranks: int, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """Count what is reduced inside. dtype: in which gradients travel, where it is not their own."""
+    def _counted(self, group: str, grads: list[Tensor], ranks: int, sent: int | None = None) -> Iterator[None]:
+        """Count what is reduced inside. sent: as how many bytes, where not as those of the gradients."""
         began = time.perf_counter()
         yield
         if ranks > 1:
             raw = sum(g.numel() * g.element_size() for g in grads)
-            sent = raw if dtype is None else sum(g.numel() * dtype.itemsize for g in grads)
-            self._counters.setdefault(group, GroupStats()).add(raw, sent, ranks, time.perf_counter() - began)
+            counted = self._counters.setdefault(group, GroupStats())
+            counted.add(raw, raw if sent is None else sent, ranks, time.perf_counter() - began)
 
     def clip(self, largest: float) -> float:
         """Clip float32 gradients to a norm over all stages, tied weights counted once. The norm before it.

@@ -10,7 +10,7 @@ import torch
 
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
-from tests.dist.small import ds_config, gpt2, samples
+from tests.dist.small import VOCABULARY, ds_config, gpt2, samples
 from tests.limits import HANG_S
 
 STEPS = 5
@@ -19,9 +19,12 @@ SQUEEZE = {"method": "double_squeeze", "bits": 4, "group_size": 64}
 ZERO1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 BF16_ZERO1 = {**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
+AUTOCAST_ZERO1 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **ZERO1}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({"method": "none"}, {}),
     "none bf16 zero1": ({"method": "none"}, BF16_ZERO1),
+    "none autocast zero1": ({"method": "none"}, AUTOCAST_ZERO1),
+    "linear autocast zero1": (LINEAR, AUTOCAST_ZERO1),
     "linear": (LINEAR, {}),
     "linear zero1": (LINEAR, ZERO1),
     "exponential": ({"method": "global_qsgd"}, {}),
@@ -39,15 +42,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+NOT_TIED = "none autocast zero1, not tied"
+
+
 def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def train(stages: int, gradients: dict[str, Any], more: dict[str, Any]) -> tuple:
+def train(stages: int, gradients: dict[str, Any], more: dict[str, Any], *, tied: bool = True) -> tuple:
     import pipecomp
 
     config = ds_config({"gradients": gradients}, **more)
-    engine = pipecomp.initialize(gpt2(), num_stages=stages, config=config, training_data=samples())
+    engine = pipecomp.initialize(gpt2(tied=tied), num_stages=stages, config=config, training_data=samples())
     if gradients["method"] != "none":
         engine.allreduce_bucket = None  # DeepSpeed's own reduction, which would send all of it once more
     losses = [float(engine.train_batch()) for _ in range(STEPS)]
@@ -58,7 +64,8 @@ def train(stages: int, gradients: dict[str, Any], more: dict[str, Any]) -> tuple
 
 
 def all_cases(rank, world, note, stages):
-    return {name: train(stages, *case) for name, case in CASES.items()}
+    found = {name: train(stages, *case) for name, case in CASES.items()}
+    return {**found, NOT_TIED: train(stages, *CASES["none autocast zero1"], tied=False)}
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +124,13 @@ def test_bytes_of_half_precision_are_those_that_travel(four):
         reduced, gathered = groups["data parallel"], groups["weights"]
         assert reduced["bytes_raw"] == 2 * reduced["bytes_sent"] == 4 * gathered["bytes_sent"]
         assert gathered["calls"] == STEPS
+
+
+def test_bytes_of_autocast_are_those_that_travel(four):
+    """DeepSpeed averages gradients of torch's own linear layers in bf16, of which GPT-2 has one, the output's."""
+    for rank in range(4):
+        (reduced,) = (group for name, group in four[rank][NOT_TIED][3].items() if name != "weights")
+        assert reduced["bytes_raw"] - reduced["bytes_sent"] == (2 * VOCABULARY * 32 * STEPS if rank >= 2 else 0)
 
 
 def test_tied_weights_are_compressed_without_replicas():
