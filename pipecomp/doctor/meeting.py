@@ -38,6 +38,7 @@ _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection
 _SILENCE_S = 10.0  # of a rank that is being measured
 _PAIR_S = 30.0  # that one measurement may take
+_LOOK_S = 1.0
 _MEASURE_S = 120.0  # no measurement begins after that
 _SAID_NOTHING = "it did not answer"
 
@@ -64,7 +65,7 @@ class Meeting:
             gpu_name = None if gpu is None else gpu.name
             mine = Identity(self.rank, socket.gethostname(), machine(), gpu_name, versions)
             self._say("identity", mine)
-            self.identities = [Identity(*self._read(f"identity/{rank}", limit_s)) for rank in range(self.world)]
+            self.identities = [Identity(*self._read(rank, f"identity/{rank}", limit_s)) for rank in range(self.world)]
         except (RuntimeError, ValueError) as error:
             text = str(error) if isinstance(error, PipecompError) else _first_line(error)
             raise MeetingError(text) from error
@@ -228,14 +229,25 @@ class Meeting:
         except RuntimeError:
             self._lost.add(0)  # whose process serves the store
 
-    def _read(self, key: str, wait_s: float) -> Any:
-        self._store.wait([key], timedelta(seconds=wait_s))
-        return json.loads(self._store.get(key))
+    def _read(self, rank: int, key: str, wait_s: float) -> Any:
+        """Wait for what a rank says. RuntimeError if it says nothing.
+
+        Over TLS rank 0, which has the store, looks now and then whether the connection to the other has ended.
+        """
+        link = None if self._mesh is None or self.rank else self._mesh.connections.get(rank)
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=wait_s if link is None else min(wait_s, _LOOK_S)))
+                return json.loads(self._store.get(key))
+            except RuntimeError:
+                if link is None or link.failure is not None or time.monotonic() > until:
+                    raise
 
     def _ask(self, rank: int, key: str, wait_s: float, otherwise: Any) -> Any:
         """Wait for what a rank says; `otherwise` if it says nothing, and from then on at once."""
         try:
-            return self._read(key, 0.1 if rank in self._lost else wait_s)
+            return self._read(rank, key, 0.1 if rank in self._lost else wait_s)
         except RuntimeError:
             self._lost.add(rank)
             return otherwise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -272,6 +273,25 @@ def test_with_keys_all_goes_over_tls(tmp_path):
     assert lines["routes", "ok"] == "under TLS with this run's keys, to rank 1 direct"
     assert lines["TLS connections", "ok"] == "all 2 ranks are connected"
     assert "bit/s" in next(found for (check, _), found in lines.items() if check == "ranks 0 and 1")
+
+
+def dies_in_its_own_checks(rank, world, note, keys):
+    from pipecomp.doctor import examination
+
+    examination._MACHINE_LIMIT_S = 10 * HANG_S
+    os.environ |= {"PIPECOMP_KEYS": f"{keys}/rank-{rank}", "LOCAL_RANK": "0"}
+    examination.machine_findings = lambda launch, store: [] if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)
+    told: list[Finding] = []
+    examination.examine(told.extend, store=Path("messages"), limit_s=LIMIT_S)
+    return [tuple(f) for f in told], True
+
+
+def test_with_keys_a_rank_that_dies_in_its_own_checks_is_not_waited_for(tmp_path):
+    keys_for(tmp_path, 2)
+    results = run_ranks(2, dies_in_its_own_checks, str(tmp_path), timeout_s=HANG_S, may_die=(1,))
+    (lost,) = [f for f in findings_of(results) if f.verdict == "problem"]
+    assert lost.check.startswith("rank 1 on ")
+    assert lost.found == "it no longer answers"
 
 
 def test_keys_of_another_run_do_not_meet(tmp_path):
