@@ -129,7 +129,9 @@ def status() -> list[Status]:
     """Say what "auto" runs on each kind of device of this machine, and why."""
     loaded = native.load()
     on_cpu = (
-        ("torch", loaded) if isinstance(loaded, str) else ("native", f"{loaded.isa} code, {loaded.threads} threads")
+        ("torch", loaded)
+        if isinstance(loaded, str)
+        else ("native", f"{loaded.isa} code, {loaded.threads} thread{'s' * (loaded.threads > 1)}")
     )
     lines = [Status("cpu", *on_cpu)]
     if torch.cuda.is_available():

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipecomp.cluster.closed import wanted_keys
+from pipecomp.cluster.closed import ADDRESS, wanted_keys
 from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
 from pipecomp.cluster.network_interfaces import (
@@ -30,10 +30,11 @@ def network_findings(launch: Launch) -> list[Finding]:
     """Make all checks of this module on this machine."""
     interfaces = list_interfaces()
     findings = [check_interfaces(interfaces, launch)]
-    if wanted_keys() is None:  # over TLS, gloo connects nothing
+    closed = wanted_keys() is not None
+    if not closed:  # over TLS, gloo connects nothing
         findings.append(check_gloo(interfaces, os.environ.get(VARIABLE), default_choice(), launch))
     findings += check_tunnels(interfaces, list_tunnels(interfaces), interface_towards(_FAR))
-    if launch.started and launch.master is not None:
+    if launch.started and launch.master is not None and not (closed and os.environ.get(ADDRESS)):
         findings.append(check_master(launch.master, resolve(launch.master), launch))
     return findings
 

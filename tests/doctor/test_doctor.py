@@ -315,6 +315,15 @@ def test_an_interface_that_is_not_there(launch):
     expect(gloo("eth1", launch=launch), PROBLEM, "down or has no address")
 
 
+def test_where_ranks_meet_over_tls(monkeypatch):
+    """MASTER_ADDR may be each machine's own there, as of torchrun's agents."""
+    launch = TWO_MACHINES._replace(master="127.0.0.1")
+    for keys, address, looked_at in ((None, "a:1", True), ("keys", None, True), ("keys", "a:1", False)):
+        for name, value in (("PIPECOMP_KEYS", keys), ("PIPECOMP_ADDRESS", address)):
+            monkeypatch.setenv(name, value or "")
+        assert ("meeting point" in [f.check for f in network.network_findings(launch)]) is looked_at
+
+
 def test_meeting_point():
     expect(network.check_master("10.0.0.1", "10.0.0.1", TWO_MACHINES), OK)
     expect(network.check_master("boxx", None, TWO_MACHINES), PROBLEM, "MASTER_ADDR=boxx", "/etc/hosts")
