@@ -6,16 +6,15 @@ Numbers do not tell: under Slurm, with a GPU for each task, every rank of a mach
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.network_interfaces import machine
+from pipecomp.control_groups import control_groups
 
-_CGROUP = Path("/sys/fs/cgroup")
 _INSTANCE = " MIG "  # in the name of an instance of a GPU
 
 
@@ -67,18 +66,20 @@ def own_cores() -> list[int]:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use, by its affinity and its container's quota."""
-    cores = len(own_cores())
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):
+    """Count the cores that this process may use, by its affinity and the quotas of its control groups."""
+    return max(1, min([len(own_cores()), *map(round, _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """Give the cores that each of the process's control groups may use at a time, where that is limited."""
+    for folder, version_2 in control_groups("cpu"):
         try:
-            quota = (_CGROUP / "cpu/cpu.cfs_quota_us").read_text()
-            period = (_CGROUP / "cpu/cpu.cfs_period_us").read_text()
-        except OSError:
-            return cores
-    try:
-        limit = int(quota) / int(period)
-    except ValueError:  # "max"
-        return cores
-    return max(1, min(cores, round(limit))) if limit > 0 else cores
+            if version_2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            cores = int(quota) / int(period)
+        except (OSError, ValueError):  # no such group in this container, or no limit: "max"
+            continue
+        if cores > 0:  # no limit is -1 in version 1
+            yield cores

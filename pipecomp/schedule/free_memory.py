@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
 
-_GROUPS, _OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from pipecomp.control_groups import control_groups
+
 # Files with a control group's limit and use, and the line of `memory.stat` with what the system gives up first.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -21,21 +21,13 @@ def free_bytes(device: torch.device, ranks: int = 1) -> int:
     return max(0, min([psutil.virtual_memory().available, *left_by_limits()])) // ranks
 
 
-def left_by_limits(groups: Path = _GROUPS, of_process: Path = _OF_PROCESS) -> Iterator[int]:
-    """Give what is left of each memory limit on this process's control groups (Linux): Docker's, Slurm's, systemd's."""
-    for line in of_process.read_text().splitlines() if of_process.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+def left_by_limits() -> Iterator[int]:
+    """Give what is left of each memory limit on this process's control groups."""
+    for folder, version_2 in control_groups("memory"):
+        limit, use, cache = _VERSION_2 if version_2 else _VERSION_1
+        try:
+            most, used = (int((folder / name).read_text()) for name in (limit, use))
+            stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # no such group in this container, or no limit: "max"
             continue
-        limit, use, cache = _VERSION_1 if controllers else _VERSION_2
-        top = groups / "memory" if controllers else groups
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            try:
-                most, used = (int((folder / name).read_text()) for name in (limit, use))
-                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # no such group in this container, or no limit: "max"
-                continue
-            yield most - used + int(stat.get(cache, 0))
+        yield most - used + int(stat.get(cache, 0))

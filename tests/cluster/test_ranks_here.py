@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pipecomp import control_groups
 from pipecomp.cluster import rendezvous, sharing, start
 from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.local_ranks import run_ranks
@@ -60,7 +61,9 @@ def test_those_that_compute_on_the_cpu_share_its_cores(
 ) -> None:
     """Also where there is a GPU that DeepSpeed was told not to take."""
     (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(sharing, "_CGROUP", tmp_path)
+    (tmp_path / "of_process").write_text("0::/\n")
+    monkeypatch.setattr(control_groups, "_TOP", tmp_path)
+    monkeypatch.setattr(control_groups, "_OF_PROCESS", tmp_path / "of_process")
     set_to: list[int] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr("torch.set_num_threads", set_to.append)

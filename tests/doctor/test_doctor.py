@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pipecomp import control_groups
 from pipecomp.cli import app
 from pipecomp.cluster import sharing
 from pipecomp.cluster.launch import Launch, read_launch
@@ -261,6 +262,8 @@ def test_ranks_that_name_the_same_gpu():
     [
         ({}, 8),
         ({"cpu.max": "150000 100000"}, 2),
+        ({"a.slice/b.service/cpu.max": "500000 100000", "a.slice/cpu.max": "300000 100000"}, 3),
+        ({"a.slice/b.service/cpu.max": "200000 100000", "a.slice/cpu.max": "max 100000"}, 2),
         ({"cpu.max": "max 100000"}, 8),
         ({"cpu.max": "10000 100000"}, 1),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
@@ -269,9 +272,12 @@ def test_ranks_that_name_the_same_gpu():
 )
 def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(sharing, "_CGROUP", tmp_path)
+    of_process = tmp_path / "of_process"
+    of_process.write_text("2:cpu:/docker/0a1b\n0::/a.slice/b.service\n")
+    monkeypatch.setattr(control_groups, "_TOP", tmp_path)
+    monkeypatch.setattr(control_groups, "_OF_PROCESS", of_process)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert sharing.usable_cores() == cores
 

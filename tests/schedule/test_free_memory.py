@@ -4,6 +4,7 @@ import psutil
 import pytest
 import torch
 
+from pipecomp import control_groups
 from pipecomp.schedule import free_memory
 from pipecomp.schedule.free_memory import free_bytes, left_by_limits
 
@@ -16,28 +17,36 @@ def write_group(folder, limit, used, cache, *, old=False):
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
 
 
-def left(tmp_path, line):
-    (tmp_path / "of_process").write_text(line)
-    return list(left_by_limits(tmp_path / "groups", tmp_path / "of_process"))
+@pytest.fixture
+def left(tmp_path, monkeypatch):
+    """Gives what is left for a process with these lines."""
+    monkeypatch.setattr(control_groups, "_TOP", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "_OF_PROCESS", tmp_path / "of_process")
+
+    def found(lines):
+        (tmp_path / "of_process").write_text(lines)
+        return list(left_by_limits())
+
+    return found
 
 
-def test_each_group_above_a_process_limits_it(tmp_path):
+def test_each_group_above_a_process_limits_it(left, tmp_path):
     write_group(tmp_path / "groups/slurm/job", 1000, 700, 100)
     write_group(tmp_path / "groups/slurm", 900, 800, 0)
     write_group(tmp_path / "groups", "max", 10_000, 0)
-    assert left(tmp_path, "0::/slurm/job\n") == [400, 100]
+    assert left("0::/slurm/job\n") == [400, 100]
 
 
-def test_a_container_sees_its_own_group_at_the_top(tmp_path):
+def test_a_container_sees_its_own_group_at_the_top(left, tmp_path):
     write_group(tmp_path / "groups/memory", 1000, 700, 100, old=True)
-    assert left(tmp_path, "5:devices:/\n4:memory:/docker/0a1b\n") == [400]
+    assert left("5:devices:/\n4:memory:/docker/0a1b\n") == [400]
     write_group(tmp_path / "groups", 1000, 600, 0)
-    assert left(tmp_path, "0::/\n") == [400]
+    assert left("0::/\n") == [400]
 
 
-def test_no_limits(tmp_path):
-    assert left(tmp_path, "0::/\n5:devices:/\n") == []
-    assert list(left_by_limits(tmp_path, tmp_path / "missing")) == []
+def test_no_limits(left):
+    assert list(left_by_limits()) == []  # nothing says in which groups the process is
+    assert left("0::/\n5:devices:/\n") == []
 
 
 @pytest.mark.parametrize(("limits", "free"), [([], 4000), ([1000, 900], 900), ([-5], 0)])
