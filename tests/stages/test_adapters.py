@@ -176,6 +176,7 @@ def test_a_trained_module_of_which_every_stage_has_a_copy(tmp_path: Path) -> Non
 class TestTiedEmbeddings:
     """Input embedding and output layer in one, which some train whole beside LoRA, for new tokens."""
 
+    @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft, of merging the adapter
     def test_an_output_layer_of_its_own_begins_as_the_embedding(self, tmp_path: Path) -> None:
         """No folder has it under its own name."""
         model = base("llama", tie_word_embeddings=True).eval()
