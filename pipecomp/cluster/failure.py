@@ -24,6 +24,7 @@ from pipecomp.mesh.process_group import current_mesh
 _KEY = "pipecomp/stopped/{}"
 _LOST = "pipecomp/lost"
 _RANK = re.compile(r"\d{1,9}", re.ASCII)
+LINGER_S = 6.0  # for other ranks' heartbeats to learn which is lost; some may wait for this one alone, until it ends
 _POLL_S = 0.1
 _ASK_S = 3.0  # for the store to answer
 _BOUNDED = "pipecomp-store"  # the name of threads that ask it
@@ -111,12 +112,12 @@ def find_lost(wait_s: float, last_sign: Callable[[int], float] = lambda rank: 0.
         return PeerLostError("lost rank 0: torch.distributed's key-value store is gone, which it serves", 0)
 
 
-def linger(lost: int, wait_s: float) -> None:
+def linger(lost: int) -> None:
     """On rank 0, which serves the store: stay until all ranks but the lost one have said that they stopped.
 
     Nobody waits for ranks whose connections to this one have ended, if these carry the store.
     """
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + LINGER_S
     with contextlib.suppress(RuntimeError, ValueError):
         while dist.get_rank() == 0 and time.monotonic() < deadline:
             if not set(bounded(_silent, _ASK_S)) - {lost} - _unreachable():

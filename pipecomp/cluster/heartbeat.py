@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster.failure import bounded, left_behind
+from pipecomp.cluster.failure import LINGER_S, bounded, left_behind
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
 
 LOST_STATUS = 13  # exit status of a rank that had to end itself
@@ -33,7 +33,7 @@ DEFAULT_TIMEOUT_S = 120.0
 _BEAT_S = 1.0
 _SILENCE = 0.75  # share of the timeout after which a rank is lost; links notice by the whole timeout
 _SILENCE_HEALING = 1.0  # where a lost connection may be made anew until then
-_GRACE_S = 5.0  # after that, for an error to end the waiting
+_GRACE_S = LINGER_S + 2.0  # after that, for an error to end the waiting: perhaps for a rank that lingers
 _ON_EXIT_S = 10.0
 _LINGER_S, _LINGER_POLL_S = 5.0, 0.1
 _JOIN_S = 5.0

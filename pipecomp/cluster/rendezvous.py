@@ -119,7 +119,7 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world, timeout=default_pg_timeout)
 
 
-def find_store(rank: int, world: int, *, wait_s: float = COMING_S) -> Any:
+def find_store(rank: int, world: int, *, wait_s: float) -> Any:
     """Give the key-value store at MASTER_ADDR and MASTER_PORT, to which all ranks have come.
 
     Raises LinkTimeoutError if they do not within `wait_s` seconds, and LinkError if something else uses that port.
@@ -144,7 +144,7 @@ def find_store(rank: int, world: int, *, wait_s: float = COMING_S) -> Any:
 
 def _meet(rank: int, world: int) -> tuple[Any, str]:
     """Compare what must fit before the ranks connect; the key-value store that they met in, and the backend of all."""
-    store = find_store(rank, world)
+    store = find_store(rank, world, wait_s=COMING_S)
     store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)

@@ -13,7 +13,6 @@ from pipecomp.errors import OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
-_LINGER_S = 6.0  # for their heartbeats to learn which; some may wait for this rank alone, and go on when it ends
 
 
 class FailureGuard:
@@ -82,7 +81,7 @@ class FailureGuard:
         self._links.abort(lost, reason)
         if self._heartbeat is not None:
             self._heartbeat.stopped(lost, reason)
-        linger(lost, _LINGER_S)
+        linger(lost)
         return cause
 
     def _first_cause(self, error: Exception) -> Exception:

@@ -345,7 +345,7 @@ def test_stages_and_replicas_train_alike_in_every_precision():
         for a, b in ((0, 1), (2, 3)):  # replicas of a stage
             assert both[a][mode][2] == both[b][mode][2]
         group = both[0][mode][3]["data parallel"]
-        assert group["bytes_raw"] == group["bytes_sent"] > 0
+        assert group["bytes_raw"] == group["bytes_sent"] * (2 if mode == "bf16-zero1" else 1) > 0
         assert "tied transformer.wte.weight" in both[0][mode][3]
     for one, several in ((whole, halves), (replicas[0], both)):
         for result in several.values():
