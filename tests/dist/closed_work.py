@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from tests.limits import until
 
 AQSGD = {"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}}
 
@@ -16,11 +20,13 @@ def trains_closed(
     keys: str | None,
     steps: int,
     timeout_s: float,
+    disturbed: str | None = None,
     at_the_end: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Losses, ways to the other ranks, and what was lost on the way; a note before every step.
 
-    keys: folder of a folder for each rank; None for gloo. at_the_end: called while all ranks are still connected.
+    keys: folder of a folder for each rank; None for gloo. disturbed: a file that is there once the network is not as it
+    was, which the second step waits for. at_the_end: called while all ranks are still connected.
     """
     import torch.distributed as dist
 
@@ -35,6 +41,8 @@ def trains_closed(
     losses = []
     for step in range(steps):
         note(step)
+        if disturbed is not None and step == 1:
+            until(Path(disturbed).exists)
         losses.append(float(engine.train_batch()))
     at_the_end()
     engine.close()
@@ -70,5 +78,6 @@ def says_things(rank: int, world: int, note: Any, keys: str | None, steps: int, 
             real(self, packet)
 
         transport.send = send
-    trains_closed(rank, world, note, keys, steps, timeout_s, lambda: dist.all_gather_object([None] * world, TEXT))
+    tell = partial(dist.all_gather_object, [None] * world, TEXT)
+    trains_closed(rank, world, note, keys, steps, timeout_s, at_the_end=tell)
     return seen

@@ -42,8 +42,10 @@ def expected():
     }
 
 
-def run(lab: Lab, keys: str | None, on_note=None) -> dict:
-    return run_in_lab(lab, trains_closed, keys, STEPS, TIMEOUT_S, timeout_s=HANG_S, on_note=on_note)
+def run(lab: Lab, keys: str | None, once=None) -> dict:
+    """once: for runs that it disturbs."""
+    disturbed = None if once is None else str(once.done)
+    return run_in_lab(lab, trains_closed, keys, STEPS, TIMEOUT_S, disturbed, timeout_s=HANG_S, on_note=once)
 
 
 def test_all_ranks_but_the_first_are_behind_routers(keys, expected):
@@ -62,16 +64,19 @@ def test_one_of_two_ranks_is_behind_a_router(keys, expected):
 
 
 class Once:
-    """Does something in the middle of a run, once; then something else some time later."""
+    """Does something in the middle of a run, once; then something else some time later.
 
-    def __init__(self, first, then=lambda: None, later_s: float = 0.0) -> None:
+    done: the file that is there when it is done.
+    """
+
+    def __init__(self, folder: Path, first, then=lambda: None, later_s: float = 0.0) -> None:
         self._first, self._then, self._later_s = first, then, later_s
-        self._done = threading.Event()
+        self.done = folder / "done"
 
     def __call__(self, rank: int, step: int) -> None:
-        if step == 1 and not self._done.is_set():
-            self._done.set()
+        if step == 1 and not self.done.exists():
             self._first()
+            self.done.touch()
             if self._later_s:
                 threading.Thread(target=self._end, daemon=True).start()
 
@@ -81,17 +86,17 @@ class Once:
 
 
 @pytest.mark.parametrize("nat", [False, True])
-def test_an_outage(keys, expected, nat):
+def test_an_outage(keys, expected, nat, tmp_path):
     """Of rank 1, whose connections to rank 0 and, relayed behind routers, to rank 2 are lost."""
     with Lab(nodes=3, nat=nat) as lab:
-        found = run(lab, keys, Once(lambda: lab.cut(1), lambda: lab.join(1), OUTAGE_S))
+        found = run(lab, keys, Once(tmp_path, lambda: lab.cut(1), lambda: lab.join(1), OUTAGE_S))
     assert found[2]["losses"] == expected[3]
     assert found[1]["healed"] > 0
     assert found[1]["lost_s"] > TIMEOUT_S / 3
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_change_of_address(keys, expected, which):
+def test_a_change_of_address(keys, expected, which, tmp_path):
     """Rank 1, which listens to rank 2's connection, or rank 2, which makes it, gets another address."""
     with Lab(nodes=3) as lab:
 
@@ -100,7 +105,7 @@ def test_a_change_of_address(keys, expected, which):
             command(f"ip -n {space} addr del {lab.network.address(which)}/16 dev eth0")
             command(f"ip -n {space} addr add 198.18.1.9/16 dev eth0")
 
-        found = run(lab, keys, Once(change))
+        found = run(lab, keys, Once(tmp_path, change))
     assert found[2]["losses"] == expected[3]
     assert found[which]["healed"] == 2
     assert found[which]["lost_s"] > TIMEOUT_S / 3
