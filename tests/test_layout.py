@@ -26,8 +26,8 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
-    {"control_groups", "errors", "files", "json_tree", "sockets", "stats", "tables"},
-    {"config_checks", "plain_objects", "schedule"},
+    {"errors", "files", "json_tree", "schedule", "sockets", "stats", "tables"},
+    {"config_checks", "plain_objects"},
     {"activation_config", "kernels", "keys", "rates"},
     {"allreduce", "buffers", "data"},
     {"config", "gradient_config", "local_steps", "optim"},

@@ -13,7 +13,7 @@ import torch
 
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.network_interfaces import machine
-from pipecomp.control_groups import control_groups
+from pipecomp.schedule.control_groups import control_groups
 
 _INSTANCE = " MIG "  # in the name of an instance of a GPU
 

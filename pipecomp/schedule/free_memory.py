@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from pipecomp.control_groups import control_groups
+from pipecomp.schedule.control_groups import control_groups
 
 # Files with a control group's limit and use, and the line of `memory.stat` with what the system gives up first.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

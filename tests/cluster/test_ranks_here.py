@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipecomp import control_groups
 from pipecomp.cluster import rendezvous, sharing, start
 from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.cluster.network_interfaces import machine
 from pipecomp.cluster.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
+from pipecomp.schedule import control_groups
 from tests.limits import HANG_S
 
 

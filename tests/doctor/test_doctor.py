@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pipecomp import control_groups
 from pipecomp.cli import app
 from pipecomp.cluster import sharing
 from pipecomp.cluster.launch import Launch, read_launch
@@ -34,6 +33,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.throttle import ThrottleSettings
+from pipecomp.schedule import control_groups
 from tests.limits import HANG_S
 
 GIB, MIB = 2**30, 2**20

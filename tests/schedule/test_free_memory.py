@@ -4,8 +4,7 @@ import psutil
 import pytest
 import torch
 
-from pipecomp import control_groups
-from pipecomp.schedule import free_memory
+from pipecomp.schedule import control_groups, free_memory
 from pipecomp.schedule.free_memory import free_bytes, left_by_limits
 
 
