@@ -33,6 +33,7 @@ from pipecomp.stages.partition.splitting import Stage
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.part)?|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+    r"|adapter_(config\.json|model\.(safetensors|bin))"  # which from_pretrained would put on what is saved now
 )
 
 
@@ -76,7 +77,7 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
 def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = None) -> Path:
     """Make one model of the shards that all stages have written; call it on one rank, after a barrier.
 
-    Weights of an earlier save, whatever their number of files, are removed.
+    Weights of an earlier save, whatever their number of files, are removed, and an adapter.
 
     Args:
         stage: any of them.

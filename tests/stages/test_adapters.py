@@ -173,6 +173,20 @@ def test_a_trained_module_of_which_every_stage_has_a_copy(tmp_path: Path) -> Non
         assert torch.equal(through([part.eval() for part in resumed]), expected)
 
 
+def test_a_whole_model_in_the_place_of_an_adapter_is_loaded_without_it(tmp_path: Path) -> None:
+    import transformers
+
+    base("llama").save_pretrained(tmp_path / "base")
+    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    save_pretrained(split(shaken(peft.get_peft_model(start, lora("llama"))), num_stages=2), tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    whole = shaken(base("llama")).eval()
+    save_pretrained(split(whole, num_stages=2), tmp_path / "out")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(found(**batch()).logits, whole(**batch()).logits)
+
+
 class TestTiedEmbeddings:
     """Input embedding and output layer in one, which some train whole beside LoRA, for new tokens."""
 
