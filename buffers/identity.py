@@ -87,15 +87,24 @@ def check_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> N
     if found is None:
         file.set_meta(link_key(name), json.dumps(mine, sort_keys=True).encode())
         return
-    theirs = json.loads(found)
-    if theirs != mine:
-        differs = [
-            f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
-            for k in sorted({*mine, *theirs})
-            if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
-        ]
+    differs = _differences(mine, json.loads(found))
+    if differs:
         raise StoreError(
-            f"{file.path}: {name} was stored with other settings ({'; '.join(differs)}). Keep them, give "
+            f"{file.path}: {name} was stored with other settings ({differs}). Keep them, give "
             f"another store.path, or remove what is stored with `pipecomp store prune "
             f"{file.path} --link {name}`"
         )
+
+
+def other_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> str:
+    """Say in which settings a link's activations were stored otherwise; nothing if in none, or there are none."""
+    found = file.meta(link_key(name))
+    return "" if found is None else _differences(json.loads(json.dumps(settings)), json.loads(found))
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
+        for k in sorted({*mine, *theirs})
+        if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
+    )

@@ -8,13 +8,13 @@ import re
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from pipecomp.buffers.core import LinkStore, Read
 from pipecomp.buffers.entry import Entry
-from pipecomp.buffers.identity import RUN_KEY, check_format, check_settings, read_run
+from pipecomp.buffers.identity import RUN_KEY, check_format, check_settings, other_settings, read_run
 from pipecomp.buffers.lmdb_check import unsound
 from pipecomp.buffers.lmdb_file import MAP_BYTES, META, Place, Table, ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, Folder
@@ -119,7 +119,7 @@ class LmdbEnvironment:
         **options: Any,
     ) -> None:
         StepWriter.check(on_write_error)
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # wherever the program goes
         self._format = ValueFormat(bits, group_size)
         self._options = options
         MemoryStore(**options).close()  # a wrong option is an error before any file is made
@@ -165,8 +165,8 @@ class LmdbEnvironment:
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Hold what `save` wrote to `folder` in place of all else, in the stores that are open.
 
-        False, and nothing changes, if there is nothing, or it is a copy of a store that was damaged already: a warning
-        says so. StoreError if its links' settings differ; then the environment is of no use any more.
+        False, and nothing changes, if there is nothing, or it is a copy of a store that was damaged already or made
+        with other settings: a warning says so.
         """
         saved = Path(folder) / DATA_FILE
         if not saved.is_file():
@@ -174,6 +174,12 @@ class LmdbEnvironment:
         self.check()
         if (problem := unsound(saved.parent)) is not None:
             warnings.warn(f"{folder} is damaged and is not used: {problem}", stacklevel=2)
+            return False
+        with closing(ValueFile(saved.parent, readonly=True)) as copy:
+            differs = {name: other_settings(copy, name, store.settings) for name, store in self._stores.items()}
+        if any(differs.values()):
+            words = ", ".join(f"{name} was stored with other settings ({how})" for name, how in differs.items() if how)
+            warnings.warn(f"{folder} is not used: {words}", stacklevel=2)
             return False
         with self._lock:
             self.writer.drain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,14 @@ class _StageSpec(LayerSpec):
         return self._build()
 
 
+class _Module(PipelineModule):
+    """DeepSpeed's, for which the name of a checkpoint's folder is no pattern of file names."""
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        found: list[str] = super().ckpt_layer_path_list(glob.escape(ckpt_dir), local_layer_idx)
+        return found
+
+
 def pipeline_module(
     model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
 ) -> PipelineModule:
@@ -51,7 +60,7 @@ def pipeline_module(
         return build
 
     specs = [_StageSpec(builder(index)) for index in range(split_plan.num_stages)]
-    module = PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
+    module = _Module(specs, num_stages=split_plan.num_stages, partition_method="uniform")
     module.loss_fn = loss[0]
     module.has_own_loss = loss_fn is not None
     return module

@@ -29,7 +29,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
-from pipecomp.errors import CheckpointError, ConfigError, StoreError, require
+from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, require
 from pipecomp.files import write_whole
 from pipecomp.plan.auto import wants_measuring
 from pipecomp.stages.link.handshake import summarize
@@ -106,6 +106,7 @@ class Checkpoints:
         folder = Path(save_dir) / tag
         own["pipeline"] = asdict(reshard_load.describe(engine))
         own["per_epoch"] = engine.micro_batches_per_epoch
+        own["data"] = engine.data_facts
         if wants_measuring(engine.configured):
             own["bits"] = [_bits(engine.configured), _bits(engine.pipecomp_config)]
         if engine.local is not None:
@@ -153,20 +154,30 @@ class Checkpoints:
 
     def load(self, load_dir: str, tag: Any, options: LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
         """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's."""
-        engine = self._engine
         # The first rank has written `latest`, and without a common disk no other machine has it.
         tag = broadcast(_latest(load_dir)) if tag is None else str(tag)
         if tag is None:
             _log.warning("%s has no file 'latest', and so no checkpoint to go on from", load_dir)
             return None, None
         folder = Path(load_dir) / tag
+        try:
+            return self._load(folder, options, stock)
+        except PipecompError:
+            raise
+        except Exception:  # what torch and pickle raise of a file that was cut off names none
+            problem = manifest.problem(folder) if manifest.finished(folder) else None
+            require(problem is None, "load_dir", str(folder), f"a whole checkpoint: {problem}")
+            raise
+
+    def _load(self, folder: Path, options: LoadOptions, stock: Callable) -> tuple[Any, Any]:
+        engine = self._engine
         self._check_finished(folder)
         with_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
         saved = reshard_load.saved_otherwise(engine, folder, _STATE_KEY, with_optimizer=with_optimizer)
         if saved is None:
             # With an adapter, frozen weights are not in the files.
             strict = options["load_module_strict"] and engine.stage.adapter is None
-            path, state = stock(load_dir, tag, **{**options, "load_module_strict": strict})
+            path, state = stock(str(folder.parent), folder.name, **{**options, "load_module_strict": strict})
         elif options["custom_load_fn"] is not None:
             raise ConfigError("custom_load_fn", options["custom_load_fn"], "None: a pipeline's stages load themselves")
         else:
@@ -247,13 +258,27 @@ class Checkpoints:
         if engine.run is None:
             return
         all_ranks = AllRanks(missed=engine.guard.missed)
-        exact = False
+        exact, others = False, self._other_data(own.get("data", {}))
         with all_ranks.collective_errors():
             engine.run.loaded(own.get("run"))
-            if saved is not None:
+            if others:
+                engine.links.forget()
+            elif saved is not None:
                 exact = self._take_messages(folder, saved["messages"])
+        if others and engine.global_rank == 0:
+            words = "cached activations are of other samples, each of which is sent as a first visit again"
+            _log.warning("%s is of other training data (%s): %s", folder, ", ".join(others), words)
         dropped = engine.links.agree()
         engine.resumed = Resumed(all(all_ranks.all_gather_object(exact and not dropped)), dropped)
+
+    def _other_data(self, saved: dict[str, Any]) -> list[str]:
+        """Say what any rank, of which only some load data, finds different in them; every rank must call this."""
+        engine = self._engine
+        if engine.pipecomp_config.store.clusters is not None:  # centers are of no samples
+            return []
+        differ = {key: own for key, own in sorted(engine.data_facts.items()) if saved.get(key, own) != own}
+        told = gathered([f"{key}: {own}, then {saved[key]}" for key, own in differ.items()])
+        return next(filter(None, told), [])
 
     def _batches_taken(self, own: dict[str, Any]) -> int:
         """Where this run goes on in its data: in the same epoch, of which as many samples were taken.

@@ -70,6 +70,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         links: This rank's endpoints of its links.
         run: Whose cached activations these are; None where none are kept.
         resumed: How the run goes on, set by `load_checkpoint`; None before.
+        data_facts: Of the training data, by which a checkpoint knows them again; empty where their places are no ids.
     """
 
     data_iterator: Any  # DeepSpeed's
@@ -95,6 +96,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.run: Run | None = None
         self.resumed: Resumed | None = None
         self.progress = Progress()
+        self.data_facts: dict[str, Any] = {}
         self._loader: TrainLoader | None = None
         # Of this replica in the step to come, where its loss is their mean; None where it is that of micro-batches.
         self.step_samples: int | None = None
@@ -297,13 +299,14 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         The checkpoint may be of other cuts, another K and another number of replicas. Then every rank takes its
         parameters and their optimizer states out of the files of all stages, which must be on its machine; every
         sample is sent as a first visit once more, error-feedback residuals start empty, and random generators stay as
-        they are.
+        they are. If it is of other training data, of which samples are known by their places, or of other settings of
+        the links, only the cached activations are not taken.
 
         Raises:
             StoreError: On every rank, if the stores are of another run than the checkpoint.
             SplitError: The checkpoint is of another model.
-            ConfigError: It is of another precision or ZeRO stage, was not finished, or is not there. Where no file
-                `latest` says that there is one, nothing is loaded, and both results are None.
+            ConfigError: It is of another precision or ZeRO stage, was not finished, was damaged, or is not there. Where
+                no file `latest` says that there is one, nothing is loaded, and both results are None.
         """
         options = LoadOptions(
             load_module_strict=load_module_strict,

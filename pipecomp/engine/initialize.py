@@ -25,7 +25,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import collective_backend, join_processes
 from pipecomp.cluster.sharing import own_gpu, ranks_on_gpu
-from pipecomp.data import ShardedSampler, TrainLoader, count_samples, dataset_facts
+from pipecomp.data import ShardedSampler, TrainLoader, count_samples, dataset_facts, id_of_place
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import (
     check_given,
@@ -123,7 +123,10 @@ def initialize(
                 sampler = _sampler(engine, count_samples(training_data, "training_data"), agreed.settings.seed, shuffle)
                 seed = ops.mix_seed(agreed.settings.seed, engine.grid.data_parallel_id)
                 engine.set_loader(TrainLoader(training_data, sampler, collate_fn, seed=seed))
-                facts |= dataset_facts(training_data, "training_data")
+                of_data = dataset_facts(training_data, "training_data")
+                facts |= of_data
+                if id_of_place(training_data) is int:
+                    engine.data_facts = of_data
         all_ranks.assert_same_where_known(facts)  # middle stages need no data
         length = partial(sample_length, training_data) if tokens is None else lambda _: tokens
         _connect(engine, agreed, length, all_ranks, heartbeat)

@@ -26,13 +26,16 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.checkpoint.writing import Attempts, write_state
-from pipecomp.cluster.collectives import broadcast
+from pipecomp.checkpoint.writing import Attempts, in_words, write_state
+from pipecomp.cluster.collectives import broadcast, gathered
+from pipecomp.cluster.start import all_ranks
 from pipecomp.config import read_json_object
 from pipecomp.errors import ConfigError, WireError, require
-from pipecomp.files import replacing
+from pipecomp.files import replacing, write_whole
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.trainer import message_stores
 
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"
@@ -69,7 +72,7 @@ def find(
     """Find the checkpoint that `train(resume_from_checkpoint=resume)` means, as rank 0 sees it.
 
     Args:
-        resume: A folder, True for the last one, None or False to start anew.
+        resume: A folder, True for the last one that is whole, None or False to start anew.
         output_dir: The trainer's.
         pipeline: The `layout` of this run. One of another layout is warned of.
         group: A gloo group of all ranks, each of which must call this.
@@ -82,10 +85,11 @@ def find(
     """
     if resume is None or resume is False:
         return None
+    place = _last_whole(output_dir, group) if resume is True else str(resume)
     answer: Any = None
     if dist.get_rank() == 0:
         try:
-            folder = _last(output_dir) if resume is True else Path(resume)
+            folder = _last(output_dir) if place is None else Path(place)
             theirs, state = _read(folder, resume)
             due = theirs.pop(_DUE, [])
             answer = str(folder), state, theirs == pipeline, due
@@ -102,11 +106,34 @@ def find(
     return Found(answer[0], TrainerState(**answer[1]), answer[2], tuple(answer[3]))
 
 
+def _last_whole(output_dir: str, group: Any) -> str | None:
+    """Name the last checkpoint of which no machine has a damaged file, None if there is none.
+
+    A machine that lost its power may lack what it had not yet put on its disk.
+    """
+    there = [str(path) for path in _complete(output_dir)] if dist.get_rank() == 0 else None
+    for folder in reversed(broadcast(there, group=group)):
+        sealed = Path(folder) / DEEPSPEED
+        looks = os.environ["LOCAL_RANK"] == "0" and manifest.finished(sealed)
+        problem = next(filter(None, gathered(manifest.problem(sealed) if looks else None, group)), None)
+        if problem is None:
+            return str(folder)
+        if dist.get_rank() == 0:
+            _log.warning(f"{folder} is passed over: {problem}")
+    return None
+
+
 def _last(output_dir: str) -> Path:
+    complete = _complete(output_dir)
+    require(complete, _KEY, True, f"True only where {output_dir} has a complete checkpoint")
+    return complete[-1]
+
+
+def _complete(output_dir: str) -> list[Path]:
+    """List the complete checkpoints by their step."""
     complete = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
     numbered = [(int(number), path) for path in complete if (number := path.name.rpartition("-")[2]).isdecimal()]
-    require(numbered, _KEY, True, f"True only where {output_dir} has a complete checkpoint")
-    return max(numbered)[1]
+    return [path for _, path in sorted(numbered)]
 
 
 def _read(folder: Path, resume: object) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -135,21 +162,38 @@ def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int, d
     due: see `Found`.
     """
     pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {})
-    (Path(folder) / PIPELINE_FILE).write_text(json.dumps(pipeline) + "\n", encoding="utf-8")
+    write_whole(Path(folder) / PIPELINE_FILE, json.dumps(pipeline) + "\n")
     with replacing(Path(folder) / STATE_FILE) as part:  # half of it would pass for a complete checkpoint
         state.save_to_json(str(part))
+    _make_youngest(Path(folder))
+
+
+def _make_youngest(folder: Path) -> None:
+    """Let no other checkpoint have a later time, as where the clock was set back: `rotate` deletes by it."""
+    found = [folder, *folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    latest = max(path.stat().st_mtime for path in found)
+    if folder.stat().st_mtime < latest:
+        os.utime(folder, (latest + 1, latest + 1))
 
 
 def save_engine(engine: Any, folder: str, scheduler: Any, attempts: Attempts) -> None:
     """Write what training needs to go on, but for the cached activations; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
-    attempts.attempt(lambda: write_state(state, _rank_file(folder, dist.get_rank())))
+    attempts.attempt(lambda: _write_rank(state, _rank_file(folder, dist.get_rank())))
+
+
+def _write_rank(state: Any, file: Path) -> None:
+    with replacing(file) as part:  # on the disk before the checkpoint is complete
+        write_state(state, part)
 
 
 def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
     """Load weights, optimizer, schedule and, for the same pipeline, random generators; every rank must call this."""
     folder = found.folder
+    if found.same:
+        with all_ranks().collective_errors():
+            message_stores.restore(engine, folder)
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
     file = _rank_file(folder, dist.get_rank() if found.same else 0)
     require(
@@ -158,7 +202,10 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
         folder,
         f"a folder that has {DEEPSPEED} and {file.name} on this rank's machine",
     )
-    state = torch.load(file, weights_only=True)
+    try:
+        state = torch.load(file, weights_only=True)
+    except Exception as error:  # what torch and pickle raise of a file that was cut off names none
+        raise ConfigError(_KEY, str(file), f"a file that is whole ({in_words(file, error)})") from error
     if found.same:
         scheduler.load_state_dict(state["scheduler"])
         set_random_state(state["random"])

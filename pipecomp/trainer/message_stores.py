@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ _log = transformers_logging.get_logger(__name__)
 
 
 def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
-    """Let a training begin with the cached activations of a checkpoint, or with none.
+    """Let a training begin without cached activations; those of a checkpoint come by `restore`.
 
     Args:
         settings: The "pipecomp" section.
         engine: None, or the one that is open, which must be closed if `needs_closed_engine` says so.
-        checkpoint: Whose to take; None for none.
+        checkpoint: Whose they will be; None for none.
     """
     if settings.activations.method != "aqsgd":
         return
@@ -35,26 +34,18 @@ def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
     if settings.store.backend == "memory":
         if checkpoint is not None:
             _log.warning("cached activations in memory are not saved: training goes on without them")
-        return
-    store, rank = settings.store.path, dist.get_rank()
-    if checkpoint is None:
-        if engine is None:
-            forget(store, rank)
-    elif not restore(checkpoint, store):
-        forget(store, rank)  # what is held is newer than the checkpoint, or of another run
-        _log.warning(f"{checkpoint} has no cached activations of rank {rank}: training goes on without them")
+    elif engine is None:
+        forget(settings.store.path, dist.get_rank())  # what is held is newer than a checkpoint, or of another run
 
 
 def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
-    """Say whether `prepare` replaces files that an engine would have open."""
+    """Say whether a training begins with another store than an engine would have open."""
     return settings.activations.method == "aqsgd" and settings.store.backend != "memory" and checkpoint is not None
 
 
 def drop(engine: Any) -> None:
     """Drop all cached activations that an engine holds."""
-    for end in engine.links:
-        end.store.drop([held.sample for held in end.store.inventory()])
-        end.reload()
+    engine.links.forget()
     engine.links.environment.commit()
 
 
@@ -71,19 +62,16 @@ def save(engine: Any, folder: str, *, copied: bool) -> None:
         _saved(folder).unlink(missing_ok=True)
 
 
-def restore(folder: str, store: str | os.PathLike) -> bool:
-    """Put what a checkpoint cached in the place of this rank's store, which no engine has open. False without one."""
-    saved = _saved(folder)
-    if not saved.is_file():
-        return False
-    forget(store, dist.get_rank())
-    copy_file(saved, _held(store))
-    return True
+def restore(engine: Any, folder: str) -> None:
+    """Let this rank's store, which is empty, hold what a checkpoint cached; then the engine loads the checkpoint.
+
+    Where there is no copy, or one that is damaged or was made with other settings, it stays empty.
+    """
+    environment = engine.links.environment
+    if isinstance(environment, LmdbEnvironment) and not environment.restore(_saved(folder).parent):
+        rank = dist.get_rank()
+        _log.warning(f"{folder} has no cached activations that rank {rank} can use: training goes on without them")
 
 
 def _saved(folder: str) -> Path:
     return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
-
-
-def _held(store: str | os.PathLike) -> Path:
-    return Path(store) / f"rank-{dist.get_rank()}" / DATA_FILE

@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from pipecomp.cluster.start import all_ranks
 from pipecomp.data import dataset_facts
-from pipecomp.errors import require
+from pipecomp.errors import require, writable
 from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
@@ -161,8 +161,9 @@ class PipelineTrainer:
         self.callback_handler = callbacks.default_handler(self.args, model, self.processing_class)
         for callback in [*given, callbacks.progress_callback(self.args)]:
             self.add_callback(callback)
-        if self.rank == 0:
-            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        with all_ranks().collective_errors(), writable("output_dir", self.args.output_dir):
+            if self.rank == 0:
+                Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.control = TrainerControl()
         self.state = callbacks.new_state(self)
         fire(self, "on_init_end")
@@ -220,8 +221,8 @@ class PipelineTrainer:
         It starts with empty message stores, or with those of a checkpoint of the same pipeline.
 
         Args:
-            resume_from_checkpoint: A folder, or True for the last one in `args.output_dir`. It may be of other stages
-                or replicas, see `PipelineEngine.load_checkpoint`.
+            resume_from_checkpoint: A folder, or True for the last one in `args.output_dir` that is whole. It may be of
+                other stages or replicas, see `PipelineEngine.load_checkpoint`.
             trial: None; it is Trainer's.
             ignore_keys_for_eval: None; they are Trainer's.
 
@@ -247,6 +248,7 @@ class PipelineTrainer:
         layout = checkpoints.layout(self.plan, self.replicas)
         found = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
         self._holder.begin_training(self.args, found.folder if found is not None and found.same else None)
+        self.engine.data_facts = facts if samples.sample_id is int else {}
         self._training = Training(
             self,
             samples,

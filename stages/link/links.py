@@ -55,6 +55,13 @@ class Links:
         elif header.kind is Kind.GRADIENT and self.to_next is not None and self.to_next.store is not None:
             self.to_next.store.prefetch(gradients)
 
+    def forget(self) -> None:
+        """Drop all that is held at this rank's ends."""
+        for end in self:
+            if end.store is not None:
+                end.store.drop([held.sample for held in end.store.inventory()])
+                end.reload()
+
     def agree(self) -> int:
         """Make all ends hold the same as their peers; every rank must call it. Samples dropped here."""
         return sum(agree(end, self.described[end.index]) for end in self)

@@ -794,6 +794,24 @@ def test_a_state_that_is_written_in_part_makes_no_whole_checkpoint(tmp_path: Pat
     assert (tmp_path / checkpoints.STATE_FILE).is_file()
 
 
+def test_the_one_that_was_written_last_stays_where_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
+    plan: Any = SimpleNamespace(cuts=(0, 1, 2))
+    for number in range(1, 6):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        checkpoints.complete(str(folder), TrainerState(), plan, 1)
+        if number < 3:
+            os.utime(folder, (4e9 + 10 * number, 4e9 + 10 * number))  # by the clock as it was then
+        checkpoints.rotate(str(tmp_path), 2, None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+
+
 @pytest.mark.parametrize("name", [checkpoints.PIPELINE_FILE, checkpoints.STATE_FILE])
 def test_a_checkpoint_of_which_a_file_was_cut_off_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -859,9 +877,6 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     store, folder = tmp_path / "messages", tmp_path / "checkpoint-1"
     settings_of_link: dict[str, Any] = {"bits": 3}
 
-    def held(environment: Any) -> list:
-        return environment.link("link-0", settings_of_link).inventory()
-
     environment = open_environment("lmdb", store, 0, bits=2)
     link = environment.link("link-0", settings_of_link)
     link.put(7, 1, torch.randn(3, 16))
@@ -872,14 +887,14 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     link.put(8, 3, torch.randn(3, 16))
     environment.commit()
     environment.close()
-    assert message_stores.restore(str(folder), store)
-    environment = open_environment("lmdb", store, 0, bits=2)
-    assert held(environment) == saved
-    environment.close()
-    assert not message_stores.restore(str(tmp_path / "checkpoint-2"), store)
     forget(store, 0)
-    environment = open_environment("lmdb", store, 0, bits=4)  # of other settings than before
-    assert held(environment) == []
+    environment = open_environment("lmdb", store, 0, bits=2)
+    link = environment.link("link-0", settings_of_link)
+    engine = SimpleNamespace(links=SimpleNamespace(environment=environment))
+    message_stores.restore(engine, str(tmp_path / "checkpoint-2"))
+    assert link.inventory() == []
+    message_stores.restore(engine, str(folder))
+    assert link.inventory() == saved
     environment.close()
 
 
