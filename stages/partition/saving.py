@@ -118,7 +118,10 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     config.save_pretrained(str(folder))
     generation_config = generation_config if generation_config is not None else stage.generation_config
     if generation_config is not None:
-        generation_config.save_pretrained(str(folder))
+        try:
+            generation_config.save_pretrained(str(folder))
+        except ValueError:  # transformers takes a setting for a mistake; that costs nobody what was trained
+            generation_config.to_json_file(folder / "generation_config.json")
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return folder / INDEX

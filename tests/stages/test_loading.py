@@ -704,6 +704,14 @@ class TestSaving:
         assert saved.keys() == model.state_dict().keys()
         assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 
+    def test_a_generation_config_that_transformers_refuses_is_saved_as_it_is(self, tmp_path: Path) -> None:
+        model = make_model("gpt2")
+        model.generation_config.temperature = 0.5
+        assert not model.generation_config.do_sample
+        save_pretrained(split(model, 2), tmp_path)
+        again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        assert again.generation_config.temperature == 0.5
+
     def test_generation_config_travels(self, gpt2_folder: Path, tmp_path: Path) -> None:
         config = transformers.GenerationConfig.from_pretrained(gpt2_folder)
         config.max_new_tokens = 17
