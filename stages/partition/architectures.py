@@ -165,6 +165,11 @@ def architecture_of(config: Any) -> Architecture:
             f"config.quantization_config: got {getattr(method, 'value', method)!r}, allowed: none. Stages have weights "
             "in float32, BF16 or FP16: give the model from which the quantized one was made"
         )
+    if getattr(config, "output_router_logits", False):
+        raise SplitError(
+            "config.output_router_logits: got True, allowed: False. A pipeline computes the loss from the logits, "
+            "without the term for the routers' balance that the model adds with it"
+        )
     return _REGISTRY[str(model_type)]
 
 

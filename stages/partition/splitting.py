@@ -61,7 +61,17 @@ class Stage(PipelineStage):
 
     def check_what_it_receives(self) -> None:
         """Raise SplitError for a model that changes hidden states outside its blocks; its weights must be there."""
-        if not self.is_first and changed_on_the_way(self._model, self._architecture):
+        if self.is_first:
+            return
+        try:
+            changed = changed_on_the_way(self._model, self._architecture)
+        except Exception as error:  # of the model's own code, which an entry that does not fit leads astray
+            raise SplitError(
+                f"{self._architecture.model_type}: past the first stage {self.plan.model_class} fails with "
+                f"{type(error).__name__}: {error}. What its entry puts in the places of `before` must take what the "
+                "modules there are called with, and `block_returns_tuple` say what its blocks return"
+            ) from error
+        if changed:
             raise SplitError(
                 f"{self._architecture.model_type}: past the first stage {self.plan.model_class} changes what it "
                 "receives before its first block or after its last one, as a dropout or a factor of the embeddings "

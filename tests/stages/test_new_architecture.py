@@ -144,6 +144,17 @@ def test_what_an_entry_leaves_out_is_named() -> None:
         split(make_model(), num_stages=2)
 
 
+def test_an_entry_that_the_model_s_own_code_cannot_follow_is_an_error() -> None:
+    register(Architecture(**{**vars(GPT_NEOX), "block_returns_tuple": True}))
+    with pytest.raises(SplitError, match=r"gpt_neox: past the first .* fails with TypeError: .*`block_returns_tuple`"):
+        split(make_model(), num_stages=2)
+
+
+def test_a_loss_that_logits_do_not_tell_is_an_error() -> None:
+    with pytest.raises(SplitError, match=r"config\.output_router_logits: got True, allowed: False\."):
+        split(make_model(output_router_logits=True), num_stages=2)
+
+
 def test_a_dropout_that_an_entry_leaves_out_is_an_error() -> None:
     """It has no parameter that a stage could lack; every stage would drop some of what it receives."""
     register(Architecture(**{**vars(GPT_NEOX), "before": {"embed_in": nn.Identity}}))
