@@ -122,18 +122,23 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
 def find_store(rank: int, world: int, *, wait_s: float) -> Any:
     """Give the key-value store at MASTER_ADDR and MASTER_PORT, to which all ranks have come.
 
-    Raises LinkTimeoutError if they do not within `wait_s` seconds, and LinkError if something else uses that port.
+    Raises ConfigError for an address or port that is none, LinkTimeoutError if they do not within `wait_s` seconds, and
+    LinkError if something else uses that port.
     """
-    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
-    if rank != 0 and "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT", "").isdecimal():
-        check_meeting_point(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank)
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    require(host, "MASTER_ADDR", host, "the name or address of rank 0's machine, the same on all ranks")
+    known = port.isdecimal() and 0 < int(port) < 65536
+    require(known, "MASTER_PORT", port, "a port of rank 0's machine, from 1 to 65535, the same on all ranks")
+    where = f"{host} port {port}"
+    if rank != 0:
+        check_meeting_point(host, int(port), rank)
     try:
         return next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=wait_s))))[0]
     except (RuntimeError, ValueError) as error:
         if _TAKEN in str(error):
             raise LinkError(
-                f"rank {rank} cannot listen at port {os.environ.get('MASTER_PORT')}, which something else uses: "
-                "another run, perhaps, or what is left of one. Give all ranks another MASTER_PORT, or end that"
+                f"rank {rank} cannot listen at port {port}, which something else uses: another run, perhaps, or what "
+                "is left of one. Give all ranks another MASTER_PORT, or end that"
             ) from error
         what = f"rank {rank} did not find rank 0" if rank else f"rank 0 waited in vain for {world - 1} others"
         raise LinkTimeoutError(
@@ -186,7 +191,8 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
 
     torchrun's store outlives the ranks: after a restart it has what they wrote before, addresses of processes that
     are gone among it. So rank 0 thinks of a name and answers each other rank's question for it, which is new too, and
-    asked again if it was a rank 0 of before that answered. LinkTimeoutError if a rank does not come.
+    asked again if it was a rank 0 of before that answered. LinkTimeoutError if a rank does not come, ConfigError if
+    rank 0 counts other ranks.
     """
     name = secrets.token_hex(8) if rank == 0 else ""
     question, asked = "", -_ASK_AGAIN_S
@@ -199,7 +205,7 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
                     store.set(f"{_NAME}/{store.get(f'{_NAME}/{other}').decode()}", name)
             waiting = {other for other in waiting if not store.check([f"{_NAME}/{name}/{other}"])}
             if not waiting:
-                store.set(f"{_NAME}/{name}/go", "")
+                store.set(f"{_NAME}/{name}/go", str(world))
         elif passed_s - asked >= _ASK_AGAIN_S:
             question, asked = secrets.token_hex(8), passed_s
             store.set(f"{_NAME}/{rank}", question)
@@ -207,6 +213,9 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
             name = store.get(f"{_NAME}/{question}").decode()
             store.set(f"{_NAME}/{name}/{rank}", "")
         if name and store.check([f"{_NAME}/{name}/go"]):
+            counted = store.get(f"{_NAME}/{name}/go").decode()
+            # Older versions say nothing there; versions are compared next.
+            require(counted in ("", str(world)), "WORLD_SIZE", world, f"{counted}, as on rank 0")
             return dist.PrefixStore(f"pipecomp/{name}", store)
         time.sleep(_POLL_S if passed_s < _ASK_AGAIN_S else 10 * _POLL_S)
     raise LinkTimeoutError(f"rank {min(waiting, default=0)} did not come to the start of the run within {COMING_S:g} s")
@@ -252,4 +261,4 @@ def _initialize(store: Any, backend: str, rank: int, world: int) -> None:
 
 def _first_line(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]  # gloo's source files
+    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300].rstrip(".")  # without gloo's source files

@@ -16,7 +16,7 @@ from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.doctor.meeting import Meeting, MeetingError
-from pipecomp.errors import LinkError
+from pipecomp.errors import ConfigError, LinkError
 
 
 @contextmanager
@@ -88,3 +88,32 @@ def test_a_port_that_something_else_has_is_told_by_rank_0(monkeypatch: pytest.Mo
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(LinkError, match=f"^rank 0 cannot listen at port {port}, which something else uses"):
             rendezvous._meet(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MASTER_ADDR", "", "MASTER_ADDR: got '', allowed: the name or address of rank 0's machine"),
+        ("MASTER_PORT", "", "MASTER_PORT: got '', allowed: a port of rank 0's machine, from 1 to 65535"),
+        ("MASTER_PORT", "first", "MASTER_PORT: got 'first'"),
+        ("MASTER_PORT", "65536", "MASTER_PORT: got '65536'"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_meeting_point_is_told(
+    monkeypatch: pytest.MonkeyPatch, rank: int, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        rendezvous.find_store(rank, 2, wait_s=1.0)
+
+
+def test_a_rank_that_counts_other_ranks_than_rank_0_is_told() -> None:
+    store = dist.HashStore()
+    first = threading.Thread(target=rendezvous._fresh, args=(store, 0, 2), daemon=True)
+    first.start()
+    with pytest.raises(ConfigError, match="WORLD_SIZE: got 3, allowed: 2, as on rank 0"):
+        rendezvous._fresh(store, 1, 3)
+    first.join(60)

@@ -118,6 +118,10 @@ def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
             {"OMPI_COMM_WORLD_SIZE": "2"},
             r"RANK: got None, .* mpirun has started this 2 times, .*COMM_WORLD_LOCAL_SIZE;",
         ),
+        (
+            {"MV2_COMM_WORLD_SIZE": "2"},
+            r"RANK: got None, .* mpirun has started this 2 times, .* RANK=\$MV2_COMM_WORLD_RANK ",
+        ),
         ({"PMI_SIZE": "2"}, r"RANK: got None, .* mpirun has started this 2 times, .* RANK=\$PMI_RANK "),
     ],
 )
