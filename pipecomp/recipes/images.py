@@ -156,8 +156,8 @@ class Views(Dataset):
         margin: Zeros around an image, of which a crop of its own size is taken.
         flip: Whether images are flipped at random.
         matched: Whether cached activations follow the view (arXiv:2206.01299, H.6): a flipped image is then a sample
-            of its own, and samples have the crop's `shifts`, int64 [2], pixels down and right. If not, an image is one
-            sample however it is shown.
+            of its own, and samples have the crop's `shifts`, int64 [2], pixels down and right, unless there is no
+            margin. If not, an image is one sample however it is shown.
     """
 
     def __init__(self, images: Images, margin: int, *, flip: bool = True, matched: bool = True) -> None:
@@ -193,7 +193,7 @@ class Views(Dataset):
         p, (_, lines, columns) = self.margin, x.shape
         x = nn.functional.pad(x, (p, p, p, p))[:, p + down : p + down + lines, p + right : p + right + columns]
         sample = {"pixel_values": x, "labels": self.images.labels[image]}
-        return {**sample, "shifts": torch.tensor([down, right])} if self.matched else sample
+        return {**sample, "shifts": torch.tensor([down, right])} if self.matched and p else sample
 
 
 # -- clients

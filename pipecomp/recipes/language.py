@@ -55,7 +55,7 @@ def fine_tune(
         size = text.block_size(args, config)
         blocks = partial(text.blocks, tokenizer, size=size, vocabulary=config.vocab_size, end=end)
         training = blocks(training_texts)
-        held_out = None if held_out_texts is None else blocks(held_out_texts)
+        held_out = None if held_out_texts is None else blocks(held_out_texts, what="held-out text")
         trained = what_is_trained(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )

@@ -103,7 +103,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--no-report", dest="report", action="store_false", help="write the run's folder without report.html")
     parser.set_defaults(recipe=name)
     resume.add_arguments(parser, at_least)
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers add it
     return parser
 
 

@@ -149,19 +149,20 @@ def dataset_split(name: str, splits: tuple[str, ...], columns: tuple[str, ...]) 
 class Blocks(torch.utils.data.Dataset):
     """Samples of S consecutive tokens, as input_ids and labels int64 [S]. Sample i is always the i-th block."""
 
-    def __init__(self, tokens: Tensor, size: int) -> None:
+    def __init__(self, tokens: Tensor, size: int, what: str = "text") -> None:
         """Cut tokens into blocks.
 
         Args:
             tokens: int32 [any]; a block that is not full is left out at the end.
             size: Tokens of a block.
+            what: They are, for the error.
 
         Raises:
             DataError: If no block is full.
         """
         count = len(tokens) // size
         if count == 0:
-            raise DataError(f"the text has {len(tokens)} tokens, too few for one block of {size}")
+            raise DataError(f"the {what} has {len(tokens)} tokens, too few for one block of {size}")
         self.tokens_NS = tokens[: count * size].view(count, size)
 
     def __len__(self) -> int:
@@ -176,7 +177,9 @@ class Blocks(torch.utils.data.Dataset):
         return hashlib.sha256(self.tokens_NS.numpy().tobytes()).hexdigest()[:16]
 
 
-def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, end: int | None = None) -> Blocks:
+def blocks(
+    tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, end: int | None = None, what: str = "text"
+) -> Blocks:
     """Tokenize lines as one stream, cut into blocks.
 
     Args:
@@ -185,6 +188,7 @@ def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, 
         size: Tokens of a block.
         vocabulary: Tokens that the model knows.
         end: A token to put after each line.
+        what: The text is, for errors.
 
     Raises:
         DataError: If the model does not know a token, or the text does not fill one block.
@@ -198,7 +202,7 @@ def blocks(tokenizer: Any, lines: Iterable[str], size: int, *, vocabulary: int, 
         raise DataError(
             f"the tokenizer makes token {int(tokens.max())}, the model knows {vocabulary}: they do not belong together"
         )
-    return Blocks(tokens, size)
+    return Blocks(tokens, size, what)
 
 
 # -- tokenizers

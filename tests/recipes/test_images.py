@@ -130,6 +130,7 @@ def test_every_view_is_the_crop_and_flip_that_its_index_names():
     plain = Views(data, 2, matched=False)
     assert {plain.sample_id(i) for i in range(len(plain))} == {0, 1}
     assert "shifts" not in plain[0]
+    assert "shifts" not in Views(data, 0)[1]
     assert torch.equal(plain[77]["pixel_values"], views[77]["pixel_values"])
 
 

@@ -52,9 +52,10 @@ class Words:
 
 
 class TestCommandLine:
-    def test_launchers_local_rank_and_both_spellings_are_taken(self) -> None:
+    @pytest.mark.parametrize("place", ["--local_rank=1", "--local-rank=1"])  # deepspeed's, and older torch's
+    def test_launchers_local_rank_and_both_spellings_are_taken(self, place: str) -> None:
         args = run.arguments("n", "d").parse_args(
-            ["--local_rank=1", "--deepspeed-config", "c.json", *NEEDED[2:], "--train-file", "a", "b", "--stages", "2"]
+            [place, "--deepspeed-config", "c.json", *NEEDED[2:], "--train-file", "a", "b", "--stages", "2"]
         )
         assert (args.deepspeed_config, args.train_file, args.stages, args.seed) == ("c.json", ["a", "b"], 2, None)
 
@@ -359,6 +360,10 @@ class TestText:
 
         with pytest.raises(DataError, match="the text has 0 tokens, too few for one block of 2"):
             text.blocks(strict, language.documents_of(str(tmp_path / "a.JSONL"), "text"), 2, vocabulary=50)
+
+    def test_a_held_out_text_that_is_too_short_is_named(self) -> None:
+        with pytest.raises(DataError, match="the held-out text has 1 tokens, too few for one block of 2"):
+            text.blocks(Words(), ["7"], 2, vocabulary=50, what="held-out text")
 
     def test_a_dataset_of_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
