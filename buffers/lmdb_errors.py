@@ -14,6 +14,7 @@ from pipecomp.errors import StoreError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENODEV)
 _DAMAGED = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
@@ -49,6 +50,8 @@ def _advice(error: lmdb.Error | OSError, path: Path) -> str:
         return ". It must be writable: change its permissions, or give another store.path"
     if isinstance(error, _DAMAGED):
         return f". Damaged, or not a message store: `pipecomp store prune {path} --everything` removes it"
+    if code in _NO_LOCKS:
+        return ". The file system has no locks, or maps no files: give a store.path on the machine's own disk"
     if code == errno.ENOMEM:
         return ". The process may not map more memory: see `ulimit -v`"
     return ""

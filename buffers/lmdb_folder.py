@@ -140,5 +140,8 @@ class Folder(AbstractContextManager["Folder"]):
         fd = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF):  # of file systems that sync no folders
+                raise
         finally:
             os.close(fd)

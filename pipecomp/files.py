@@ -18,12 +18,15 @@ def replacing(path: str | os.PathLike[str], *, synced: bool = True, part: Path |
 
     part: that path, beside `path`, where several may write at the same time; None for one that is always the same.
     synced: on the disk before it does, so that a power failure leaves the old file or the new one. If the body raises,
-    `path` stays as it was, and nothing is left beside it. What is no file, as a pipe or /dev/stdout, is written to.
+    `path` stays as it was, and nothing is left beside it. What is no file, as a pipe or /dev/stdout, is written to, and
+    a link stays one.
     """
     path = Path(path)
     if path.is_fifo() or path.is_char_device():
         yield path
         return
+    if part is None:
+        path = Path(os.path.realpath(path))
     part = part or path.with_name(path.name + UNFINISHED)
     try:
         yield part

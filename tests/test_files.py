@@ -40,6 +40,15 @@ def test_what_is_no_file_is_written_to(tmp_path):
     assert pipe.is_fifo()
 
 
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "state.json").symlink_to("elsewhere/state.json")
+    for text in ("old", "new"):
+        write_whole(tmp_path / "state.json", text)
+    assert (tmp_path / "state.json").is_symlink()
+    assert [(p.name, p.read_text()) for p in (tmp_path / "elsewhere").iterdir()] == [("state.json", "new")]
+
+
 def test_nothing_written_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "nothing"):
         pass

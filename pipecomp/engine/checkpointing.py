@@ -313,7 +313,7 @@ class Checkpoints:
 def _latest(load_dir: str) -> str | None:
     """The tag of the last checkpoint; None if there is none."""
     latest = Path(load_dir) / "latest"
-    return latest.read_text().strip() if latest.is_file() else None
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
 
 def _bits(config: Config) -> dict[str, Any]:

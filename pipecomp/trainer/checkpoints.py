@@ -13,6 +13,7 @@ Ranks on machines without a common disk have their own files in a folder of the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -173,7 +174,8 @@ def _make_youngest(folder: Path) -> None:
     found = [folder, *folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     latest = max(path.stat().st_mtime for path in found)
     if folder.stat().st_mtime < latest:
-        os.utime(folder, (latest + 1, latest + 1))
+        with contextlib.suppress(OSError):  # some disks let only their owner do that
+            os.utime(folder, (latest + 1, latest + 1))
 
 
 def save_engine(engine: Any, folder: str, scheduler: Any, attempts: Attempts) -> None:

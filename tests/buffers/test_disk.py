@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+import lmdb
 import pytest
 import torch
 
@@ -251,6 +253,28 @@ def test_a_folder_that_vanished_is_named(tmp_path):
     with pytest.raises(StoreError, match=rf"{tmp_path}/rank: cannot write.*No such file"):
         environment.writer.drain()
     environment.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ENODEV])
+def test_a_file_system_without_locks_is_told_with_the_way_out(tmp_path, monkeypatch, code):
+    def refuses(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lmdb, "open", refuses)
+    with pytest.raises(StoreError, match=f"{os.strerror(code)}. The file system has no locks, .* own disk"):
+        LmdbEnvironment(tmp_path / "rank")
+
+
+def test_a_file_system_that_syncs_no_folders_holds_a_store(tmp_path, monkeypatch):
+    def refuses(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    environment = LmdbEnvironment(tmp_path / "rank")
+    put_whole_step(environment, environment.link("link-0", {}), 1)
+    environment.close()
+    assert held_at(tmp_path / "rank") == {4: 1, 5: 1}
 
 
 def test_a_program_that_goes_elsewhere_keeps_its_store(tmp_path, monkeypatch):
