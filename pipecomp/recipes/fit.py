@@ -18,7 +18,7 @@ from pipecomp.cluster.interruption import Interruption, say_here
 from pipecomp.config import Config
 from pipecomp.errors import OutputError
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import Checkpoints
+from pipecomp.recipes.resume import Checkpoints, hold_folder
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.command import try_report
@@ -81,9 +81,12 @@ class Fit:
         """Look for a checkpoint to go on from, and open the report. A run that starts anew drops stored messages.
 
         Raises:
-            ConfigError: If the checkpoint is of a run with other settings, or the report cannot be written.
+            ConfigError: If the checkpoint is of a run with other settings, another run writes to its folder, or the
+                report cannot be written.
         """
         args, rank = self.args, dist.get_rank()
+        if rank == 0 and args.checkpoint is not None:
+            hold_folder("--checkpoint", args.checkpoint)
         self._goes_on = self._checkpoints.find()
         store, method = self.settings.store, self.settings.activations.method
         mended = None

@@ -35,6 +35,7 @@ from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.report import precision
 from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
+from pipecomp.recipes.resume import hold_folder
 from pipecomp.report.record import CHECKPOINTS, PLAN
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -129,8 +130,8 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
         Where the model is cut.
 
     Raises:
-        ConfigError: On every rank, for a batch that cannot be, or a folder that cannot be written or has checkpoints
-            that this run does not go on from.
+        ConfigError: On every rank, for a batch that cannot be, or a folder that cannot be written, is another run's
+            meanwhile, or has checkpoints that this run does not go on from.
     """
     folder, world = Path(args.run), dist.get_world_size()
     stages = args.stages or world
@@ -141,6 +142,8 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
         batch = batch_of(args.batch, samples, world // stages)
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
+            if dist.get_rank() == 0:
+                hold_folder("--run", folder)
     with ranks.collective_errors():
         made = _earlier(args, folder, stages, world) if dist.get_rank() == 0 else None
     made = broadcast(made)

@@ -8,6 +8,7 @@ must have none, and a run that goes on deletes those of later steps before it wr
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -60,6 +61,7 @@ MAY_DIFFER = frozenset(
 )
 DATA = "hash of the training data"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
+_held: set[str] = set()  # folders, by this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
 _HOW_BYTES_GO = (
     "pipecomp.transport.",
@@ -124,6 +126,29 @@ def make_folder(argument: str, path: str) -> None:
     """
     with writable(argument, path), private():
         Path(path).mkdir(parents=True, exist_ok=True)
+
+
+def hold_folder(argument: str, path: str | Path) -> None:
+    """Keep the folder that an argument names for this run, until its process ends; rank 0 calls it.
+
+    Two that write to one folder would delete and overwrite each other's files.
+
+    Raises:
+        ConfigError: If another run has it.
+    """
+    place = os.path.realpath(path)
+    if place in _held:
+        return
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise ConfigError(argument, str(path), "a folder that no other run is writing to, as one is to this") from error
+    except OSError:  # a file system without locks cannot tell
+        os.close(handle)
+        return
+    _held.add(place)
 
 
 class Checkpoints:

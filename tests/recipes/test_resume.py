@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from pipecomp.checkpoint import manifest
 from pipecomp.errors import CheckpointError, ConfigError
 from pipecomp.recipes import run, steps
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import Checkpoints
+from pipecomp.recipes.resume import Checkpoints, hold_folder
 from pipecomp.stats import Traffic
 
 
@@ -421,3 +423,23 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
         checkpoints.find()
     others[1] = ([], {20: "it was not finished"})
     assert checkpoints.find().startswith("no good checkpoint: begins")
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(write)
+        hold_folder("--out", tmp_path)
+        hold_folder("--out", tmp_path)  # it is its own
+        (tmp_path / "held").touch()
+        os.read(read, 1)
+        os._exit(0)
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match=r"--out: got '.*', allowed: a folder that no other run is writing to"):
+        hold_folder("--out", tmp_path)
+    os.close(write)
+    os.close(read)
+    os.waitpid(holder, 0)
+    hold_folder("--out", tmp_path)
