@@ -61,7 +61,7 @@ MAY_DIFFER = frozenset(
 )
 DATA = "hash of the training data"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
-_held: set[str] = set()  # folders, by this process
+_held: dict[str, int] = {}  # folders and their locks, of this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
 _HOW_BYTES_GO = (
     "pipecomp.transport.",
@@ -148,7 +148,15 @@ def hold_folder(argument: str, path: str | Path) -> None:
     except OSError:  # a file system without locks cannot tell
         os.close(handle)
         return
-    _held.add(place)
+    _held[place] = handle
+
+
+def _let_go() -> None:
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_let_go)  # one that outlives the run would hold its folders
 
 
 class Checkpoints:

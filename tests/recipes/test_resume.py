@@ -426,20 +426,31 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        os.close(write)
+    def hold(until: int, *others: int) -> None:
+        for descriptor in others:
+            os.close(descriptor)
         hold_folder("--out", tmp_path)
         hold_folder("--out", tmp_path)  # it is its own
+        child = os.fork()
+        if child == 0:  # and outlives the run
+            os.close(until)
+            os.read(forever, 1)
+            os._exit(0)
         (tmp_path / "held").touch()
-        os.read(read, 1)
+        os.read(until, 1)
         os._exit(0)
+
+    forever, end_all = os.pipe()
+    until, end = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        hold(until, end, end_all)
     while not (tmp_path / "held").exists():
         time.sleep(0.01)
     with pytest.raises(ConfigError, match=r"--out: got '.*', allowed: a folder that no other run is writing to"):
         hold_folder("--out", tmp_path)
-    os.close(write)
-    os.close(read)
+    os.close(end)
     os.waitpid(holder, 0)
     hold_folder("--out", tmp_path)
+    for descriptor in (end_all, until, forever):
+        os.close(descriptor)
