@@ -38,6 +38,7 @@ from pipecomp.stages.link.codebook import BLOCK, IDLE, MEMORY, OPENED, Codebook
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.receiver import LinkReceiver
 from pipecomp.stages.link.sender import LinkSender
@@ -627,14 +628,12 @@ def test_a_training_that_begins_anew_drops_all_centers() -> None:
     """A `PipelineTrainer` whose engine stays open; both of its ranks do so."""
     from pipecomp.trainer.message_stores import drop
 
-    class Links(list):
-        environment = SimpleNamespace(commit=lambda: None)
-
     up, down = link()
     batches = texts(4)
     for number in range(3):
         step(up, down, batches[number], layout(), number)
-    drop(SimpleNamespace(links=Links([up, down])))
+    environment: Any = SimpleNamespace(commit=lambda: None)
+    drop(SimpleNamespace(links=Links(to_next=up, to_previous=down, environment=environment)))
     assert held(up) == held(down) == {}
     x_BSH = batches[3]
     fresh, its_peer = link()
