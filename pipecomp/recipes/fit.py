@@ -40,7 +40,8 @@ class Fit:
         period: After what the model is evaluated.
 
     Raises:
-        ConfigError: For arguments without effect, or a configuration that cannot be saved.
+        ConfigError: For arguments without effect, a configuration that cannot be saved, or a folder that cannot be
+            written or is another run's meanwhile.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class Fit:
         self._compared = settings_of(self.config, "pipecomp", self.settings.shared())
         self._trained, self._unit, self._period = trained, unit, period
         self._checkpoints = Checkpoints(args, self.config, self._compared, trained)
+        for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
+            if folder is not None and dist.get_rank() == 0:
+                hold_folder(argument, folder)
         self._goes_on = ""
 
     def facts(self) -> dict[str, Any]:
@@ -81,12 +85,9 @@ class Fit:
         """Look for a checkpoint to go on from, and open the report. A run that starts anew drops stored messages.
 
         Raises:
-            ConfigError: If the checkpoint is of a run with other settings, another run writes to its folder, or the
-                report cannot be written.
+            ConfigError: If the checkpoint is of a run with other settings, or the report cannot be written.
         """
         args, rank = self.args, dist.get_rank()
-        if rank == 0 and args.checkpoint is not None:
-            hold_folder("--checkpoint", args.checkpoint)
         self._goes_on = self._checkpoints.find()
         store, method = self.settings.store, self.settings.activations.method
         mended = None

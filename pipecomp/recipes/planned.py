@@ -142,8 +142,8 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
         batch = batch_of(args.batch, samples, world // stages)
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if dist.get_rank() == 0:
-                hold_folder("--run", folder)
+        if dist.get_rank() == 0:
+            hold_folder("--run", folder)
     with ranks.collective_errors():
         made = _earlier(args, folder, stages, world) if dist.get_rank() == 0 else None
     made = broadcast(made)

@@ -129,17 +129,19 @@ def make_folder(argument: str, path: str) -> None:
 
 
 def hold_folder(argument: str, path: str | Path) -> None:
-    """Keep the folder that an argument names for this run, until its process ends; rank 0 calls it.
+    """Make the folder that an argument names, and keep it for this run until its process ends; rank 0 calls it.
 
     Two that write to one folder would delete and overwrite each other's files.
 
     Raises:
-        ConfigError: If another run has it.
+        ConfigError: If it cannot be made, or another run has it.
     """
     place = os.path.realpath(path)
     if place in _held:
         return
-    handle = os.open(place, os.O_RDONLY)
+    with writable(argument, path):
+        os.makedirs(place, exist_ok=True)
+        handle = os.open(place, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -25,6 +25,7 @@ from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report
+from pipecomp.recipes.resume import hold_folder
 from pipecomp.recipes.written import Lines
 from pipecomp.stats import DIRECTIONS, Traffic
 from tests.limits import HANG_S
@@ -157,11 +158,12 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
         except PipecompError as error:
             told.append(f"{type(error).__name__}: {error}")
     (Path(folder) / f"{rank}.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
-    own = ["--deepspeed_config", f"{folder}/{rank}.json", "--seed", str(rank)]
-    try:
-        run.train(text_arguments(*own), run.Workload(model=None, training=range(8), trained={}))
-    except PipecompError as error:
-        told.append(f"{type(error).__name__}: {error}")
+    for own in (["--seed", str(rank)], ["--run", f"{folder}/held"], ["--checkpoint", f"{folder}/held"]):
+        args = text_arguments("--deepspeed_config", f"{folder}/{rank}.json", *own)
+        try:
+            run.train(args, run.Workload(model=None, training=range(8), trained={}))
+        except PipecompError as error:
+            told.append(f"{type(error).__name__}: {error}")
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         run._say_once("all ranks say this")
@@ -173,16 +175,21 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
 
 @pytest.mark.ranks
 def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
+    hold_folder("--run", tmp_path / "held")
     found = run_ranks(2, _share_errors, str(tmp_path), timeout_s=HANG_S)
     own, everywhere = "DataError: no such file", "LinkError: rank 1 could not start: DataError: no such file"
     assert found[0][:3] == ["fine", everywhere, own]
     assert found[1][:3] == ["fine", own, own]
     for rank in (0, 1):
         assert found[rank][3].startswith("LinkError: the ranks of this run do not fit together: pipecomp.seed is ")
-    everything = found[0][4] + found[1][4]
+    for told, argument in ((4, "--run"), (5, "--checkpoint")):
+        taken = f"ConfigError: {argument}: got '{tmp_path}/held', allowed: a folder that no other run is writing to"
+        assert found[0][told].startswith(taken)
+        assert found[1][told].startswith(f"LinkError: rank 0 could not start: {taken}")
+    everything = found[0][6] + found[1][6]
     assert everything.count("all ranks say this\n") == 1
-    assert "rank 0 says this\n" in found[0][4]
-    assert "rank 1 says this\n" in found[1][4]
+    assert "rank 0 says this\n" in found[0][6]
+    assert "rank 1 says this\n" in found[1][6]
 
 
 class TestPlan:
