@@ -83,12 +83,9 @@ def check_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> N
         mine = json.loads(json.dumps(settings))
     except (TypeError, ValueError) as error:
         raise ConfigError("settings", dict(settings), f"JSON values: {error}") from error
-    found = file.meta(link_key(name))
-    if found is None:
+    if file.meta(link_key(name)) is None:
         file.set_meta(link_key(name), json.dumps(mine, sort_keys=True).encode())
-        return
-    differs = _differences(mine, json.loads(found))
-    if differs:
+    elif differs := other_settings(file, name, mine):
         raise StoreError(
             f"{file.path}: {name} was stored with other settings ({differs}). Keep them, give "
             f"another store.path, or remove what is stored with `pipecomp store prune "
@@ -99,10 +96,9 @@ def check_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> N
 def other_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> str:
     """Say in which settings a link's activations were stored otherwise; nothing if in none, or there are none."""
     found = file.meta(link_key(name))
-    return "" if found is None else _differences(json.loads(json.dumps(settings)), json.loads(found))
-
-
-def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    if found is None:
+        return ""
+    mine, theirs = json.loads(json.dumps(settings)), json.loads(found)
     return "; ".join(
         f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
         for k in sorted({*mine, *theirs})
