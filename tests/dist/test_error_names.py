@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tests.dist.reliability_work as work
+from pipecomp.cluster import heartbeat
 from pipecomp.cluster.local_ranks import run_ranks
 from tests.limits import HANG_S, TOLD_S
 from tests.mesh.meshes import keys_for
@@ -92,6 +93,7 @@ FAULTS = {
 def fails(rank: int, world: int, note: Any, keys: str | None, fault: Any) -> Any:
     if keys is not None:
         os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    heartbeat._GRACE_S = SILENCE_S  # a rank that waits in a collective is to be woken by the others' end, however late
     engine = work.make("", stages=world, store={"backend": "memory"}, section={"transport": {"timeout_s": SILENCE_S}})
     work.losses(engine, STEP)
     if rank == VICTIM:
