@@ -87,6 +87,13 @@ class Checkpoints:
                 "what it saves without",
             )
 
+    def warn_of_precision(self) -> None:
+        """Log at the start what `check_precision` would raise, when hours of training are over."""
+        try:
+            self.check_precision()
+        except ConfigError as error:
+            _log.warning("this run cannot save checkpoints (save_pretrained works): %s", error)
+
     def check_state(self, client_state: dict | None) -> None:
         """ConfigError for a key of the user's state that DeepSpeed would write over what it has to load."""
         for key in client_state or {}:

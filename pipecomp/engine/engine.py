@@ -108,6 +108,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         self.reporting = Reporting(self)
         self.run_ahead = RunAhead(self, pipecomp_config.in_flight)
         self._checkpoints = Checkpoints(self)
+        if self.global_rank == 0:
+            self._checkpoints.warn_of_precision()
         self._work = StageWork(self)
 
     @property

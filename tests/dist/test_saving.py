@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -47,6 +49,14 @@ def saving(rank, world, note, folder):
         engine, got = trained(where, section, more, 4, resume=True)
         out[name] = (expected, got)
         engine.close()
+    said: list[str] = []
+    log = logging.getLogger("pipecomp.engine.checkpointing")
+    log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    for more in (BF16_ZERO1, BF16):
+        trained(folder, {}, more, 0)[0].close()
+    # At the start: who hears of it after hours of training has none of them saved.
+    expected = "this run cannot save checkpoints (save_pretrained works)"
+    assert [line.partition(":")[0] for line in said] == ([] if rank else [expected])
     engine, _ = trained(folder, {}, BF16, 1)
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
         engine.save_checkpoint(f"{folder}/refused")
