@@ -1,6 +1,7 @@
 """Finding out within seconds that something else than rank 0 serves the port where the ranks are to meet.
 
-torch's client goes on asking for as long as a rank may take to come, half an hour, whatever it is that answers.
+torch's client goes on asking for as long as a rank may take to come, half an hour, whatever it is that answers, and
+says nothing where a firewall swallows it or nobody listens: so a rank that waits says for whom.
 """
 
 from __future__ import annotations
@@ -8,16 +9,31 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from pipecomp.cluster.failure import bounded
+from pipecomp.cluster.interruption import say_here
 from pipecomp.errors import LinkError
 
 _CONNECT_S, _ANSWER_S = 5.0, 10.0
 _END_S = 20.0  # torch looks at the clock only between its attempts
+_PATIENCE_S = 30.0
+
+
+@contextlib.contextmanager
+def said_if_long(text: str) -> Iterator[None]:
+    """Say what this rank waits for, on standard error, where that takes long."""
+    timer = threading.Timer(_PATIENCE_S, say_here, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

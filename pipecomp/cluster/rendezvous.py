@@ -18,11 +18,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
-from pipecomp.cluster.closed import join_mesh, wanted_keys
+from pipecomp.cluster.closed import join_mesh, meeting, wanted_keys
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.launch import read_launch
 from pipecomp.cluster.launcher import watch_launcher
-from pipecomp.cluster.meeting_point import check_meeting_point
+from pipecomp.cluster.meeting_point import check_meeting_point, said_if_long
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
 from pipecomp.cluster.sharing import own_gpu, some_share
@@ -33,6 +33,7 @@ _NAME = "pipecomp/name"
 _TAKEN = "EADDRINUSE"  # in torch's words
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
 _CONNECT_S = 60.0  # for connections among ranks that have met already
+_HOW_LONG = f"for up to {COMING_S / 60:g} minutes"
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # the latter before torch 2.15
 
 
@@ -108,7 +109,10 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     earlier = current_mesh()
     if earlier is not None:
         earlier.close()
-    mesh = join_mesh(keys, rank, world, wait_s=COMING_S)
+    where = meeting(rank, world).address
+    whom = f"the {world - 1} others at {where}" if rank == 0 else f"rank 0 at {where}, and for all others"
+    with said_if_long(f"waits for {whom}, {_HOW_LONG}; rank 0's machine must let that port in"):
+        mesh = join_mesh(keys, rank, world, wait_s=COMING_S)
     atexit.register(mesh.close)
     process_heartbeat(mesh.store, rank, world, heals=True)
     together = AllRanks(rank, world, mesh.store, wait_s=_CONNECT_S)
@@ -149,8 +153,13 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
 
 def _meet(rank: int, world: int) -> tuple[Any, str]:
     """Compare what must fit before the ranks connect; the key-value store that they met in, and the backend of all."""
-    store = find_store(rank, world, wait_s=COMING_S)
-    store = _fresh(store, rank, world)
+    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    whom = f"the {world - 1} others at {where}" if rank == 0 else f"rank 0 at {where}"
+    same = "All need the same MASTER_ADDR and MASTER_PORT, and rank 0's machine must let that port in"
+    with said_if_long(f"waits for {whom}, {_HOW_LONG}. {same}"):
+        store = find_store(rank, world, wait_s=COMING_S)
+    with said_if_long(f"has found rank 0, and waits for all others to come, {_HOW_LONG}"):
+        store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)
     machines = _take_places(together)

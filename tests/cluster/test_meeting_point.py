@@ -16,7 +16,7 @@ from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.meeting_point import check_meeting_point
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.doctor.meeting import Meeting, MeetingError
-from pipecomp.errors import ConfigError, LinkError
+from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
 
 
 @contextmanager
@@ -108,6 +108,21 @@ def test_what_is_no_meeting_point_is_told(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         rendezvous.find_store(rank, 2, wait_s=1.0)
+
+
+def test_whom_a_rank_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with meeting_point.said_if_long("waits, but not for long"):
+        pass
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(meeting_point, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "COMING_S", 2.0)
+    with pytest.raises(LinkTimeoutError, match="rank 1 did not find rank 0"):
+        rendezvous._meet(1, 2)
+    told = f"pipecomp: rank 1: waits for rank 0 at 127.0.0.1 port {port}, for up to 30 minutes. All need the same"
+    assert told in capfd.readouterr().err
 
 
 def test_a_rank_that_counts_other_ranks_than_rank_0_is_told() -> None:
