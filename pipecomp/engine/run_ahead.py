@@ -51,7 +51,7 @@ class RunAhead:
         if self.kept is not None or not engine.module.training:
             yield
             return
-        self.kept = KeptBytes()
+        self.kept = KeptBytes(engine.stage.parameters())
         with self.kept.counting():
             yield
         # Checkpointed blocks keep their inputs where autograd does not show them.

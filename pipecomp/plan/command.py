@@ -139,7 +139,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
             else:
                 choosing = choose_with_tied if replicas == 1 and wanted.gradients is None else choose
                 found = choosing(job, config, network(split, 0), speeds)
-            needs = max(found.prediction.memory_bytes())
+            needs = max(found.taken.memory_bytes())
             too_large = min(too_large, needs)
             if needs <= wanted.memory_bytes:
                 choices.append(found)
@@ -175,7 +175,7 @@ def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, spe
 def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
     """Print a plan."""
     p = found.choice.prediction
-    console.print(predicted_stages(p))
+    console.print(predicted_stages(found.choice.taken))
     if p.job.plan.num_stages > 1:
         console.print(link_table(network, p, found.choice.plain))
     console.print(method_table(found.rows, names))

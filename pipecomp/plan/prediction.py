@@ -116,11 +116,18 @@ class Prediction:
         return self.job.batch / self.step_s
 
     def memory_bytes(self) -> list[float]:
-        """Count the bytes of each stage, as `memory_bytes` does; with local steps common weights and outer momentum."""
+        """Count the bytes of each stage, as `memory_bytes` does, and what averaging its gradients keeps.
+
+        With local steps these are common weights and an outer momentum, with "double_squeeze" residuals.
+        """
         local = self.config.gradients.local
         more = 0 if local is None else 8 if local.outer.momentum else 4  # in float32
         held = memory_bytes(self.job, self.slack)
-        return [size + more * values for size, values in zip(held, self.job.plan.parameters, strict=True)]
+        residuals = _residual_bytes(self.job, self.config)
+        return [
+            size + more * values + kept
+            for size, values, kept in zip(held, self.job.plan.parameters, residuals, strict=True)
+        ]
 
 
 def memory_bytes(job: Job, slack: int = 1) -> list[float]:
@@ -136,6 +143,28 @@ def memory_bytes(job: Job, slack: int = 1) -> list[float]:
         state * values + flying * each + again
         for values, flying, each in zip(job.plan.parameters, ahead, kept, strict=True)
     ]
+
+
+def _residual_bytes(job: Job, config: Config) -> list[float]:
+    """Count the bytes of each stage's error-feedback residuals: a worker's, and those of its share as an owner."""
+    found = [0.0] * job.plan.num_stages
+    if config.gradients.method != "double_squeeze":
+        return found
+    for group, values in zip(job.plan.tied, job.tied, strict=True):
+        for stage in group.stages:
+            found[stage] += 4 * values * (1 + 1 / (job.replicas * len(group.stages)))
+    if job.replicas == 1:
+        return found
+    return [kept + 4 * values * (1 + 1 / job.replicas) for kept, values in zip(found, _untied(job), strict=True)]
+
+
+def _untied(job: Job) -> list[int]:
+    """Count the values of each stage that no other stage holds."""
+    left = list(job.plan.parameters)
+    for group, values in zip(job.plan.tied, job.tied, strict=True):
+        for stage in group.stages:
+            left[stage] -= values
+    return left
 
 
 def packet_sizes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -241,7 +270,7 @@ def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[
 
 
 def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> list[float]:
-    """Seconds of averaging each stage's gradients over replicas, without tied weights'.
+    """Seconds of averaging each stage's gradients over replicas, without tied weights' where these are compressed.
 
     With local steps it is their share of an outer step, in which tied weights are, too.
     """
@@ -249,13 +278,10 @@ def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> lis
     if local is not None and local.local_steps > 1:
         found = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.parameters]
         return [seconds / local.local_steps for seconds in found]
-    left = list(job.plan.parameters)
-    for group, values in zip(job.plan.tied, job.tied, strict=True):
-        for stage in group.stages:
-            left[stage] -= values
+    averaged = job.plan.parameters if config.gradients.method == "none" else _untied(job)
     return [
         average_seconds(config, d, job.replicas, network, speeds, job.dtype) + _gather_seconds(job, whole, network)
-        for d, whole in zip(left, job.plan.parameters, strict=True)
+        for d, whole in zip(averaged, job.plan.parameters, strict=True)
     ]
 
 
@@ -268,11 +294,19 @@ def _gather_seconds(job: Job, d: int, network: Network) -> float:
 
 
 def tied_seconds(job: Job, config: Config, network: Network, speeds: Speeds) -> float:
-    """Predict summing the gradients of tied weights over all that hold them; with local steps over one replica's."""
+    """Predict summing the gradients of tied weights over all that hold them.
+
+    Uncompressed it is over one replica's stages, before DeepSpeed averages all gradients over replicas, and with local
+    steps over these alone. In fp16 DeepSpeed sums in that, in bf16 in float32.
+    """
     local = config.gradients.local
-    replicas = 1 if local is not None and local.local_steps > 1 else job.replicas
-    held = zip(job.plan.tied, job.tied, strict=True)
-    return sum(average_seconds(config, values, replicas * len(group.stages), network, speeds) for group, values in held)
+    alone = config.gradients.method == "none" or (local is not None and local.local_steps > 1)
+    replicas = 1 if alone else job.replicas
+    dtype = torch.float16 if job.dtype == torch.float16 else torch.float32
+    return sum(
+        average_seconds(config, values, replicas * len(group.stages), network, speeds, dtype)
+        for group, values in zip(job.plan.tied, job.tied, strict=True)
+    )
 
 
 def _with_what_shows(step: Step, local: LocalSteps, network: Network, in_flight: str | int) -> Step:

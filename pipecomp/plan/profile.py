@@ -118,6 +118,10 @@ class Profile:
         """Tell forward and backward of each block, to balance stages by."""
         return [seconds(block) for block in self.blocks]
 
+    def end_seconds(self) -> tuple[float, float]:
+        """Tell forward and backward of the embeddings, and of the head with its loss."""
+        return seconds(self.first), seconds(self.last)
+
     def stage_seconds(self, plan: SplitPlan, samples: int) -> list[tuple[float, float]]:
         """Tell forward and backward of each stage on a micro-batch of so many samples."""
         found = []
@@ -237,10 +241,12 @@ def balanced(
 
     slowdowns: how many times those seconds each stage's machine takes.
     """
-    by = None if profile is None or profile.blocks[0].forward_s is None else profile.block_seconds()
+    by: dict[str, Any] = {}
+    if profile is not None and profile.blocks[0].forward_s is not None:
+        by = {"block_seconds": profile.block_seconds(), "end_seconds": profile.end_seconds()}
     if isinstance(stages, int):
-        return plan_model(model, stages, block_seconds=by, tie=tie, slowdowns=slowdowns)
-    return plan_model(model, cuts=list(stages), block_seconds=by, tie=tie)
+        return plan_model(model, stages, **by, tie=tie, slowdowns=slowdowns)
+    return plan_model(model, cuts=list(stages), **by, tie=tie)
 
 
 def tied_values(model: Any, plan: SplitPlan) -> tuple[int, ...]:

@@ -79,12 +79,14 @@ def plan_model(
     block_seconds: Sequence[float] | None = None,
     *,
     tie: bool = True,
+    end_seconds: tuple[float, float] | None = None,
     slowdowns: Sequence[float] = (),
 ) -> SplitPlan:
     """Plan the split of a Hugging Face model, which may be on the meta device. Arguments and errors as for `plan`.
 
-    slowdowns: how many times the others' seconds each stage's machine takes, for cuts that are chosen; empty: all
-    alike.
+    end_seconds: beside `block_seconds`, of the embeddings and of the head; None: as many as a block's for as many
+    parameters. slowdowns: how many times the others' seconds each stage's machine takes, for cuts that are chosen;
+    empty: all alike.
     """
     if not hasattr(model, "config"):
         allowed = "a Hugging Face model, or what pipecomp.stages.modules makes of an nn.Sequential"
@@ -92,7 +94,7 @@ def plan_model(
     architecture = architecture_of(model.config)
     head = head_name(architecture, type(model))
     named = dict(model.named_parameters(remove_duplicate=False))
-    costs = _costs(model, architecture, block_seconds)
+    costs = _costs(model, architecture, block_seconds, end_seconds)
     balanced = partial(balance, costs.blocks, first=costs.first, last=costs.last, slowdowns=slowdowns)
     bounds = settle_cuts(len(costs.blocks), num_stages, cuts, balanced)
     tied, held = _tied_groups(model, architecture, bounds)
@@ -132,8 +134,13 @@ class _Costs(NamedTuple):
         return tuple(found)
 
 
-def _costs(model: Any, architecture: Architecture, block_seconds: Sequence[float] | None) -> _Costs:
-    """By the parameters of each part; scaled to measured seconds where there are any."""
+def _costs(
+    model: Any,
+    architecture: Architecture,
+    block_seconds: Sequence[float] | None,
+    end_seconds: tuple[float, float] | None,
+) -> _Costs:
+    """By the parameters of each part, or by seconds; those of an embedding's update are by its parameters always."""
     base, blocks = model.base_model_prefix, block_count(model, architecture)
     per_token = architecture.heads[head_name(architecture, type(model))].per_token
     reads = modules_read(model, architecture)
@@ -152,7 +159,8 @@ def _costs(model: Any, architecture: Architecture, block_seconds: Sequence[float
     if len(measured) != blocks or not all(0 < s < float("inf") for s in measured):
         raise SplitError(f"block_seconds: got {block_seconds!r}, allowed: {blocks} positive times, one per block")
     rate = sum(measured) / sum(per_block)
-    return _Costs(measured, UPDATE_COST * embeddings * rate, matrix * rate)
+    first, last = end_seconds or (0.0, matrix * rate)
+    return _Costs(measured, first + UPDATE_COST * embeddings * rate, last)
 
 
 def block_count(model: Any, architecture: Architecture) -> int:

@@ -47,3 +47,16 @@ def test_the_stage_with_the_least_memory_limits_all(monkeypatch):
     """A stage that ran further ahead than the others would wait for what they never send."""
     assert after([{}], [0.5, 1.0, -1], monkeypatch).limit == 1
     assert after([{}] * 4, [0.5, 1.0, -1], monkeypatch).value == 2
+
+
+def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):
+    """Autograd saves them, too, but once for all micro-batches."""
+    stage = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
+    stage.kept_to_recompute = lambda samples, tokens: 0
+    engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cpu"), stage=stage)
+    engine.module = stage
+    found = RunAhead(engine, "auto")
+    with found.counting_memory(SimpleNamespace(ids=(1, 2), tokens=1)):
+        stage(torch.ones(2, 64))
+    assert found.kept is not None
+    assert found.kept.bytes == 2 * 4 * 2 * 64, "the input of each"

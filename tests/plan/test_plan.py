@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.activation_config import ConstantError
@@ -20,6 +23,7 @@ from pipecomp.config import Config
 from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
+from pipecomp.plan.command import Found, show
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, between_replicas, chain, uniform
 from pipecomp.plan.options import _rounded_up, networks_of
@@ -27,6 +31,7 @@ from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, b
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.report import advice, link_table, method_table, predicted_stages
 from pipecomp.plan.search import (
+    Choice,
     choose,
     choose_average,
     choose_bits,
@@ -144,6 +149,16 @@ class TestProfile:
         seconds = [sum(pair) for pair in found.estimated(1e13).stage_seconds(plan, 1)]
         assert max(seconds) < 1.15 * min(seconds)
         assert plan.cuts[-1] - plan.cuts[-2] < 8  # the head takes the place of blocks
+
+    def test_cuts_go_by_the_seconds_of_the_head_and_not_by_its_parameters(self):
+        """At 1,024 tokens attention is a fifth of a block, and has none; the head has no attention."""
+        gpt2 = transformers.GPT2Config()
+        found, model = count(gpt2, 1024).estimated(1e12), without_weights(gpt2)
+
+        def slowest(cut: int) -> float:
+            return max(map(sum, found.stage_seconds(balanced(model, found, [0, cut]), 1)))
+
+        assert balanced(model, found, 2).cuts[1] == min(range(1, 12), key=slowest) == 8
 
     @pytest.mark.parametrize("layers", [1, 2, 3])
     def test_short_models(self, layers):
@@ -320,9 +335,18 @@ class TestPrediction:
         assert tied == pytest.approx(untied + predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e7).total_s)
         both = job(tied=True, replicas=2)
         found = predict(both, Config(), uniform(2, 1e7))
-        assert found.tied_s == predict_average("none", 200 * 64, 4, bandwidth_bit_per_s=1e7).total_s
-        rest = max(both.plan.parameters) - 200 * 64
-        assert found.average_s == predict_average("none", rest, 2, bandwidth_bit_per_s=1e7).total_s
+        # DeepSpeed averages over replicas what stages have summed; compressed, all four do both at once.
+        assert found.tied_s == predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e7).total_s
+        most = max(both.plan.parameters)
+        assert found.average_s == predict_average("none", most, 2, bandwidth_bit_per_s=1e7).total_s
+        found = predict(both, Config(gradients=Gradients(method="fp16")), uniform(2, 1e7))
+        assert found.tied_s == predict_average("fp16", 200 * 64, 4, bandwidth_bit_per_s=1e7).total_s
+        rest = most - 200 * 64
+        assert found.average_s == predict_average("fp16", rest, 2, bandwidth_bit_per_s=1e7).total_s
+        for dtype, shorter in ((torch.bfloat16, 1), (torch.float16, 2)):  # what DeepSpeed sums gradients in
+            half = predict(replace(job(tied=True), dtype=dtype), Config(), uniform(2, 1e7))
+            d = 200 * 64 // shorter
+            assert half.tied_s == predict_average("none", d, 2, bandwidth_bit_per_s=1e7).total_s
         assert between_replicas(uniform(3, 1e6, 0.5)).between == Line(bits_per_s=1e6, latency_s=0.5)
 
     def test_replicas_of_half_precision_also_send_each_other_weights(self):
@@ -345,6 +369,31 @@ class TestPrediction:
         assert shared[1] == (6 + 12 / 4) * made.plan.parameters[1] + 2e6, (
             "each replica has a part of it and of Adam's state"
         )
+
+    def test_memory_counts_error_feedback(self):
+        """float32 values: all of a worker's, and those of which a rank is the owner."""
+        squeezed = Config(gradients=Gradients(method="double_squeeze"))
+
+        def more(made: Job) -> list[float]:
+            plain, found = (predict(made, config, uniform(2, 1e7)).memory_bytes() for config in (Config(), squeezed))
+            return [b - a for a, b in zip(plain, found, strict=True)]
+
+        tied, values = 200 * 64, job(tied=True).plan.parameters
+        assert more(job(replicas=4)) == [5 * count for count in job().plan.parameters]
+        assert more(job(tied=True)) == [6 * tied] * 2, "one replica averages nothing else"
+        assert more(job(tied=True, replicas=2)) == [6 * (count - tied) + 5 * tied for count in values]
+
+    def test_the_memory_shown_is_that_of_what_is_recommended(self):
+        big, links = job(K=3), uniform(3, float("inf"))
+        blocks = tuple(replace(block, kept_bytes=1e9) for block in big.profile.blocks)
+        made = predict(replace(big, profile=replace(big.profile, blocks=blocks)), DELTA, links)
+        plain = replace(made, config=Config(), slack=made.slack + 1)
+        choice = Choice(forward_bits=3, backward_bits=6, prediction=made, plain=plain, fits=True)
+        assert not choice.pays
+        found = Found(choice=choice, averages=[], tied=[], untouched_s=None, rows=[("plain", [plain])])
+        shown = io.StringIO()
+        show(found, links, ["lab"], Console(file=shown, width=200))
+        assert f"{plain.memory_bytes()[0] / 1e9:.2f}" in shown.getvalue()
 
     def test_stages_run_ahead_as_far_as_it_helps(self):
         stages = [StageCosts(forward_s=1, backward_s=2)] * 2
@@ -729,7 +778,7 @@ class TestWithoutASpeed:
     def test_cuts_memory_and_bytes_are_those_of_a_whole_plan(self, planned, more):
         text, found = planned("--stages", "4", *more)
         # So slow that no stage has to run further ahead than 1F1B does.
-        slow = ("--speed", "0.0001", "--bandwidth", "10gbit", "--micro-batch", "1")
+        slow = ("--speed", "0.0001", "--bandwidth", "10gbit", "--micro-batch", "1", "--gradients", "none")
         _, whole = planned("--stages", "4", *slow, *more)
         assert found["cuts"] == whole["cuts"]
         assert found["parameters"] == whole["parameters"]
