@@ -22,6 +22,7 @@ from pipecomp.mesh.transfer import Transfer
 
 _CLOSE_S, _SAY_S, _LOOK_S = 10.0, 2.0, 0.1
 _REASON = 1000  # characters
+_UNREAD_BYTES = 1 << 27  # that may wait for a rank which asks the key-value store for more
 _ACKNOWLEDGED = 8  # frames of one message that are acknowledged together
 
 
@@ -101,6 +102,8 @@ class Connection:
         text = json.dumps(value).encode()
         if len(text) > CALL_BYTES:
             raise LinkError(f"a value for the key-value store has {len(text)} bytes, allowed: {CALL_BYTES}")
+        if kind == Kind.ANSWER and (waiting := self._outbox.waiting_bytes) > _UNREAD_BYTES:
+            self.give_up(LinkError(f"rank {self.peer} asks, and does not take {waiting} bytes of answers"))
         if self.failure is not None:
             raise self.failure
         self._outbox.notice(Header(kind, len(text), tag=number), text)

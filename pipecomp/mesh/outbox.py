@@ -48,6 +48,7 @@ class Outbox:
         self._room: dict[int, int] = {}  # by stream that is open, bytes that may be sent
         self._ready: deque[tuple[int, int]] = deque()
         self._notices: deque[tuple[Kind, tuple[bytes, bytes]]] = deque()
+        self._notice_bytes = 0  # of their contents
         self._asked = 0
         self._kept: deque[_Kept] = deque()
         self._kept_bytes = 0
@@ -77,6 +78,7 @@ class Outbox:
         """Queue a frame that goes before all messages."""
         with self._changed:
             self._notices.append((header.kind, (pack(header), content)))
+            self._notice_bytes += len(content)
             self._changed.notify()
 
     def asked(self, stream: int, tag: int, total: int) -> None:
@@ -127,6 +129,7 @@ class Outbox:
                 return list(self._again.popleft().parts)
             while self._notices:
                 kind, frame = self._notices.popleft()
+                self._notice_bytes -= len(frame[1])
                 parts += frame
                 if kind.numbered:
                     self._keep(_Kept(frame, None))
@@ -175,6 +178,11 @@ class Outbox:
         self._kept_bytes += sum(map(len, kept.parts))
 
     # -- what the other side has
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of notices and of what was sent, as far as the other side has not said that it has them."""
+        return self._notice_bytes + self._kept_bytes
 
     def acknowledge(self, count: int) -> None:
         """It has `count` frames. WireError if there were not so many."""

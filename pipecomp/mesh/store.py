@@ -1,7 +1,7 @@
 """torch's key-value store over a mesh: rank 0 holds it, the others ask it on their connections.
 
-Who may write what follows from the connection that a question comes on: a rank's heartbeat, and its word that it has
-stopped, are its own.
+Who may write what follows from the connection that a question comes on: a rank's heartbeat, its word that it has
+stopped, where it listens, and what it tells the others at a start are its own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from pipecomp.errors import PipecompError, WireError
 from pipecomp.mesh.connection import Connection
-from pipecomp.mesh.frames import Kind
+from pipecomp.mesh.frames import CALL_BYTES, Kind
 
 MOST_BYTES = 1 << 28  # of all keys and values
+ENTRY_BYTES = 200  # that Python takes for one, beside its characters
 MOST_WAITS = 1 << 14  # keys that a rank waits for, in all of its questions
-_OWNED = re.compile(r"pipecomp/(?:alive|stopped)/(\d+)$")
+_OWNED = re.compile(r"pipecomp/(?:alive|stopped|mesh/address|mesh/ready|start/\d+/(?:\d+|parted))/(\d+)$")
 _DEFAULT = timedelta(minutes=5)  # as torch's stores wait
 _ANSWER_S = 60.0  # for rank 0 to answer what needs no waiting, beside the time in which a lost connection is made anew
 _KEY_BYTES = 1 << 12
@@ -49,7 +50,7 @@ class Table:
         _check_length(key)
         with self._changed:
             before = self._values.get(key)
-            after = self._bytes + len(value) + (len(key) if before is None else -len(before))
+            after = self._bytes + len(value) + (_size(key) if before is None else -len(before))
             if after > MOST_BYTES:
                 raise RefusedError(f"the key-value store has {self._bytes} bytes, allowed: {MOST_BYTES}")
             self._bytes = after
@@ -100,7 +101,7 @@ class Table:
                 return False
             self.set(key, b"", writer)
             del self._values[key]
-            self._bytes -= len(key)
+            self._bytes -= _size(key)
             return True
 
     def count(self) -> int:
@@ -136,7 +137,7 @@ class Table:
                 return
             answers: dict[str, Callable[..., Any]] = {
                 "set": lambda key, value: self.set(_key(key), _bytes(value), rank),
-                "get": lambda keys: [_text(value) for value in self.get(_keys(keys))],
+                "get": lambda keys: _texts(self.get(_keys(keys))),
                 "has": lambda keys: self.has(_keys(keys)),
                 "add": lambda key, amount: self.add(_key(key), _whole(amount), rank),
                 "swap": lambda key, a, b: _text(self.swap(_key(key), _bytes(a), _bytes(b), rank)),
@@ -161,6 +162,10 @@ def _answer(connection: Connection, number: int, value: Any) -> None:
     except PipecompError as error:
         if connection.failure is None:  # else that rank is gone, and needs no answer
             _answer(connection, number, {"error": str(error)})  # it was too long
+
+
+def _size(key: str) -> int:
+    return len(key) + ENTRY_BYTES
 
 
 def _check_length(key: str) -> None:
@@ -192,6 +197,14 @@ def _bytes(text: Any) -> bytes:
 
 def _text(value: bytes) -> str:
     return base64.b64encode(value).decode()
+
+
+def _texts(values: list[bytes]) -> list[str]:
+    """RefusedError, before memory is taken, for more than an answer may have: one value may be asked for very often."""
+    size = sum(len(value) * 4 // 3 for value in values)
+    if size > CALL_BYTES:
+        raise RefusedError(f"values of the key-value store have {size} bytes together, allowed: {CALL_BYTES}")
+    return [_text(value) for value in values]
 
 
 class Questions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from pipecomp.mesh.mesh import Meeting, Mesh, default_listen, meet
 from pipecomp.mesh.outbox import Outbox
 from pipecomp.mesh.process_group import MeshProcessGroup, _Work
 from pipecomp.mesh.routes import DIRECT, RELAYED, Door, Routes, address_key, connect
-from pipecomp.mesh.store import RefusedError
+from pipecomp.mesh.store import ENTRY_BYTES, RefusedError
 from tests.mesh.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
 LONG = 3 * CONTENT_BYTES + 17
@@ -339,7 +340,7 @@ class TestStore:
             two[1].store.set("again", value)
         assert two[0]._table._bytes == before
         two[1].store.delete_key("again")
-        assert two[0]._table._bytes == before - len("again12345")
+        assert two[0]._table._bytes == before - len("again12345") - ENTRY_BYTES
 
     def test_a_wait_ends_when_the_key_comes(self, two):
         for reader, writer in (two, two[::-1]):
@@ -350,7 +351,16 @@ class TestStore:
             waiting.join(WAIT_S)
             assert not waiting.is_alive()
 
-    @pytest.mark.parametrize("key", ["pipecomp/alive/0", "p/x/pipecomp/stopped/0"])
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "pipecomp/alive/0",
+            "p/x/pipecomp/stopped/0",
+            "pipecomp/start/3/12/0",
+            "x/pipecomp/start/3/parted/0",
+            "pipecomp/mesh/address/0",
+        ],
+    )
     def test_a_rank_cannot_speak_for_another(self, two, key):
         store = two[1].store
         for write in (store.set, lambda key, text: store.compare_set(key, "", text), lambda key, _: store.add(key, 1)):
@@ -384,11 +394,30 @@ class TestStore:
         long = bytes(CALL_BYTES)
         two[0].store.set("long", long)
         assert two[0].store.get("long") == long
-        said = "a value for the key-value store has [0-9]+ bytes, allowed: 4194304"
+        said = "key-value store (has|have) [0-9]+ bytes(| together), allowed: 4194304"
         for question in (lambda: two[1].store.get("long"), lambda: two[1].store.set("own", long)):
             with pytest.raises(dist.DistStoreError, match=said):
                 question()
         assert two[1].store.check(["long"])
+
+    def test_one_value_that_is_asked_for_very_often_takes_no_memory(self, two, monkeypatch):
+        two[0].store.set("k", bytes(1 << 20))
+        monkeypatch.setattr("pipecomp.mesh.store._text", lambda value: pytest.fail("memory is taken"))
+        with pytest.raises(dist.DistStoreError, match="5592404000 bytes together, allowed: 4194304"):
+            two[1].store.multi_get(["k"] * 4000)
+
+    def test_answers_wait_only_up_to_a_limit(self, two, monkeypatch):
+        """Of a rank that asks, and does not read; it says so and is alive, so that no silence ends it."""
+        two[0].store.set("k", bytes(100_000))
+        monkeypatch.setattr("pipecomp.mesh.connection._UNREAD_BYTES", 1_000_000)
+        to_reader = two[0].connections[1]
+        monkeypatch.setattr(to_reader._outbox, "take", lambda epoch, wait_s: time.sleep(min(wait_s, 0.1)) or [])
+        deadline = time.monotonic() + WAIT_S
+        while to_reader._outbox.waiting_bytes < 1_000_000:
+            assert time.monotonic() < deadline
+            two[0]._table.serve(to_reader, 7, ["get", ["k"]])
+        two[0]._table.serve(to_reader, 8, ["get", ["k"]])
+        assert re.fullmatch(r"rank 1 asks, and does not take 1\d{6} bytes of answers", str(to_reader.failure))
 
     def test_what_is_no_number_is_not_added_to(self, two):
         two[0].store.set("text", "three")
@@ -770,7 +799,7 @@ class TestWhoIsGone:
         """As behind NAT: it makes the connection, and only it can make it anew."""
         monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
-        meshes[0].store.set(address_key(1), str(free_address()))
+        meshes[1].store.set(address_key(1), str(free_address()))
         with contextlib.suppress(AttributeError):
             meshes[0]._knock()
         line, until = meshes[1].connections[0].line, time.monotonic() + 3.0
