@@ -29,7 +29,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
-from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, require
+from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
 from pipecomp.files import write_whole
 from pipecomp.plan.auto import wants_measuring
 from pipecomp.stages.link.handshake import summarize
@@ -162,7 +162,7 @@ class Checkpoints:
     def load(self, load_dir: str, tag: Any, options: LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
         """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's."""
         # The first rank has written `latest`, and without a common disk no other machine has it.
-        tag = broadcast(_latest(load_dir)) if tag is None else str(tag)
+        tag = _below(broadcast(_latest(load_dir))) if tag is None else str(tag)
         if tag is None:
             _log.warning("%s has no file 'latest', and so no checkpoint to go on from", load_dir)
             return None, None
@@ -321,6 +321,16 @@ def _latest(load_dir: str) -> str | None:
     """The tag of the last checkpoint; None if there is none."""
     latest = Path(load_dir) / "latest"
     return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+
+
+def _below(tag: Any) -> str | None:
+    """What rank 0 names, as a place in this rank's own folder: what is read there is unpickled. WireError if it is not.
+
+    A latest file of anybody else's making is no reason to leave the folder, either.
+    """
+    if tag is not None and (not isinstance(tag, str) or Path(tag).is_absolute() or ".." in Path(tag).parts):
+        raise WireError(f"rank 0 names a checkpoint {tag!r}, allowed: a folder in that of the checkpoints")
+    return tag
 
 
 def _bits(config: Config) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def find(
             folder = _last(output_dir) if place is None else Path(place)
             theirs, state = _read(folder, resume)
             due = theirs.pop(_DUE, [])
-            answer = str(folder), state, theirs == pipeline, due
+            answer = folder.name, state, theirs == pipeline, due
             if theirs != pipeline:
                 _log.warning(
                     f"{folder} is of {theirs}, this run of {pipeline}: weights, optimizer states and schedule go on, "
@@ -104,7 +104,12 @@ def find(
     answer = broadcast(answer, group=group)
     if isinstance(answer, dict):
         raise ConfigError(**answer)
-    return Found(answer[0], TrainerState(**answer[1]), answer[2], tuple(answer[3]))
+    # Each rank goes by the folder that it knows itself: rank 0 says no more than which checkpoint in there.
+    own = Path(output_dir) / _named(answer[0]) if resume is True else Path(str(resume))
+    found = Found(str(own), TrainerState(**answer[1]), answer[2], tuple(answer[3]))
+    best = Path(found.state.best_model_checkpoint or "").name
+    found.state.best_model_checkpoint = str(own.parent / best) if _is_name(best) else None
+    return found
 
 
 def _last_whole(output_dir: str, group: Any) -> str | None:
@@ -112,9 +117,10 @@ def _last_whole(output_dir: str, group: Any) -> str | None:
 
     A machine that lost its power may lack what it had not yet put on its disk.
     """
-    there = [str(path) for path in _complete(output_dir)] if dist.get_rank() == 0 else None
-    for folder in reversed(broadcast(there, group=group)):
-        sealed = Path(folder) / DEEPSPEED
+    there = [path.name for path in _complete(output_dir)] if dist.get_rank() == 0 else None
+    for name in reversed(broadcast(there, group=group)):
+        folder = Path(output_dir) / _named(name)
+        sealed = folder / DEEPSPEED
         looks = os.environ["LOCAL_RANK"] == "0" and manifest.finished(sealed)
         problem = next(filter(None, gathered(manifest.problem(sealed) if looks else None, group)), None)
         if problem is None:
@@ -286,6 +292,13 @@ def _remove(output_dir: str, names: Any, *, keep: str | None = None) -> None:
     if os.environ["LOCAL_RANK"] == "0":
         for name in sorted(_folders(output_dir) & set(names) - {keep}):
             shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
+
+
+def _named(name: Any) -> str:
+    """A checkpoint's name that rank 0 has said: what is read there is unpickled. WireError for a path, or another."""
+    if not _is_name(name):
+        raise WireError(f"rank 0 names a checkpoint {repr(name)[:200]}, allowed: {PREFIX_CHECKPOINT_DIR}-*")
+    return str(name)
 
 
 def _is_name(name: Any) -> bool:

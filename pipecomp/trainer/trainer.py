@@ -242,9 +242,8 @@ class PipelineTrainer:
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
             facts = dataset_facts(samples.data, "train_dataset")
-        alike.check_arguments(
-            ranks, self.args, **facts, resumes=bool(resume_from_checkpoint), save_on_signal=self._save_on_signal
-        )
+        resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
+        alike.check_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
         layout = checkpoints.layout(self.plan, self.replicas)
         found = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
         self._holder.begin_training(self.args, found.folder if found is not None and found.same else None)

@@ -7,7 +7,8 @@ import torch
 
 from pipecomp.engine.agreed import check_auto, check_precision, check_section, check_timers
 from pipecomp.engine.assemble import check_given
-from pipecomp.errors import ConfigError
+from pipecomp.engine.checkpointing import _below
+from pipecomp.errors import ConfigError, WireError
 from pipecomp.stages import split
 from tests.dist.small import gpt2
 
@@ -93,3 +94,11 @@ def test_an_optimizer_of_the_unsplit_model_is_refused_and_a_schedule_of_another_
             check_given(whole, given, schedule)
         check_given(whole, given, lambda optimizer: schedule)
     check_given(whole, optimizer, schedule)
+
+
+@pytest.mark.parametrize("tag", ["../model/x", "/tmp/x", "a/../../x", 7])
+def test_rank_0_names_no_checkpoint_elsewhere(tag):
+    """What is loaded is unpickled: a rank looks only into the folder that it was told of itself."""
+    with pytest.raises(WireError, match=r"rank 0 names a checkpoint .*, allowed: a folder in that of the checkpoints"):
+        _below(tag)
+    assert [_below(here) for here in ("global_step3", "best/7", None)] == ["global_step3", "best/7", None]

@@ -858,6 +858,35 @@ def test_rank_0_names_no_folder_beside_the_checkpoints(
     assert all(folder.is_dir() for folder in (output / "checkpoint-1", output / "outputs", beside))
 
 
+def saying(answers: list[Any]) -> Any:
+    """Rank 0's, one after the other."""
+    following = iter(answers)
+    return lambda value, group: next(following)
+
+
+@pytest.mark.parametrize("name", ["../beside/checkpoint-1", "/checkpoint-1", "..", "", "outputs", None, 7])
+def test_rank_0_names_no_checkpoint_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
+    """What is loaded is unpickled: a rank looks only into folders that it was told of itself."""
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
+    for said in ([[name]], [[], (name, {}, True, ())]):
+        monkeypatch.setattr(checkpoints, "broadcast", saying(said))
+        with pytest.raises(WireError, match=r"rank 0 names a checkpoint .*, allowed: checkpoint-\*"):
+            checkpoints.find(True, str(tmp_path), {}, None)
+
+
+def test_each_rank_goes_on_from_the_folder_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's may be another on its machine, and so may the best one's."""
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
+    answer = ("checkpoint-7", {"best_model_checkpoint": "/theirs/run/checkpoint-3"}, True, ())
+    for resume, here in ((True, tmp_path / "run"), (str(tmp_path / "own" / "checkpoint-7"), tmp_path / "own")):
+        said = [[], answer] if resume is True else [answer]
+        monkeypatch.setattr(checkpoints, "broadcast", saying(said))
+        found = checkpoints.find(resume, str(tmp_path / "run"), {}, None)
+        assert found is not None
+        assert found.folder == str(here / "checkpoint-7")
+        assert found.state.best_model_checkpoint == str(here / "checkpoint-3")
+
+
 def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2, 3):
         (tmp_path / f"checkpoint-{number}").mkdir()
