@@ -18,6 +18,7 @@ from pipecomp.errors import ConfigError, require
 
 _RANK = "pipecomp.recipes.planned"
 _SECRET = re.compile("TOKEN|PASSWORD|SECRET|API_KEY")
+_IN_ADDRESS = re.compile("://[^/@]*@")
 
 
 @plain_errors()
@@ -177,8 +178,10 @@ def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Hide what logs into other places, as HF_TOKEN: output is kept in logs."""
-    return {name: "..." if _SECRET.search(name) else value for name, value in environment.items()}
+    """Hide what logs into other places, as HF_TOKEN or a password in an address: output is kept in logs."""
+    return {
+        name: "..." if _SECRET.search(name) else _IN_ADDRESS.sub("://...@", value) for name, value in environment.items()
+    }
 
 
 def check_text(key: str, path: Path) -> None:
