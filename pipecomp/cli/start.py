@@ -180,7 +180,8 @@ def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Hide what logs into other places, as HF_TOKEN or a password in an address: output is kept in logs."""
     return {
-        name: "..." if _SECRET.search(name) else _IN_ADDRESS.sub("://...@", value) for name, value in environment.items()
+        name: "..." if _SECRET.search(name) else _IN_ADDRESS.sub("://...@", value)
+        for name, value in environment.items()
     }
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from torch.distributed.constants import default_pg_timeout
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipecomp.allreduce.group import Group
 from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
 from pipecomp.engine.local_steps import LocalExchanges
@@ -107,8 +109,17 @@ def gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> Gra
         tied,
         stage=stage,
         seed=settings.seed,
-        timeout_s=settings.transport.timeout_s,
+        timeout_s=_patience_s(settings),
     )
+
+
+def _patience_s(settings: Config, steps: int = 1) -> float:
+    """How long an average waits for a rank, at the least as long as torch's: one that is gone the heartbeat misses.
+
+    Others may be late: a full disk or a dataset keeps them, and nothing holds a faster replica back within an interval
+    of local steps, so that it waits for what all of these take less.
+    """
+    return max(steps * settings.transport.timeout_s, default_pg_timeout.total_seconds())
 
 
 def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> LocalExchanges | None:
@@ -130,9 +141,7 @@ def local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> Local
         *,
         steps: int = local.local_steps,
     ) -> GradientExchange:
-        # Nothing holds a faster replica back within an interval: it waits for what all of its steps took less. Whether
-        # the others are there at all is the heartbeat's to find.
-        seed, timeout_s = settings.seed, steps * settings.transport.timeout_s
+        seed, timeout_s = settings.seed, _patience_s(settings, steps)
         return GradientExchange(options, ranks, held, stage=stage, seed=seed, timeout_s=timeout_s, prefix=prefix)
 
     inner = None
@@ -173,7 +182,7 @@ def quantized_adam(
         freeze_step=g.freeze_step,
         bits=g.bits,
         group_size=g.group_size,
-        group=[ranks[grid.get_stage_id()] for ranks in pipelines(grid)],
+        group=Group([ranks[grid.get_stage_id()] for ranks in pipelines(grid)], timeout_s=_patience_s(settings)),
         seed=settings.seed,
         tied=[p for p in module.forward_funcs[0].tied_parameters().values() if p.requires_grad],
     )

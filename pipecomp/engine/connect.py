@@ -88,8 +88,7 @@ def open_links(
         for name, crossing in crossings.items()
     }
     run = None
-    for _, state in engine.gradients.states():
-        state.staging = staging
+    engine.gradients.use_staging(staging)
     with contextlib.ExitStack() as opened:  # what is open when something is refused is closed, and no lock is left
         for transport in transports.values():
             opened.callback(transport.close)

@@ -19,6 +19,7 @@ from pipecomp.allreduce.named import submit_named
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
+from pipecomp.kernels.staging import Staging
 from pipecomp.optim import QuantizedAdam
 from pipecomp.stages.partition.planning import SplitPlan
 
@@ -171,6 +172,10 @@ class ReplicaAdam(QuantizedAdam):
     def momentum_state(self) -> State:
         """What exchanges the momentum, with its memories."""
         return self._exchange.momenta
+
+    def use_staging(self, staging: Staging) -> None:
+        """Copy between device and host with this one."""
+        self._exchange.use_staging(staging)
 
     def state_dict(self) -> dict[str, Any]:
         """Without memories."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipecomp.allreduce import State
 from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.local_steps import LocalTraining
+from pipecomp.kernels.staging import Staging
 from pipecomp.stats import WEIGHTS, GroupStats
 
 
@@ -198,8 +199,17 @@ class GradientReduction:
         groups |= {} if self._over_replicas is None else self._over_replicas.stats()
         return groups if self._local is None else groups | self._local.traffic()
 
+    def use_staging(self, staging: Staging) -> None:
+        """Copy between device and host with this one."""
+        for _, state in self.states():
+            state.staging = staging
+        if isinstance(self._engine.optimizer, ReplicaAdam):
+            self._engine.optimizer.use_staging(staging)
+
     def close(self, *, failed: bool = False) -> None:
         """End the threads that exchange, see `State.close`; safe to call twice."""
+        if isinstance(self._engine.optimizer, ReplicaAdam):
+            self._engine.optimizer.close(failed=failed)
         if self._over_replicas is not None:
             self._over_replicas.close(failed=failed)
         if self._local is not None:

@@ -15,6 +15,7 @@ from pipecomp.allreduce import State
 from pipecomp.allreduce.buckets import Bucket, Piece, pack, views, zeros_for
 from pipecomp.allreduce.group import Group
 from pipecomp.errors import ConfigError, NonFiniteError
+from pipecomp.kernels.staging import Staging
 from pipecomp.optim.adam import Adam, Listed, Moments, freeze_variance
 
 
@@ -52,6 +53,10 @@ class AdamExchange:
         self._gradients = State("none", group=group, seed=seed)
         self.momenta = State("double_squeeze", group=group, seed=seed, bits=bits, group_size=group_size)
         self._frozen: list[list[int]] = []  # parameters by when they were frozen: what shares a bucket never changes
+
+    def use_staging(self, staging: Staging) -> None:
+        """Copy between device and host with this one, both kinds of averages."""
+        self._gradients.staging = self.momenta.staging = staging
 
     # -- a step
 
@@ -166,10 +171,10 @@ class AdamExchange:
             self.momenta.load_state_dict(state["memories"], device)
         self._frozen = [list(chosen) for chosen in state["frozen"]]
 
-    def close(self) -> None:
-        """End the threads that exchange; safe to call twice."""
-        self._gradients.close()
-        self.momenta.close()
+    def close(self, *, failed: bool = False) -> None:
+        """End the threads that exchange, see `State.close`; safe to call twice."""
+        self._gradients.close(failed=failed)
+        self.momenta.close(failed=failed)
 
 
 def _gradient(p: Tensor, piece: Piece) -> Tensor | None:

@@ -268,9 +268,9 @@ class QuantizedAdam(torch.optim.Optimizer):
                 self.state[p][name] = state_dict["state"][number][name].to(p.device, torch.float32, copy=True)
         self._checked = False
 
-    def close(self) -> None:
-        """End the threads that exchange; safe to call twice. Without, they end with the program."""
-        self._exchange.close()
+    def close(self, *, failed: bool = False) -> None:
+        """End the threads that exchange, see `State.close`; safe to call twice. Without, they end with the program."""
+        self._exchange.close(failed=failed)
 
 
 QuantizedAdam.keep_local.__annotations__.clear()  # DDP reads them, and refuses strings, which they are in this file

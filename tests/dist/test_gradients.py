@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import Any
 
 import pytest
@@ -59,7 +60,13 @@ def train(stages: int, gradients: dict[str, Any], more: dict[str, Any], *, tied:
     losses = [float(engine.train_batch()) for _ in range(STEPS)]
     weights = {n: digest(p) for n, p in engine.stage.named_parameters()}
     found = losses, float(engine.get_global_grad_norm()), weights, engine.comm_stats()["groups"]
+    states = [state for _, state in engine.gradients.states()]
+    if gradients["method"] == "quantized_adam":
+        states.append(engine.optimizer._exchange._gradients)
+    assert {state.group.timeout_s for state in states} <= {1800.0}, "one that is late is not lost"
+    assert len({id(state.staging) for state in states}) <= 1, "all pin memory together"
     engine.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("pipecomp-allreduce")]
     return found
 
 

@@ -135,10 +135,8 @@ def test_replicas_exchange_nothing_between_outer_steps(four):
         "rows tied transformer.wte.weight",
         "local tied transformer.wte.weight",
     }
-    # A replica may be ahead by what all steps of an interval took less; the stages of one replica wait for each other.
-    patience_s = four[0]["squeeze"]["patience_s"]
-    once = patience_s["local tied transformer.wte.weight"]
-    assert patience_s == {name: once if name.startswith("local") else 3 * once for name in groups}
+    # One that is late is not lost, and a replica may be ahead by what all steps of an interval took less.
+    assert four[0]["squeeze"]["patience_s"] == dict.fromkeys(groups, 1800.0)
     assert groups["rows data parallel"]["calls"] == 2
     assert groups["rows data parallel"]["bytes_sent"] < groups["outer data parallel"]["bytes_sent"]
     assert groups["outer tied transformer.wte.weight"]["calls"] == 2
