@@ -133,7 +133,7 @@ class State:
             raise ShapeError(f"gradient {key}: dtype {tensor.dtype}, allowed: {', '.join(map(str, DTYPES))}")
         if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype or not out.is_contiguous()):
             raise ShapeError(f"gradient {key}: out must be contiguous, of its shape {tuple(tensor.shape)} and dtype")
-        self._count(tensor)
+        self._count_call()
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
         if not tensor.numel():
@@ -158,7 +158,7 @@ class State:
             return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
         buffer, layers = bucket.buffer(), [number for number, _ in self._slices(bucket)]
         scale = self._hooks_scale(self.loss_scale)
-        self._count(buffer)
+        self._count_call()
         if scale == 1:
             return self._run_hook(bucket, "ddp", buffer, layers)
         buffer.div_(scale)
@@ -180,11 +180,15 @@ class State:
     ) -> torch.futures.Future[Tensor]:
         assert self._hook is not None
         future = self._hook.run(bucket, key, self._counters, layers)
+        self._count_raw(shape_of)
         return future.then(lambda f: f.value().view(shape_of.shape))
 
-    def _count(self, tensor: Tensor) -> None:
+    def _count_call(self) -> None:
         self._calls += 1
         self._counters.calls += 1
+
+    def _count_raw(self, tensor: Tensor) -> None:
+        """Count together with what was sent for it: an average may be under way for many steps."""
         self._counters.bytes_raw += ring_bytes(tensor.numel() * tensor.element_size(), self.group.size)
 
     def _slices(self, bucket: Any) -> Slices:
@@ -247,6 +251,7 @@ class State:
         if mean_d is not out_d:
             out_d.copy_(mean_d)
         self._counters.bytes_sent += self.group.bytes_sent - before
+        self._count_raw(job.out_d)
 
     # -- what is known
 
