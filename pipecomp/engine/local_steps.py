@@ -70,8 +70,12 @@ class LocalTraining:
 
     def begin_step(self) -> None:
         """Begin an inner step."""
+        self.synchronous = not self.begins_alone()
+
+    def begins_alone(self) -> bool:
+        """Whether the step that begins next is the replica's own."""
         self.outer.start(self._engine.global_steps)
-        self.synchronous = self.outer.synchronous
+        return not self.outer.synchronous
 
     def end_step(self) -> None:
         """Take the outer step, if it is time to."""

@@ -148,7 +148,9 @@ class CompressionCallback(TrainerCallback):
 
     def _begin_local_steps(self, trainer: Any, ddp: DistributedDataParallel, checkpoint: str | None) -> None:
         handlers, local = trainer.callback_handler.callbacks, self._gradients.local
-        handlers[:] = [each for each in handlers if each is not self._local]  # of an earlier training
+        if self._local is not None:  # of an earlier training
+            handlers[:] = [each for each in handlers if each is not self._local]
+            self._local.give_back()
         self._local = None
         if local is None:
             return

@@ -43,8 +43,8 @@ class LocalStepsOfTrainer(TrainerCallback):
         ddp: Around Trainer's model.
         state: Averages.
         optimizer: Trainer's.
-        args: Trainer's; `average_tokens_across_devices` is switched off, which would wait for all processes in every
-            step.
+        args: Trainer's; `average_tokens_across_devices`, which waits for all processes, is switched off for the steps
+            that a process takes alone.
 
     Raises:
         ConfigError: For more fragments than weights.
@@ -61,7 +61,8 @@ class LocalStepsOfTrainer(TrainerCallback):
         self._rank = state.group.rank
         self._group = state.group
         self._common = ExitStack()
-        args.average_tokens_across_devices = False
+        self._args, self._average_tokens = args, args.average_tokens_across_devices
+        self._count_labels()
         ddp.broadcast_buffers = False
 
     # -- events
@@ -76,6 +77,7 @@ class LocalStepsOfTrainer(TrainerCallback):
         self.outer.after_step(state.global_step)
         if state.global_step >= state.max_steps:
             self.outer.meet(state.global_step)
+        self._count_labels()
         self._before_evaluation(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -92,6 +94,15 @@ class LocalStepsOfTrainer(TrainerCallback):
         """End the thread that averages rows; see `CompressionCallback.on_train_end`."""
         if self._exact is not None:
             self._exact.close()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Leave Trainer's arguments as they were."""
+        self._args.average_tokens_across_devices = self._average_tokens
+
+    def _count_labels(self) -> None:
+        """Over all processes, or over this one, in the step to come: Trainer counts before it begins."""
+        self._args.average_tokens_across_devices = self._average_tokens and self.outer.synchronous
 
     def _before_evaluation(self, control: Any) -> None:
         if control.should_evaluate or control.should_save:
@@ -115,6 +126,8 @@ class LocalStepsOfTrainer(TrainerCallback):
         found = [bool(row[0]) for row in self._group.gather_numbers([float(file.is_file())])]
         if not any(found):
             _log.warning("%s has no %s files: local steps begin anew", folder, FILE)
+            self.outer.start(step)
+            self._count_labels()
             return
         if not all(found):
             missing = [f"{FILE}_{rank}.pt" for rank, there in enumerate(found) if not there]
@@ -123,5 +136,6 @@ class LocalStepsOfTrainer(TrainerCallback):
         options = state["shared"]["options"]
         require(self.outer.fits(state["shared"]), "local_steps", options, "those of the checkpoint, to go on with it")
         self.outer.load_state_dict(state, step)
+        self._count_labels()
         if state["optimizer"] is not None:
             optimizer.load_state_dict(state["optimizer"])

@@ -58,9 +58,8 @@ class Training:
         args, engine = trainer.args, trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
         self._report, self._interruption = report, Interruption(active=save_on_signal)
-        # The last stages of all replicas, which average their counts of labels. Replicas that step alone do not: each
-        # of their steps is the mean over its own labels.
-        average = args.average_tokens_across_devices and trainer.replicas > 1 and engine.local is None
+        # The last stages of all replicas, which average their counts of labels.
+        average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
         self._sampler = sampler = make_sampler(
             samples,
@@ -235,7 +234,9 @@ class Training:
             self._loss.note_problem(engine.stage.config, batches[0].labels)
             if engine.is_last_stage():
                 labels = self._loss.labels_of(engine.stage, batches)
-                self._loss.weigh(labels, self._trainer.replicas, self._loss_group, engine.device)
+                # Replicas that step alone do not wait: each of their steps is the mean over its own labels.
+                group = None if engine.local is not None and engine.local.begins_alone() else self._loss_group
+                self._loss.weigh(labels, self._trainer.replicas, group, engine.device)
 
     def _log(self, logs: dict[str, float]) -> None:
         """Log if the callbacks have asked for it."""

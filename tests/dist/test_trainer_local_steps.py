@@ -97,6 +97,42 @@ def test_what_is_logged_is_the_mean_of_replicas_that_each_weigh_their_own_labels
     assert end["train_loss"] == returned["returned"] == pytest.approx((first["loss"] + second["loss"]) / 2)
 
 
+def one_step_at_a_time(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """What trainings log whose replicas have other numbers of labels; of PipelineTrainer and of the callback."""
+    from transformers import TrainingArguments
+
+    from pipecomp import CompressionCallback, PipelineTrainer
+    from tests.dist.test_callback import small_trainer
+
+    once: dict[str, Any] = {"local_steps": 1, "outer": {"optimizer": "sgd"}}
+    then: dict[str, Any] = {**once, "local_steps": 2, "local_steps_warmup": 2}
+    out: dict[str, Any] = {}
+    for name, more in (("plain", {}), ("once", once), ("warming up", then)):
+        args = work.arguments(folder, max_steps=2)
+        made: dict[str, Any] = {"train_dataset": few_labels(), "num_stages": 1, "report": False}
+        section = {"gradients": {"method": "fp16", **more}}
+        trainer = PipelineTrainer(gpt2(2, 16), args, work.padded, pipecomp=section, **made)
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        trainer.end()
+        callback = CompressionCallback("fp16", **more)
+        theirs = small_trainer(folder, callback, max_steps=2, logging_steps=1, per_device_train_batch_size=4)
+        theirs.train_dataset, theirs.data_collator = few_labels(), work.padded
+        theirs.train()
+        assert isinstance(theirs.args, TrainingArguments)
+        assert theirs.args.average_tokens_across_devices
+        out[name] = losses, [line["loss"] for line in theirs.state.log_history if "loss" in line]
+    return out
+
+
+@pytest.mark.timeout(HANG_S)
+def test_where_every_step_is_averaged_labels_of_all_replicas_weigh_alike(tmp_path: Path) -> None:
+    for out in run_ranks(2, one_step_at_a_time, str(tmp_path), timeout_s=HANG_S).values():
+        for plain, once, warm in zip(*(out[name] for name in ("plain", "once", "warming up")), strict=True):
+            assert once == plain
+            assert warm[0] == plain[0]
+
+
 @pytest.mark.timeout(HANG_S)
 def test_a_training_that_ends_early_ends_with_an_average(tmp_path: Path) -> None:
     ranks = run_ranks(2, trainings, str(tmp_path), timeout_s=HANG_S)

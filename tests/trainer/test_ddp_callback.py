@@ -243,3 +243,5 @@ def test_an_evaluation_between_outer_steps_is_of_the_common_weights() -> None:
         assert torch.equal(model.weight, common if wanted else own), (event, wanted)
         callback.on_step_begin(args, at, None)
         assert torch.equal(model.weight, own), (event, wanted)
+    callback.on_train_end(args, at, None)
+    assert args.average_tokens_across_devices, "as it was given"
