@@ -179,6 +179,8 @@ class Checkpoints:
     def _load(self, folder: Path, options: LoadOptions, stock: Callable) -> tuple[Any, Any]:
         engine = self._engine
         self._check_finished(folder)
+        if engine.local is not None:
+            engine.local.outer.arrive()  # what loads residuals asks the ranks that an average may still be asking
         with_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
         saved = reshard_load.saved_otherwise(engine, folder, _STATE_KEY, with_optimizer=with_optimizer)
         if saved is None:

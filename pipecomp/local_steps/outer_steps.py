@@ -186,6 +186,11 @@ class OuterSteps:
                 self.taken += 1
                 self.averaged_at = step
 
+    def arrive(self) -> None:
+        """Wait for what is being averaged, which lands when it is due all the same."""
+        for flight in self._flights:
+            flight.arrive()
+
     @contextmanager
     def common_weights(self) -> Iterator[None]:
         """Let the replica's weights be the common ones inside, for evaluation and saving."""
@@ -214,8 +219,7 @@ class OuterSteps:
             "weights": the replica's own, by name, on the CPU; "rows", of second moments, and "sent", weights, as they
             were when what is on its way was sent; "shared": the same on all replicas. Plain containers.
         """
-        for flight in self._flights:
-            flight.arrive()
+        self.arrive()
         flights = [
             {
                 "fragment": f.fragment,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import time
 from typing import Any
 
 import pytest
@@ -279,6 +280,41 @@ def test_training_that_stopped_within_an_interval_goes_on_with_the_same_bits(cas
 def test_a_pipeline_that_stopped_within_an_interval_goes_on_with_the_same_bits(tmp_path):
     for rank, (straight, resumed) in run_ranks(4, stop_and_go, 2, "streamed", str(tmp_path), timeout_s=HANG_S).items():
         assert resumed == straight, f"rank {rank}"
+
+
+def rolled_back(rank: int, world: int, note: Any, folder: str) -> list[Any]:
+    """The steps after a checkpoint, and the same ones again by the same engine, an average of which is on its way."""
+    from pipecomp.engine import checkpointing
+
+    engine = engine_for(1, CASES["streamed"])
+    load = checkpointing.load_residuals
+
+    def load_later(*given: Any) -> None:
+        """It asks the same ranks, whose messages must not be taken for those of an average."""
+        assert not any(flight.waits for flight in engine.local.outer._flights)
+        load(*given)
+
+    checkpointing.load_residuals = load_later
+    for _ in range(5):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    out = []
+    for again in (False, True):
+        if again:
+            for exchange in (engine.local.exchanges.outer, engine.local.exchanges.rows):
+                exchange.give_way(lambda: time.sleep(0.2))
+            while not engine.local.outer.stats()["in_flight"]:
+                engine.train_batch()
+            engine.load_checkpoint(folder)
+        losses = [float(engine.train_batch()) for _ in range(4)]
+        out.append((losses, digest(engine.stage.parameters()), engine.local.outer.stats()["began"]))
+    engine.close()
+    return out
+
+
+def test_an_engine_goes_back_while_an_average_is_on_its_way(tmp_path):
+    for rank, (straight, again) in run_ranks(2, rolled_back, str(tmp_path), timeout_s=HANG_S).items():
+        assert again == straight, f"rank {rank}"
 
 
 def recut(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
