@@ -305,7 +305,10 @@ class Training:
         return self._gather({})[0]
 
     def _gather(self, values: Mapping[str, float]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """The same, and values that callbacks on all ranks see alike: their means where replicas step alone."""
+        """The same, and values that callbacks on all ranks see alike: their means where those of replicas differ.
+
+        They do where replicas step alone, and the norm of gradients that only the optimizer's momentum is exchanged of.
+        """
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
         with engine.propagate_failure():
@@ -316,9 +319,10 @@ class Training:
         if counted != "no":
             place = 1 if counted == "non_padding" else 0
             trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[place] for _, tokens, _ in rows)
+        told = [of_rank for *_, of_rank in rows]
         common = dict(values)
-        if engine.local is not None:
-            common = {name: sum(of_rank[name] for *_, of_rank in rows) / len(rows) for name in values}
+        if any(of_rank != told[0] for of_rank in told):
+            common = {name: sum(of_rank[name] for of_rank in told) / len(told) for name in values}
         return [stats for stats, *_ in rows], common
 
     def _count(self) -> None:

@@ -64,12 +64,14 @@ def few_labels() -> list[dict[str, Any]]:
     return chosen
 
 
-def unequal_samples(rank: int, world: int, note: Any, folder: str) -> list[dict[str, float]]:
-    """What two steps of each replica log, whose samples have other numbers of labels."""
+def unequal_samples(
+    rank: int, world: int, note: Any, folder: str, section: dict[str, Any] = GRADIENTS, steps: int = 2
+) -> list[dict[str, float]]:
+    """What steps of each replica log, whose samples have other numbers of labels."""
     from pipecomp import PipelineTrainer
 
-    args = work.arguments(folder, max_steps=2, logging_nan_inf_filter=False)
-    made: dict[str, Any] = {"train_dataset": few_labels(), "pipecomp": GRADIENTS, "num_stages": 1, "report": False}
+    args = work.arguments(folder, max_steps=steps, logging_nan_inf_filter=False, weight_decay=0.0)
+    made: dict[str, Any] = {"train_dataset": few_labels(), "pipecomp": section, "num_stages": 1, "report": False}
     trainer = PipelineTrainer(gpt2(2, 16), args, work.padded, **made)
     output = trainer.train()
     names = ("loss", "grad_norm", "learning_rate", "train_loss")
@@ -95,6 +97,14 @@ def test_what_is_logged_is_the_mean_of_replicas_that_each_weigh_their_own_labels
     assert own[0] != pytest.approx(own[1], rel=1e-3)
     assert first["loss"] == pytest.approx(sum(own) / 2, rel=1e-5)
     assert end["train_loss"] == returned["returned"] == pytest.approx((first["loss"] + second["loss"]) / 2)
+
+
+@pytest.mark.timeout(HANG_S)
+def test_norms_of_gradients_that_are_not_exchanged_are_logged_alike(tmp_path: Path) -> None:
+    section = {"gradients": {"method": "quantized_adam", "freeze_step": 1}}
+    first, second = run_ranks(2, unequal_samples, str(tmp_path), section, 4, timeout_s=HANG_S).values()
+    assert first == second
+    assert len({line["grad_norm"] for line in first[:4]}) == 4
 
 
 def one_step_at_a_time(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
