@@ -56,8 +56,8 @@ def simulate(run: Run) -> Simulated | str:
         The step; in its place words that say why there is none.
     """
     stats = run.ranks.get("end")
-    micro_batches, K = run.facts.get("micro_batches"), run.facts.get("stages")
-    if not stats or not isinstance(micro_batches, int) or not isinstance(K, int):
+    most, K = run.facts.get("micro_batches"), run.facts.get("stages")
+    if not stats or not isinstance(most, int) or not isinstance(K, int):
         return "the run did not end in order, or did not write what its ranks did"
     if K < 2:
         return "one stage has no links"
@@ -77,6 +77,8 @@ def simulate(run: Run) -> Simulated | str:
     links = [_link(ranks[k], f"{k}->{k + 1}") for k in range(K - 1)]
     if any(link["messages"] == 0 for link in links):
         return "nothing crossed its links"
+    # An epoch's last step may have fewer than the configuration says: it is the mean step that is played.
+    micro_batches = max(1, round(links[0]["messages"] / (later[0]["steps"] * len(ranks[0]))))
     step = Step(
         stages=[_slowest([measured_costs(r, micro_batches) for r in found]) for found in ranks],
         micro_batches=micro_batches,

@@ -51,6 +51,14 @@ def test_the_rate_of_unknown_links_is_found_from_the_step_time(tmp_path, stages)
     assert found.network.slowest == pytest.approx(5e6, rel=0.05)
 
 
+def test_it_is_the_mean_step_that_is_played(tmp_path):
+    """The configuration says how many micro-batches most steps have; an epoch's last one may have fewer."""
+    make_run(tmp_path, network=slow(), micro_batches=2 * MICRO_BATCHES)
+    _, found = simulated(tmp_path)
+    assert found.step.micro_batches == MICRO_BATCHES
+    assert found.step.stages[0].forward_s == pytest.approx(COSTS.forward_s)
+
+
 def test_links_that_cost_no_time_are_seen_not_to(tmp_path):
     make_run(tmp_path, network=uniform(2, 1e12))
     run, found = simulated(tmp_path)
