@@ -50,8 +50,9 @@ class Rank:
         reads: what is carried of `environment` comes on its standard input (`exports`), not in the line, which every
         user of both machines can see; then come signals, and the end of it is the launcher's end.
         """
-        lines = exports(environment).count("\n")
-        read = ["sh", "-c", f'eval "$(head -n {lines})" && exec "$@"', "sh"] if reads else []
+        # Not a byte more, as `head` would read: behind them may be a signal already, which came during the login.
+        count = len(os.fsencode(exports(environment)))
+        read = ["sh", "-c", f'eval "$(dd bs=1 count={count} 2>/dev/null)" && exec "$@"', "sh"] if reads else []
         shown = {**(_FOLLOWS if reads else carried(environment)), **self.variables}
         words = [*read, "env", *(f"{name}={value}" for name, value in shown.items()), *self.command]
         return f"cd {shlex.quote(folder)} && {shlex.join(words)}"

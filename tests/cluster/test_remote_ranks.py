@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 from pipecomp.cluster import remote_ranks
 from pipecomp.cluster.remote_ranks import Rank, is_here, meeting_address, ranks_of, run_ranks_of, working_directory
 from pipecomp.errors import ConfigError
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 from tests.recipes.recipe_runs import ROOT
 
 
@@ -177,9 +176,7 @@ def waiting(number: int, file: Path, host: str | None = None) -> Rank:
 
 def process_of(file: Path) -> psutil.Process:
     """The process that has written its id to a file."""
-    until = time.monotonic() + HANG_S
-    while not (file.is_file() and file.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: file.is_file() and file.read_text())
     return psutil.Process(int(file.read_text()))
 
 
@@ -201,6 +198,26 @@ def test_a_signal_reaches_every_rank(tmp_path, stand_in, hosts):
     thread.join()
     assert len(found) == 2
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found)
+
+
+def test_a_signal_that_comes_during_the_login_is_not_lost(tmp_path, monkeypatch, stand_in):
+    """It waits behind the variables, of which the other machine's shell has to take no byte more."""
+    begun, may_go = tmp_path / "begun", tmp_path / "may go"
+    stand_in(f"touch {begun}\nwhile [ ! -e '{may_go}' ]; do sleep 0.05; done\n{LINE}")
+    monkeypatch.setenv("HF_HOME", "a\nb")
+    said, say = [], remote_ranks._say
+    monkeypatch.setattr(remote_ranks, "_say", lambda *given: (say(*given), said.append(given)))
+
+    def end() -> None:
+        until(begun.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: len(said) == 2)
+        may_go.touch()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert run_ranks_of([waiting(0, tmp_path / "0", "one")]) == 5
+    thread.join()
 
 
 def test_a_rank_on_another_machine_ends_with_the_launcher(tmp_path, stand_in):
