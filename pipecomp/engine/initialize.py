@@ -222,12 +222,11 @@ def _without_noise() -> Iterator[None]:
 
 def _at_exit(engine: PipelineEngine) -> None:
     """Close in order when the interpreter ends, so that no rank aborts in a half-closed process group."""
-    reference = weakref.ref(engine)
+    reference, guard = weakref.ref(engine), engine.guard
 
     def finish() -> None:
         alive = reference()
-        if alive is not None:
-            alive.close()
+        (alive or guard).close()  # of an engine that nobody has any more, links and stores are still open
         if dist.is_initialized():
             dist.destroy_process_group()
 
